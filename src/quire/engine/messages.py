@@ -1,0 +1,92 @@
+"""Everything that is said between the front and the engine, as msgspec structs; msgpack on the wire, never pickle.
+
+Front -> engine: `AddRequest`, `AbortRequests`, `Call`, `Shutdown`. Engine -> front: `Ready`, `EngineOutputs`,
+`CallResult`, `Failed`. The inline engine passes the same objects without encoding them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+from quire.step import SchedulerStats, SequenceOutput
+
+
+class AddRequest(msgspec.Struct, tag=True):
+    """One sequence to generate; `n` completions are sent as n of these.
+
+    Attributes:
+        request_id: unique among live requests. arrival_time: monotonic seconds.
+        seed: always set (drawn by the front where the caller gave none).
+        stop_ids: all token ids that end the sequence: EOS ids unless ignored, and `stop_token_ids`.
+        max_tokens: most tokens to generate, already limited to the context.
+        bad_words_ids: token sequences that may not be generated (`bad_words`, tokenized).
+        priority: lower runs earlier (with the priority policy). cache_salt: prefix blocks are shared only among
+            requests with the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    seed: int
+    stop_ids: list[int]
+    max_tokens: int
+    bad_words_ids: list[list[int]] = []
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """Forget these requests and free their blocks; unknown ids are ignored. No output is sent for them."""
+
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag=True):
+    """An operation between steps: "reset_prefix_cache", "stats", "check_integrity". Answered by `CallResult`."""
+
+    call_id: int
+    method: str
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """End the engine loop after the current step."""
+
+
+class EngineOutputs(msgspec.Struct, tag=True):
+    """All news of one step."""
+
+    outputs: list[SequenceOutput]
+    stats: SchedulerStats
+    timestamp: float
+
+
+class CallResult(msgspec.Struct, tag=True):
+    """Answer to a `Call`: `value` is JSON-like; `error` is set instead when it failed."""
+
+    call_id: int
+    value: dict[str, int | float | str | bool] | None = None
+    error: str | None = None
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded and the KV cache allocated; sent once."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or its loop died. `exit_code` 2 means bad options or a bad model."""
+
+    message: str
+    param: str | None = None
+    exit_code: int = 1
+
+
+ToEngine = AddRequest | AbortRequests | Call | Shutdown
+FromEngine = EngineOutputs | CallResult | Ready | Failed

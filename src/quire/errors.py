@@ -1,0 +1,111 @@
+"""Every exception a user of Quire can meet, and what each means over HTTP and on the command line.
+
+    QuireError                  something went wrong inside                500  exit 1
+      ConfigError               a bad option, flag, or YAML key            400  exit 2
+      ModelError                a bad model folder, file, or tensor        500  exit 2
+      RequestError              the caller's fault; names the field        400  exit 2
+        ContextLengthError      prompt (+ max_tokens) does not fit         400
+        UnsupportedError        a known field this engine cannot honour    400
+        NotFoundError           no such model, route, or object            404
+      OverloadedError           queues are full; try again later           503
+      EngineDeadError           the engine process is gone                 503
+
+Status codes and exit codes stand here and nowhere else. Rendering to JSON lives in `server.errors`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+MAX_ECHO = 200
+
+
+def echo(value: Any) -> str:
+    """Return `value` as it may be repeated in an error message: at most 200 characters, control characters escaped."""
+    if isinstance(value, list | tuple | dict | set) and len(value) > 20:
+        return f"a {type(value).__name__} of {len(value)} items"
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 512 else "a very large integer"
+    return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
+
+
+class QuireError(Exception):
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        message: one sentence for a human.
+        param: the option or request field at fault, in the spelling the user wrote, or None.
+        code: a stable machine-readable word, as in OpenAI's error objects.
+    """
+
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+    error_type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+
+class ConfigError(QuireError, ValueError):
+    """An option has a bad value, is unknown, or contradicts another one."""
+
+    http_status = 400
+    exit_code = 2
+    error_type = "invalid_request_error"
+    default_code = "invalid_config"
+
+
+class ModelError(QuireError, ValueError):
+    """A model folder cannot be served: the message names the file and, where it applies, the tensor or field."""
+
+    exit_code = 2
+    default_code = "invalid_model"
+
+
+class RequestError(QuireError, ValueError):
+    """One request is malformed; the engine goes on serving everyone else."""
+
+    http_status = 400
+    exit_code = 2
+    error_type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt plus requested tokens, exceeds the context length."""
+
+    default_code = "context_length_exceeded"
+
+
+class UnsupportedError(RequestError):
+    """A field or value that exists elsewhere but that this engine or model cannot honour."""
+
+    default_code = "unsupported_parameter"
+
+
+class NotFoundError(RequestError):
+    """The named model, route, or object does not exist."""
+
+    http_status = 404
+    default_code = "model_not_found"
+
+
+class OverloadedError(QuireError):
+    """The waiting queue is full. `retry_after` is the suggested wait in seconds."""
+
+    http_status = 503
+    default_code = "engine_overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(QuireError):
+    """The engine process ended or its loop failed; every unfinished request gets this."""
+
+    http_status = 503
+    default_code = "engine_unavailable"

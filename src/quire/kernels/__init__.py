@@ -1,0 +1,1 @@
+"""Arrays and ops. `backend.py` is the interface; `reference/` the spec in plain torch; `cpu/` numpy and Numba."""

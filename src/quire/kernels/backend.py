@@ -1,0 +1,256 @@
+"""The Backend interface: the only thing in Quire that knows what an array is.
+
+An *array* is a `numpy.ndarray` on the CPU backend and a `torch.Tensor` on the others. Models, layers, the worker and
+the sampler call the ops below, plus what both array kinds share: slicing, `reshape`, indexing by an index array of
+`from_numpy`, and + - *. Nothing else. Activations are float32 on the CPU backend.
+
+Shape legend: T tokens in the step (flat, no padding), S sequences, R rows to sample, H hidden, V vocabulary,
+N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blocks, bs block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
+LinearWeight = Any  # opaque: what a backend makes of a weight matrix
+KVCache = Any  # opaque: one layer's keys and values
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A tensor as it lies in a checkpoint file, usually a view of mapped memory.
+
+    `array` has the logical shape; bfloat16 has no numpy dtype and is held as uint16 (the raw bits), which `dtype` says.
+    `dtype` is one of "float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool".
+    """
+
+    array: np.ndarray
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+        return tuple(self.array.shape)
+
+    def to_float32(self) -> np.ndarray:
+        """Return the values as a float32 array (a copy unless it is float32 already)."""
+        if self.dtype == "bfloat16":
+            return (self.array.astype(np.uint32) << 16).view(np.float32)
+        return self.array.astype(np.float32, copy=False)
+
+    def rows(self, start: int, stop: int) -> HostTensor:
+        """Return rows [start, stop) of the first axis, as a view."""
+        return HostTensor(self.array[start:stop], self.dtype)
+
+    def transposed(self) -> HostTensor:
+        """Return the matrix transposed, as a view."""
+        return HostTensor(self.array.T, self.dtype)
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where each token of the step belongs; built once a step by the model runner, as backend arrays.
+
+    Attributes:
+        cu_query_lens: int32 [S+1]; tokens of sequence s are rows cu_query_lens[s] : cu_query_lens[s+1].
+        seq_lens: int32 [S]; context length including this step's tokens. A sequence's queries are its last positions.
+        block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
+        slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
+        max_query_len, max_seq_len: over the step.
+    """
+
+    cu_query_lens: Array
+    seq_lens: Array
+    block_tables: Array
+    slot_mapping: Array
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return int(self.seq_lens.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What is constant for one attention layer.
+
+    Attributes:
+        num_heads, num_kv_heads, head_size: of this rank. scale: multiplies q.k.
+        sliding_window: a query sees itself and the window-1 tokens before it; None sees all.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); None is off.
+        sinks: float32 [Hq] array of extra logits that only enter the softmax denominator (GPT-OSS), or None.
+        alibi_slopes: float32 [Hq] array; slope * (key position - query position) is added to logits, or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities of R rows: the chosen token first, then the k best in falling order; ranks start at 1.
+
+    token_ids: int64 numpy [R, 1+k]. logprobs: float32 numpy [R, 1+k]. ranks: int64 numpy [R]: 1 + the number of
+    tokens with a strictly larger logit.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+class Backend(Protocol):
+    """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""
+
+    name: str  # "cpu", "reference"
+    dtype: str  # weights are held in it: "float32", "bfloat16" or "float16"
+    kv_dtype: str  # "float32", "bfloat16" or "float16"
+
+    # Arrays
+
+    def from_numpy(self, array: np.ndarray) -> Array:
+        """Return `array` on the device; may share memory (CPU). Keeps the dtype."""
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        """Return the array on the host; float values as float32. May share memory."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        """Return a zeroed array."""
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Join [*, n_i] arrays along the last axis."""
+
+    def available_memory(self) -> int:
+        """Bytes of device memory free for weights and KV now."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done."""
+
+    # Weights
+
+    def vector(self, tensor: HostTensor) -> Array:
+        """Take a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
+
+    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> LinearWeight:
+        """Pack [N_i, K] matrices, stacked along N into one, with an optional bias of the same N.
+
+        Parts are consumed one after the other, so that no second full copy of a model ever exists. The result serves
+        `linear` and, for an embedding table [V, H], `embedding` as well (tied embeddings are packed once).
+        """
+
+    # Model ops
+
+    def embedding(self, ids: Array, weight: LinearWeight) -> Array:
+        """Look up rows: ids int [T], weight [V, H] -> [T, H]. Ids are in range (checked at the edge)."""
+
+    def linear(self, x: Array, weight: LinearWeight) -> Array:
+        """x [T, K] @ weight.T (+ bias) -> [T, N], accumulated in float32, independent of T row by row."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x / sqrt(mean(x^2, last axis) + eps) * weight; x [..., H] (Zhang & Sennrich 2019)."""
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
+        """In place: residual += x; return rms_norm(residual). Both [T, H]."""
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+        """(x - mean) / sqrt(var + eps) * weight + bias over the last axis."""
+
+    def rotary_embedding(
+        self, positions: Array, q: Array, k: Array, cos_sin: Array, head_size: int, interleaved: bool
+    ) -> None:
+        """Rotate q [T, Hq*D] and k [T, Hkv*D] in place (Su et al. 2021).
+
+        cos_sin is float32 [max_position, rotary_dim]: cos of the rotary_dim/2 angles, then sin. Only the first
+        rotary_dim of each head are rotated. `interleaved` pairs (2i, 2i+1), otherwise (i, i + rotary_dim/2).
+        """
+
+    def silu_and_mul(self, x: Array) -> Array:
+        """silu(x[:, :I]) * x[:, I:]; x [T, 2I] -> [T, I]."""
+
+    def gelu_and_mul(self, x: Array, approximate: bool) -> Array:
+        """gelu(x[:, :I]) * x[:, I:]; tanh approximation when `approximate`."""
+
+    def activation(self, x: Array, kind: str) -> Array:
+        """Elementwise "relu", "silu", "gelu" (erf), "gelu_tanh" or "quick_gelu"."""
+
+    # KV cache and attention
+
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> KVCache:
+        """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows."""
+
+    def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
+        """Store k, v [T, Hkv*D] at slot_mapping [T], rounding to `kv_dtype`."""
+
+    def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
+        """Causal attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq*D].
+
+        One entry for prefill, chunks and decode mixed: the query at row i of sequence s has position
+        seq_lens[s] - query_len[s] + i and sees keys at positions <= its own. A row's result does not depend on what
+        else is in the step. Keys of this step are already in the cache (`write_kv` comes first).
+        """
+
+    def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
+        """Copy whole blocks inside one layer's cache; pairs int64 [n, 2] of (source, destination)."""
+
+    # Logits and sampling; R rows, logits float32 [R, V]
+
+    def apply_penalties(
+        self,
+        logits: Array,
+        rows: np.ndarray,
+        prompt_mask: np.ndarray,
+        output_counts: np.ndarray,
+        repetition: np.ndarray,
+        presence: np.ndarray,
+        frequency: np.ndarray,
+    ) -> None:
+        """In place on `rows` int64 [P]; prompt_mask bool [P, V], output_counts int32 [P, V], the rest float32 [P].
+
+        Repetition first, for tokens in the prompt or the output: positive logits are divided by it, others
+        multiplied. Then logits -= frequency * count + presence * (count > 0).
+        """
+
+    def add_bias(self, logits: Array, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
+        """In place: logits[rows[e], tokens[e]] += values[e]; -inf bars a token. Pairs may repeat."""
+
+    def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
+        """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
+
+    def rows_finite(self, logits: Array) -> np.ndarray:
+        """Return bool numpy [R]: whether the row holds no NaN and no +inf, and not only -inf."""
+
+    def sample(
+        self,
+        logits: Array,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniforms: np.ndarray,
+    ) -> np.ndarray:
+        """Choose one token per row -> int64 numpy [R]. `logits` may be overwritten.
+
+        Rows with temperature 0 take the first largest logit. Others, in this order: divide by temperature; keep the
+        top_k largest (0 = all; ties with the k-th are kept); of those keep tokens whose probability is at least min_p
+        times the largest; of those, sorted by falling logit (lower id first among equals), keep the shortest prefix
+        whose renormalized probability reaches top_p; then take the first token of that order whose cumulative
+        probability exceeds uniforms[r] (float64 in [0, 1)) times the kept mass. So equal logits and uniforms give
+        equal tokens on every backend.
+        """
+
+    def top_logprobs(self, logits: Array, chosen: np.ndarray, k: int) -> TopLogprobs:
+        """log_softmax of the rows, for the chosen ids [R] and the k most likely. Does not change `logits`."""

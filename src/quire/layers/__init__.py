@@ -1,0 +1,1 @@
+"""What models are made of: linears that own their sharding, norms, rotary tables, attention."""

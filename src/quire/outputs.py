@@ -1,0 +1,78 @@
+"""What a request gives back: `RequestOutput` and its parts, with the names vLLM uses. Plain data, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability (natural log, from the raw logits), its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One position: token id -> Logprob; always holds the chosen token, then the top alternatives.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds; points in time are `time.monotonic()` of the engine's machine."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` completions of a request.
+
+    Attributes:
+        index: which of the n.
+        text: generated text, stop string cut off (unless asked for); with DELTA outputs only the new part.
+        token_ids: generated ids; with DELTA outputs only the new ones.
+        cumulative_logprob: sum over all generated tokens so far, when logprobs were asked for.
+        logprobs: one dict per token in `token_ids`, or None.
+        finish_reason: "stop", "length", "abort", "error", or None while running.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and for other endings.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this completion has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All completions of one request, so far or final.
+
+    Attributes:
+        prompt: text of the prompt, None when it was given as token ids.
+        prompt_logprobs: per prompt position; the first is None (nothing predicts it). None when not asked for.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,243 @@
+"""`SamplingParams`: how one request wants its tokens chosen. Fields, defaults and bounds, declared and checked once.
+
+Names and defaults are those of the common OpenAI and vLLM interfaces. The HTTP layer maps its fields onto this class and
+reports whatever it raises; nothing here knows about HTTP, tokenizers, or models (token ids are checked against the
+vocabulary in `frontend.processor`).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from quire.errors import RequestError, echo
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_REPETITION_PENALTY = 10.0
+INT64_MAX = 2**63 - 1
+GREEDY_EPSILON = 1e-5
+
+
+class RequestOutputKind(IntEnum):
+    """What each streamed `RequestOutput` carries: everything so far, only what is new, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def check_int(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` if it is an int (not a bool) within [low, high]; raise `RequestError` naming the field otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {echo(value)}", param=name, code="invalid_type")
+    if value < low:
+        raise RequestError(
+            f"{name} must be at least {low}, got {echo(value)}", param=name, code="integer_below_min_value"
+        )
+    if value > high:
+        raise RequestError(
+            f"{name} must be at most {high}, got {echo(value)}", param=name, code="integer_above_max_value"
+        )
+    return value
+
+
+def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
+    """Return `value` as a finite float within [low, high] ((low, high] with `low_open`); raise `RequestError` else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {echo(value)}", param=name, code="invalid_type")
+    if math.isnan(value):
+        raise RequestError(f"{name} must be a finite number, got nan", param=name, code="invalid_value")
+    if value < low or (low_open and value == low):
+        bound = "greater than" if low_open else "at least"
+        raise RequestError(
+            f"{name} must be {bound} {low:g}, got {echo(value)}", param=name, code="decimal_below_min_value"
+        )
+    if value > high:
+        raise RequestError(
+            f"{name} must be at most {high:g}, got {echo(value)}", param=name, code="decimal_above_max_value"
+        )
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool; raise `RequestError` naming the field otherwise."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {echo(value)}", param=name, code="invalid_type")
+    return value
+
+
+def check_list(name: str, value: Any, most: int) -> list[Any]:
+    """Return `value` if it is a list of at most `most` items; raise `RequestError` naming the field otherwise."""
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a list, got {echo(value)}", param=name, code="invalid_type")
+    if len(value) > most:
+        raise RequestError(
+            f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
+        )
+    return list(value)
+
+
+def _check_strings(name: str, value: Any, most: int) -> list[str]:
+    strings = [value] if isinstance(value, str) else check_list(name, value, most)
+    for index, item in enumerate(strings):
+        where = name if isinstance(value, str) else f"{name}[{index}]"
+        if not isinstance(item, str):
+            raise RequestError(f"{where} must be a string, got {echo(item)}", param=where, code="invalid_type")
+        if not item:
+            raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
+        if len(item) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"{where} may have at most {MAX_STOP_LENGTH} characters, got {len(item)}",
+                param=where,
+                code="string_above_max_length",
+            )
+    return strings
+
+
+def _check_token_ids(name: str, value: Any, most: int) -> list[int]:
+    return [_check_token_id(f"{name}[{i}]", item) for i, item in enumerate(check_list(name, value, most))]
+
+
+def _check_token_id(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be a token id, got {echo(value)}", param=name, code="invalid_type")
+    if value < 0:
+        raise RequestError(f"{name} must be a token id >= 0, got {echo(value)}", param=name, code="invalid_value")
+    return value
+
+
+def _check_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"logit_bias must map token ids to numbers, got {echo(value)}", param="logit_bias", code="invalid_type"
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(value)}",
+            param="logit_bias",
+            code="array_above_max_length",
+        )
+    checked: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19 else key
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RequestError(f"logit_bias has key {echo(key)}; keys must be token ids >= 0", param="logit_bias")
+        checked[token] = check_float("logit_bias", bias, -100.0, 100.0)
+    return checked
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
+
+    Attributes:
+        n: number of completions, 1..128.
+        presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
+        repetition_penalty: (0, 10], over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
+        temperature: [0, 2]; below 1e-5 means greedy.
+        top_p: (0, 1], nucleus sampling (Holtzman et al. 2019). top_k: 0 or -1 means all tokens. min_p: [0, 1].
+        seed: makes sampling reproducible whatever else is in the batch; None draws one.
+        stop: up to 4 strings that end the text; stop_token_ids: ids that end it.
+        max_tokens: None means as many as fit in the context. min_tokens: EOS and stop ids are barred before.
+        logprobs, prompt_logprobs: number of alternatives per position, 0..20, or None for none at all.
+        logit_bias: token id -> value in [-100, 100] added to the logit. allowed_token_ids: nothing else may be
+            sampled. bad_words: texts that may not be generated.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt; None keeps all.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        """Check every field. Structs decoded from the wire pass through here too."""
+        self._check_numbers()
+        self._check_counts()
+        self._check_lists()
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            check_bool(name, getattr(self, name))
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+
+    def _check_numbers(self) -> None:
+        self.presence_penalty = check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = check_float(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True
+        )
+        self.temperature = check_float("temperature", self.temperature, 0.0, 2.0)
+        self.top_p = check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        self.min_p = check_float("min_p", self.min_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, -1, INT64_MAX)
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), INT64_MAX)
+
+    def _check_counts(self) -> None:
+        check_int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
+        check_int("min_tokens", self.min_tokens, 0, INT64_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
+
+    def _check_lists(self) -> None:
+        self.stop = [] if self.stop is None else _check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        self.bad_words = [] if self.bad_words is None else _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        else:
+            self.stop_token_ids = _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        if self.logit_bias is not None:
+            self.logit_bias = _check_logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, list | tuple) or len(self.allowed_token_ids) == 0:
+                code = "empty_array" if self.allowed_token_ids in ([], ()) else "invalid_type"
+                raise RequestError(
+                    "allowed_token_ids must be a non-empty list of token ids", param="allowed_token_ids", code=code
+                )
+            self.allowed_token_ids = _check_token_ids("allowed_token_ids", self.allowed_token_ids, 2**20)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_EPSILON
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """Return a copy with some fields replaced (and all of them checked again)."""
+        return msgspec.structs.replace(self, **changes)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: routes, protocol checks, streaming, errors, metrics."""
