@@ -16,42 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from quire.checkpoint.tensor import HostTensor
+
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
 KVCache = Any  # opaque: one layer's keys and values
 
 NEG_INF = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class HostTensor:
-    """A tensor as it lies in a checkpoint file, usually a view of mapped memory.
-
-    `array` has the logical shape; bfloat16 has no numpy dtype and is held as uint16 (the raw bits), which `dtype` says.
-    `dtype` is one of "float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool".
-    """
-
-    array: np.ndarray
-    dtype: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape."""
-        return tuple(self.array.shape)
-
-    def to_float32(self) -> np.ndarray:
-        """Return the values as a float32 array (a copy unless it is float32 already)."""
-        if self.dtype == "bfloat16":
-            return (self.array.astype(np.uint32) << 16).view(np.float32)
-        return self.array.astype(np.float32, copy=False)
-
-    def rows(self, start: int, stop: int) -> HostTensor:
-        """Return rows [start, stop) of the first axis, as a view."""
-        return HostTensor(self.array[start:stop], self.dtype)
-
-    def transposed(self) -> HostTensor:
-        """Return the matrix transposed, as a view."""
-        return HostTensor(self.array.T, self.dtype)
 
 
 @dataclass(slots=True)
