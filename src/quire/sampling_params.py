@@ -1,7 +1,7 @@
 """`SamplingParams`: how one request wants its tokens chosen. Fields, defaults and bounds, declared and checked once.
 
-Names and defaults are those of the common OpenAI and vLLM interfaces. The HTTP layer maps its fields onto this class and
-reports whatever it raises; nothing here knows about HTTP, tokenizers, or models (token ids are checked against the
+Names and defaults are those of the common OpenAI and vLLM interfaces. The HTTP layer maps its fields onto this class
+and reports whatever it raises; nothing here knows about HTTP, tokenizers, or models (token ids are checked against the
 vocabulary in `frontend.processor`).
 """
 
@@ -36,7 +36,7 @@ class RequestOutputKind(IntEnum):
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` if it is an int (not a bool) within [low, high]; raise `RequestError` naming the field otherwise."""
+    """Return `value` if it is an int (not a bool) within [low, high]; raise `RequestError` naming the field else."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {echo(value)}", param=name, code="invalid_type")
     if value < low:

@@ -1,0 +1,57 @@
+"""Quire: an LLM inference and serving engine in pure Python.
+
+    from quire import LLM, SamplingParams
+
+    with LLM() as llm:
+        print(llm.generate("KING:", SamplingParams(max_tokens=40))[0].outputs[0].text)
+
+The names below load on first use, so that `import quire` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.errors import QuireError
+    from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.llm import LLM
+    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "QuireError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "quire.frontend.llm",
+    "AsyncLLM": "quire.frontend.async_llm",
+    "CompletionOutput": "quire.outputs",
+    "EngineConfig": "quire.config",
+    "QuireError": "quire.errors",
+    "RequestOutput": "quire.outputs",
+    "RequestOutputKind": "quire.sampling_params",
+    "SamplingParams": "quire.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,331 @@
+"""Every option, once: dataclasses per concern. CLI flags, YAML keys, `LLM(...)` keywords, help and docs come from them.
+
+A field made with `option()` carries its help text, bounds and choices. `EngineConfig.from_kwargs` is the one way in:
+it takes flat names (`max_num_seqs=8`), refuses unknown ones with the nearest known name, checks types and bounds, and
+checks what must hold between options. What depends on the model or the machine ("auto" values) is settled later, by
+the engine, into a new config. Spelling and defaults follow vLLM where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from quire.errors import ConfigError, echo
+
+DEMO_MODEL = "quire-demo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is known of an option beside its name, type and default.
+
+    Attributes:
+        help: one sentence. low, high: inclusive bounds. choices: allowed values. metavar: how help names the value.
+        size: whether texts like "4GiB" are accepted. json: whether a text is parsed as a JSON object.
+        secret: never shown in logs.
+    """
+
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    size: bool = False
+    json: bool = False
+    secret: bool = False
+
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """Declare a dataclass field that is an option; `details` are the other fields of `Option`."""
+    metadata = {"option": Option(help=help, **details)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Model"""
+
+    model: str = option(DEMO_MODEL, "Model folder, Hugging Face id, or the built-in quire-demo.")
+    served_model_name: list[str] = option([], "Names under which the server offers the model; default: the model.")
+    tokenizer: str | None = option(None, "Folder or id of the tokenizer, if not the model's own.")
+    skip_tokenizer_init: bool = option(False, "Work on token ids only; no tokenizer is loaded.")
+    revision: str | None = option(None, "Branch, tag or commit on the Hugging Face hub.")
+    download_dir: str | None = option(None, "Where downloads are kept; default: the Hugging Face cache.")
+    load_format: str = option(
+        "auto", "How weights are read; dummy invents them.", choices=("auto", "safetensors", "dummy")
+    )
+    dtype: str = option(
+        "auto",
+        "Type the weights are held in; auto takes the checkpoint's.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt plus output, in tokens; default: the model's.", low=1, metavar="TOKENS"
+    )
+    hf_overrides: dict[str, Any] = option({}, "JSON object merged over the model's config.json.", json=True)
+    generation_config: str = option(
+        "auto",
+        "Where default sampling values come from: auto reads generation_config.json, none keeps the neutral ones.",
+        choices=("auto", "none"),
+    )
+    chat_template: str | None = option(None, "File with a Jinja chat template, if not the model's own.")
+    allow_nonfinite: bool = option(False, "Serve weights even if some are NaN or infinite.")
+    seed: int = option(0, "Seed of what the engine draws by itself, such as dummy weights.", low=0, high=2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV cache"""
+
+    block_size: int = option(16, "Tokens per block.", low=1, high=1024, metavar="TOKENS")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of the device's memory that weights and KV cache may take.", low=0.01, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Memory of the KV cache, such as 2GiB; default: what is free.", low=1, size=True, metavar="SIZE"
+    )
+    num_gpu_blocks_override: int | None = option(None, "Number of blocks, whatever memory there is.", low=1)
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of cached keys and values; auto takes the weights'.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Scheduling"""
+
+    max_num_seqs: int = option(256, "Most sequences running at once.", low=1, high=65536)
+    max_num_batched_tokens: int = option(2048, "Most tokens computed in one step.", low=1, high=2**24, metavar="TOKENS")
+    scheduling_policy: str = option("fcfs", "Who goes first among the waiting.", choices=("fcfs", "priority"))
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one request in one step; 0 sets no such limit.", low=0, metavar="TOKENS"
+    )
+    max_num_queued_reqs: int | None = option(
+        None, "Most unfinished requests the server accepts before it answers 503; default: 4 x max-num-seqs.", low=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Device"""
+
+    device: str = option(
+        "auto",
+        "Where the model runs; reference is plain PyTorch, slow and readable.",
+        choices=("auto", "cpu", "reference"),
+    )
+    num_threads: int | None = option(None, "Threads of the CPU kernels; default: all cores.", low=1, high=1024)
+    tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Server"""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    api_key: list[str] = option([], "Key that clients must send as a bearer token; may be repeated.", secret=True)
+    engine: str = option(
+        "process",
+        "Whether the engine has a process of its own or a thread of the server's.",
+        choices=("process", "inline"),
+    )
+    ssl_certfile: str | None = option(None, "TLS certificate file; serves HTTPS together with --ssl-keyfile.")
+    ssl_keyfile: str | None = option(None, "TLS key file.", secret=True)
+    max_body_bytes: int = option(
+        8 * 2**20, "Largest request body accepted, such as 8MiB.", low=1024, size=True, metavar="SIZE"
+    )
+    timeout_keep_alive: int = option(5, "Seconds an idle connection stays open.", low=1, high=3600, metavar="SECONDS")
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests may go on after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
+    )
+    ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
+    disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
+    disable_log_stats: bool = option(False, "Do not log throughput every ten seconds.")
+    disable_access_log: bool = option(False, "Do not log each HTTP request.")
+    log_level: str = option("info", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
+
+
+CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig)
+SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """One option as the CLI, YAML reader, or docs see it: its name, type, default, and details."""
+
+    name: str
+    type: Any
+    default: Any
+    option: Option
+    group: type
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling, `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+
+def option_fields(groups: tuple[type, ...]) -> Iterator[OptionField]:
+    """Yield every option of these config dataclasses, in order of declaration."""
+    for group in groups:
+        hints = typing.get_type_hints(group)
+        for item in dataclasses.fields(group):
+            default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+            yield OptionField(item.name, hints[item.name], default, item.metadata["option"], group)
+
+
+SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
+SIZE_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that "4096", "512MiB" or "1.5GB" mean; raise ValueError for anything else."""
+    number = text.strip().lower()
+    unit = number.lstrip("0123456789.")
+    number = number[: len(number) - len(unit)]
+    if not number or unit.strip() not in SIZE_UNITS:
+        raise ValueError(text)
+    return int(float(number) * SIZE_UNITS[unit.strip()])
+
+
+def _base_type(annotation: Any) -> tuple[Any, bool]:
+    """Split `T | None` into (T, True); other annotations are (annotation, False)."""
+    if isinstance(annotation, types.UnionType):
+        rest = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
+        return rest[0], True
+    return annotation, False
+
+
+def check_option(known: OptionField, value: Any) -> Any:
+    """Return `value` in the option's type, or raise `ConfigError` naming option, value, and what is allowed."""
+    kind, optional = _base_type(known.type)
+    if value is None and optional:
+        return None
+    if typing.get_origin(kind) is list:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
+            raise _bad(known, value, "one or more non-empty texts")
+        return list(items)
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise _bad(known, value, "a JSON object")
+        return dict(value)
+    return _check_scalar(known, kind, value)
+
+
+def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
+    details = known.option
+    if details.size and isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except ValueError:
+            raise _bad(known, value, "a size such as 4096, 512MiB or 2GB") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+        raise _bad(known, value, names[kind])
+    if details.choices is not None and value not in details.choices:
+        raise _bad(known, value, "one of " + ", ".join(details.choices))
+    if details.low is not None and not value >= details.low:
+        raise _bad(known, value, f"at least {details.low:g}")
+    if details.high is not None and not value <= details.high:
+        raise _bad(known, value, f"at most {details.high:g}")
+    if kind is str and value == "":
+        raise _bad(known, value, "a non-empty text")
+    return value
+
+
+def _bad(known: OptionField, value: Any, allowed: str) -> ConfigError:
+    shown = "(hidden)" if known.option.secret else echo(value)
+    return ConfigError(f"{known.name}: {shown} is not allowed; it must be {allowed}", param=known.name)
+
+
+def unknown_option(name: str, known: list[str]) -> ConfigError:
+    """Return the error for an option that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"unknown option {name}{hint}", param=name, code="unknown_option")
+
+
+T = TypeVar("T")
+
+
+def _build(group: type[T], values: Mapping[str, Any]) -> T:
+    names = {item.name for item in dataclasses.fields(group)}  # type: ignore[arg-type]
+    return group(**{name: value for name, value in values.items() if name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All options of an engine; `server` is there when it stands behind HTTP."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @classmethod
+    def from_kwargs(cls, *, groups: tuple[type, ...] = CONFIG_GROUPS, **values: Any) -> EngineConfig:
+        """Build a checked config from flat option names.
+
+        Raises:
+            ConfigError: an unknown option, a bad value, or options that contradict each other.
+        """
+        known = {item.name: item for item in option_fields(groups)}
+        checked = {}
+        for name, value in values.items():
+            if name not in known:
+                raise unknown_option(name, list(known))
+            checked[name] = check_option(known[name], value)
+        config = cls(
+            model=_build(ModelConfig, checked),
+            cache=_build(CacheConfig, checked),
+            scheduler=_build(SchedulerConfig, checked),
+            device=_build(DeviceConfig, checked),
+            server=_build(ServerConfig, checked),
+        )
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Check what must hold between options; raise `ConfigError` naming both."""
+        model, cache, server = self.model, self.cache, self.server
+        if model.skip_tokenizer_init and model.tokenizer is not None:
+            raise ConfigError(
+                "skip_tokenizer_init contradicts tokenizer; give one of them", param="skip_tokenizer_init"
+            )
+        if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
+                param="num_gpu_blocks_override",
+            )
+        if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""
+        groups = (self.model, self.cache, self.scheduler, self.device, self.server)
+        return {item.name: getattr(group, item.name) for group in groups for item in dataclasses.fields(group)}
+
+    def shown(self) -> dict[str, Any]:
+        """Return what differs from the defaults, secrets hidden, for the log."""
+        values = self.to_kwargs()
+        changed = {}
+        for item in option_fields(SERVER_GROUPS):
+            if values[item.name] != item.default:
+                changed[item.name] = "(hidden)" if item.option.secret else values[item.name]
+        return changed
