@@ -1,0 +1,130 @@
+"""`EngineCore`: one loop of schedule -> execute -> update over a scheduler and an executor.
+
+It knows nothing of text, sockets, or arrays. Who calls `step`, and from which thread or process, is the clients'
+business (`inline.py`, `process.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready
+from quire.engine.settle import count_blocks, fit_context, load_info, settle
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+from quire.step import ModelOutput
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests to their end, a step at a time.
+
+    Args:
+        config: engine options, settled or not.
+        executor: who runs the model; by default made from the config.
+        info: the model's config, when the caller has it already.
+        clock: seconds, monotonic; a virtual one in simulations.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: Executor | None = None,
+        info: ModelInfo | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        started = time.perf_counter()
+        info = info or load_info(config)
+        asked = config.model.max_model_len
+        self.config = config = settle(config, info)
+        if executor is None:
+            from quire.executor.create import create_executor  # lazy: this module must not pull in the data plane
+
+            executor = create_executor(config, info)
+        self.executor = executor
+        num_blocks = count_blocks(config, executor.kv_cache_spec(), executor.available_memory())
+        assert config.model.max_model_len is not None
+        max_model_len = fit_context(config.model.max_model_len, asked, num_blocks, config.cache)
+        executor.allocate(num_blocks, max_model_len)
+        self.clock = clock
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            policy=config.scheduler.scheduling_policy,
+            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            clock=clock,
+        )
+        self.ready = Ready(
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=max_model_len,
+            vocab_size=info.vocab_size,
+            load_seconds=time.perf_counter() - started,
+        )
+        logger.info(
+            "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len
+        )
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request."""
+        self.scheduler.add_request(
+            Request(
+                request_id=message.request_id,
+                prompt_token_ids=message.prompt_token_ids,
+                sampling_params=message.sampling_params,
+                seed=message.seed,
+                stop_ids=message.stop_ids,
+                bad_words_ids=message.bad_words_ids,
+                max_tokens=message.max_tokens,
+                arrival_time=message.arrival_time,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+            )
+        )
+
+    def abort(self, message: AbortRequests) -> None:
+        """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
+        self.scheduler.abort_requests(message.request_ids)
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would have anything to do."""
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> EngineOutputs:
+        """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
+        plan = self.scheduler.schedule()
+        if plan.total_num_scheduled_tokens or plan.finished_request_ids or plan.preempted_request_ids:
+            result = self.executor.execute(plan)
+            outputs = self.scheduler.update_from_output(plan, result)
+        else:
+            outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
+        return EngineOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=self.clock())
+
+    def call(self, method: str) -> dict[str, int | float | str | bool]:
+        """Run an operation between steps. Raises `ConfigError` for an unknown one."""
+        if method == "reset_prefix_cache":
+            return {"reset": self.scheduler.reset_prefix_cache()}
+        if method == "check_integrity":
+            self.scheduler.check_integrity()
+            return {"ok": True}
+        if method == "stats":
+            return msgspec.to_builtins(self.scheduler.stats())
+        raise ConfigError(f"unknown engine operation {method!r}", param="method")
+
+    def close(self) -> None:
+        """Release the model and its memory."""
+        self.executor.close()

@@ -1,0 +1,150 @@
+"""The engine in the caller's process: `InlineEngine` for synchronous use, `ThreadClient` for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineOutputs,
+    FromEngine,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
+from quire.errors import EngineDeadError, QuireError
+
+logger = logging.getLogger(__name__)
+
+
+class InlineEngine:
+    """Steps when told to; everything happens in the caller's thread."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.ready: Ready = core.ready
+
+    def send(self, message: ToEngine) -> None:
+        """Apply an `AddRequest` or `AbortRequests` at once."""
+        apply(self.core, message)
+
+    def call(self, method: str) -> dict[str, int | float | str | bool]:
+        """Run an engine operation."""
+        return self.core.call(method)
+
+    def step(self) -> EngineOutputs:
+        """Run one step."""
+        return self.core.step()
+
+    def has_unfinished(self) -> bool:
+        """Whether any request is not finished."""
+        return self.core.has_unfinished()
+
+    def close(self) -> None:
+        """Release model and memory."""
+        self.core.close()
+
+
+def apply(core: EngineCore, message: ToEngine) -> CallResult | None:
+    """Carry out one message on the core; return the answer to a `Call`."""
+    match message:
+        case AddRequest():
+            core.add(message)
+        case AbortRequests():
+            core.abort(message)
+        case Call():
+            try:
+                return CallResult(call_id=message.call_id, value=core.call(message.method))
+            except QuireError as error:
+                return CallResult(call_id=message.call_id, error=error.message)
+        case Shutdown():
+            raise AssertionError("the loops handle Shutdown themselves")
+    return None
+
+
+class ThreadClient:
+    """An engine in a thread of its own, reached from one asyncio loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: asyncio.Queue[FromEngine | Exception] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._dead: Exception | None = None
+
+    async def start(self) -> Ready:
+        """Load the model; return when requests can be sent. Raises what loading raised."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        first = await self._outbox.get()
+        if isinstance(first, Exception):
+            self._dead = first
+            raise first
+        assert isinstance(first, Ready), first
+        return first
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the engine; it is seen before the next step."""
+        self._inbox.put(message)
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        """Wait for news. Raises `EngineDeadError` once the engine has ended."""
+        if self._dead is None:
+            item = await self._outbox.get()
+            if not isinstance(item, Exception):
+                assert isinstance(item, EngineOutputs | CallResult), item
+                return item
+            self._dead = item
+        raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
+
+    async def close(self) -> None:
+        """End the thread after its current step and release the model."""
+        if self._thread.is_alive():
+            self._inbox.put(Shutdown())
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _deliver(self, item: FromEngine | Exception) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
+        except RuntimeError:
+            # The loop was closed without close(): nobody is left to hear of it.
+            logger.warning("an engine output came after its event loop had closed")
+
+    def _run(self) -> None:
+        """The thread: load, then apply messages and step until told to stop."""
+        core: EngineCore | None = None
+        try:
+            core = EngineCore(self._config)
+            self._deliver(core.ready)
+            self._serve(core)
+            self._deliver(EngineDeadError("the engine was closed"))
+        except Exception as error:  # thread boundary: the front must hear of whatever ended the engine
+            if not isinstance(error, QuireError):
+                logger.exception("the engine thread failed")
+            self._deliver(error)
+        finally:
+            if core is not None:
+                core.close()
+
+    def _serve(self, core: EngineCore) -> None:
+        while True:
+            while not (core.has_unfinished() and self._inbox.empty()):
+                message = self._inbox.get()
+                if isinstance(message, Shutdown):
+                    return
+                answer = apply(core, message)
+                if answer is not None:
+                    self._deliver(answer)
+            outputs = core.step()
+            if outputs.outputs:
+                self._deliver(outputs)

@@ -1,0 +1,225 @@
+"""The engine in a process of its own. Both ends stand here: `ProcessClient` in the front, `main` in the child.
+
+They talk msgpack over one ZMQ pair socket in a directory only the user can enter. The child gets its options as JSON on
+standard input. It ends when told to, and by itself when its parent is gone; it never outlives the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Ready, Shutdown, ToEngine
+from quire.errors import ConfigError, EngineDeadError, QuireError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 10.0
+_IDLE_MILLISECONDS = 1000
+
+
+class ProcessClient:
+    """Starts the engine process and carries messages to and from it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._directory: Path | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exit: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, once started."""
+        return self._process.pid if self._process else None
+
+    def spawn(self) -> None:
+        """Start the process without waiting for it; `start` does this if it was not done before."""
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        address = f"ipc://{self._directory}/engine"
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # bounded by admission, not here: a full socket must not block the event loop
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        options = {"address": address, "log_level": self._config.server.log_level, "options": _wire(self._config)}
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.environ.get("PYTHONPATH")
+        environment = dict(os.environ, PYTHONPATH=package_root + (os.pathsep + path if path else ""))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.process"], stdin=subprocess.PIPE, env=environment
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(options).encode())
+        self._process.stdin.close()
+
+    async def start(self) -> Ready:
+        """Wait until the model is loaded.
+
+        Raises:
+            ConfigError: bad options or a bad model, as the child said. EngineDeadError: it ended without a word.
+        """
+        if self._process is None:
+            self.spawn()
+        process = self._process
+        assert process is not None
+        self._exit = asyncio.create_task(_wait(process))
+        message = await self._next()
+        if isinstance(message, Failed):
+            await self.close()
+            if message.exit_code == 2:
+                raise ConfigError(message.message, param=message.param)
+            raise EngineDeadError(message.message)
+        assert isinstance(message, Ready), message
+        return message
+
+    def send(self, message: ToEngine) -> None:
+        """Send without waiting; messages keep their order. Lost silently if the engine is gone: `receive` says so."""
+        assert self._socket is not None
+        # The plain socket call: zmq.asyncio would make a future for each message.
+        with contextlib.suppress(zmq.Again):
+            zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK, copy=True)
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        """Wait for news. Raises `EngineDeadError` once the process has ended or its loop has failed."""
+        message = await self._next()
+        if isinstance(message, Failed):
+            raise EngineDeadError(message.message)
+        assert isinstance(message, EngineOutputs | CallResult), message
+        return message
+
+    async def _next(self) -> FromEngine:
+        assert self._socket is not None and self._exit is not None
+        receiving = asyncio.ensure_future(self._socket.recv())
+        try:
+            await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                # What it sent before it died may still be on its way through the socket.
+                await asyncio.wait({receiving}, timeout=0.1)
+            if receiving.done():
+                return self._decoder.decode(receiving.result())
+        finally:
+            if not receiving.done():
+                receiving.cancel()
+        raise EngineDeadError(f"the engine process ended with exit code {self._exit.result()}")
+
+    async def close(self) -> None:
+        """End the process: politely, then by force; remove its socket."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                self.send(Shutdown())
+                try:
+                    await asyncio.wait_for(_wait(process), _CLOSE_SECONDS)
+                except TimeoutError:
+                    logger.warning("the engine did not stop within %.0f s and is killed", _CLOSE_SECONDS)
+                    process.kill()
+            await _wait(process)
+        if self._exit is not None:
+            await self._exit
+        if self._socket is not None:
+            self._socket.close()
+        if self._context is not None:
+            self._context.term()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the process to end without a thread: poll, since children are few and starts are rare."""
+    while (code := process.poll()) is None:
+        await asyncio.sleep(0.02)
+    return code
+
+
+def _wire(config: EngineConfig) -> dict[str, Any]:
+    """The options the engine needs; secrets of the server stay where they are."""
+    values = config.to_kwargs()
+    for name in ("api_key", "ssl_keyfile", "ssl_certfile"):
+        del values[name]
+    return values
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux); elsewhere the idle loop notices."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(address: str, config: EngineConfig) -> int:
+    """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
+    from quire.engine.core import EngineCore
+    from quire.engine.inline import apply
+
+    encoder = msgspec.msgpack.Encoder()
+    decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+    parent = os.getppid()
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.connect(address)
+    try:
+        core = EngineCore(config)
+        socket.send(encoder.encode(core.ready))
+        while True:
+            busy = core.has_unfinished()
+            while socket.poll(0 if busy else _IDLE_MILLISECONDS):
+                message = decoder.decode(socket.recv())
+                if isinstance(message, Shutdown):
+                    return 0
+                answer = apply(core, message)
+                if answer is not None:
+                    socket.send(encoder.encode(answer))
+                busy = core.has_unfinished()
+            if busy:
+                outputs = core.step()
+                if outputs.outputs:
+                    socket.send(encoder.encode(outputs))
+            elif os.getppid() != parent:
+                return 0
+    except QuireError as error:
+        socket.send(encoder.encode(Failed(error.message, error.param, error.exit_code)))
+        return error.exit_code
+    except Exception as error:  # process boundary: the front must hear of whatever ended the engine
+        logger.exception("the engine process failed")
+        socket.send(encoder.encode(Failed(f"the engine failed: {type(error).__name__}", None, 1)))
+        return 1
+    finally:
+        socket.close()
+        context.term()
+
+
+def main() -> int:
+    """Entry point of the child process."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
+    started = json.loads(sys.stdin.buffer.read())
+    logging.basicConfig(
+        level=started["log_level"].upper(), format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    )
+    return serve(started["address"], EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

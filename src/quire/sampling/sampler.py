@@ -1,0 +1,113 @@
+"""From logits to tokens: applies each row's options in a fixed order and draws with (seed, position) keyed numbers.
+
+Order: raw log-probabilities are taken first (they describe the model, not the options); then allowed tokens, biases
+and barred tokens, penalties; then temperature, top-k, min-p, top-p and the draw, which are one backend op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.kernels.backend import Array, Backend, TopLogprobs
+from quire.sampling.extras import Extras
+from quire.sampling.rng import uniforms
+from quire.step import TokenTopLogprobs
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """The options of R rows, as numpy arrays of that length.
+
+    `positions` are the sequence positions the sampled tokens will take. `extras[r]` is None for most rows;
+    `output_ids[r]` (tokens generated so far) is only read where extras are present.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+    extras: list[Extras | None]
+    output_ids: list[np.ndarray]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Chosen tokens int64 [R]; `finite` bool [R] says which rows are valid; logprobs per row where asked for."""
+
+    token_ids: np.ndarray
+    finite: np.ndarray
+    logprobs: dict[int, TokenTopLogprobs]
+
+
+class Sampler:
+    """Samples one token per row on a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def sample(self, logits: Array, batch: SamplingBatch) -> Sampled:
+        """Sample from `logits` float32 [R, V], which may be overwritten."""
+        finite = self.backend.rows_finite(logits)
+        wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.num_logprobs is not None]
+        raw = logits[self.backend.from_numpy(np.array(wanting, dtype=np.int64))] if wanting else None
+        self._apply_extras(logits, batch)
+        tokens = self.backend.sample(
+            logits,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            uniforms(batch.seeds, batch.positions),
+        )
+        return Sampled(tokens, finite, self._logprobs(raw, wanting, tokens, batch.extras))
+
+    def _apply_extras(self, logits: Array, batch: SamplingBatch) -> None:
+        rows = [(r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits]
+        if not rows:
+            return
+        masked = [(r, extras.allowed) for r, extras in rows if extras.allowed is not None]
+        if masked:
+            self.backend.keep_only(logits, _ids([r for r, _ in masked]), np.stack([mask for _, mask in masked]))
+        biases = [(r, *extras.biases(batch.output_ids[r])) for r, extras in rows]
+        if any(ids.size for _, ids, _ in biases):
+            self.backend.add_bias(
+                logits,
+                np.concatenate([np.full(ids.size, r, dtype=np.int64) for r, ids, _ in biases]),
+                np.concatenate([ids for _, ids, _ in biases]),
+                np.concatenate([values for _, _, values in biases]),
+            )
+        penalized = [(r, extras) for r, extras in rows if extras.has_penalties]
+        if penalized:
+            self.backend.apply_penalties(
+                logits,
+                _ids([r for r, _ in penalized]),
+                np.stack([extras.prompt_mask for _, extras in penalized]),
+                np.stack([extras.output_counts for _, extras in penalized]),
+                np.array([extras.repetition for _, extras in penalized], dtype=np.float32),
+                np.array([extras.presence for _, extras in penalized], dtype=np.float32),
+                np.array([extras.frequency for _, extras in penalized], dtype=np.float32),
+            )
+
+    def _logprobs(
+        self, raw: Array | None, wanting: list[int], tokens: np.ndarray, extras: list[Extras | None]
+    ) -> dict[int, TokenTopLogprobs]:
+        if raw is None:
+            return {}
+        numbers = [extra.num_logprobs or 0 for extra in (extras[r] for r in wanting) if extra is not None]
+        top = self.backend.top_logprobs(raw, tokens[wanting], max(numbers))
+        return {r: pack_logprobs(top, i, numbers[i]) for i, r in enumerate(wanting)}
+
+
+def pack_logprobs(top: TopLogprobs, row: int, k: int) -> TokenTopLogprobs:
+    """Return row `row` of `top` with the chosen token and the k best."""
+    return TokenTopLogprobs(
+        top.token_ids[row, : k + 1].tolist(), top.logprobs[row, : k + 1].tolist(), int(top.ranks[row])
+    )
+
+
+def _ids(rows: list[int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64)

@@ -1,0 +1,146 @@
+"""The worker's persistent rows: one per sequence it knows, kept up to date by each step's changes.
+
+Arrays are allocated once; a step only touches the rows it schedules. Rows are addressed by index; free rows are reused.
+Building a step's inputs is vectorized numpy: the only Python loop is over the sequences scheduled, never over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.sampling.extras import Extras
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step's inputs as host arrays. T tokens, S sequences; see `kernels.backend.AttentionMetadata` for meanings.
+
+    `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled` bool [S] marks sequences whose last known
+    token is computed in this step, so that a new one is sampled.
+    """
+
+    request_ids: list[str]
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    input_ids: np.ndarray
+    positions: np.ndarray
+    cu_query_lens: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+    sampled: np.ndarray
+
+
+class InputBatch:
+    """Rows of up to `max_num_seqs` sequences of up to `max_model_len` tokens."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        # Zeroed memory is committed when first written, so unused rows and lengths cost nothing.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.extras: list[Extras | None] = [None] * max_num_seqs
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Apply the step's changes: sequences that left, came, and grew."""
+        for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
+            self._remove(request_id)
+        for new in step.new_sequences:
+            self._add(new)
+        for continuing in step.continuing:
+            self._extend(continuing)
+
+    def _remove(self, request_id: str) -> None:
+        row = self.row_of.pop(request_id, None)
+        if row is not None:  # a request can end before its first step
+            self.extras[row] = None
+            self._free_rows.append(row)
+
+    def _add(self, new: NewSequenceData) -> None:
+        row = self._free_rows.pop()
+        self.row_of[new.request_id] = row
+        params = new.sampling_params
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.num_tokens[row] = len(new.token_ids)
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self.block_table[row, : len(new.block_ids)] = new.block_ids
+        self.num_blocks[row] = len(new.block_ids)
+        self.temperature[row] = 0.0 if params.greedy else params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = new.seed
+        self.extras[row] = Extras.of(
+            params,
+            token_ids=new.token_ids,
+            num_prompt_tokens=new.num_prompt_tokens,
+            stop_ids=new.stop_ids,
+            bad_words_ids=new.bad_words_ids,
+            vocab_size=self.vocab_size,
+        )
+
+    def _extend(self, continuing: ContinuingSequenceData) -> None:
+        row = self.row_of[continuing.request_id]
+        self.num_computed_tokens[row] = continuing.num_computed_tokens
+        if continuing.new_block_ids:
+            start = self.num_blocks[row]
+            stop = start + len(continuing.new_block_ids)
+            self.block_table[row, start:stop] = continuing.new_block_ids
+            self.num_blocks[row] = stop
+
+    def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
+        """Lay out the scheduled tokens of all sequences one after the other."""
+        request_ids = list(num_scheduled_tokens)
+        rows = np.array([self.row_of[request_id] for request_id in request_ids], dtype=np.int64)
+        num_scheduled = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(num_scheduled, out=cu_query_lens[1:])
+        starts = self.num_computed_tokens[rows]
+        sequence = np.repeat(np.arange(len(rows)), num_scheduled)  # [T]: which sequence a token belongs to
+        positions = np.arange(len(sequence)) + (starts - cu_query_lens[:-1])[sequence]
+        seq_lens = starts + num_scheduled
+        width = -(-int(seq_lens.max()) // self.block_size)
+        block_tables = np.ascontiguousarray(self.block_table[rows, :width])
+        blocks = block_tables[sequence, positions // self.block_size].astype(np.int64)
+        return StepInputs(
+            request_ids=request_ids,
+            rows=rows,
+            num_scheduled=num_scheduled,
+            input_ids=self.token_ids[rows[sequence], positions],
+            positions=positions,
+            cu_query_lens=cu_query_lens,
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=block_tables,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            sampled=seq_lens == self.num_tokens[rows],
+        )
+
+    def output_ids(self, row: int) -> np.ndarray:
+        """Return a view of the tokens generated so far in this row."""
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Add one sampled token to each of these rows."""
+        self.token_ids[rows, self.num_tokens[rows]] = tokens
+        self.num_tokens[rows] += 1
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            extras = self.extras[row]
+            if extras is not None:
+                extras.count(token)

@@ -1,0 +1,155 @@
+"""Runs one step on one device: input batch -> model -> sampler -> `ModelOutput`.
+
+Only what is common to every model belongs here. What a sequence may compute is the scheduler's business; how an op is
+computed, the backend's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from quire.kernels.backend import Array, AttentionMetadata, Backend, KVCache
+from quire.sampling.sampler import Sampler, SamplingBatch, pack_logprobs
+from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.worker.input_batch import InputBatch, StepInputs
+
+# Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
+PROMPT_LOGPROB_ROWS = 128
+
+
+class RunnableModel(Protocol):
+    """What the runner needs of a model; see `models.interface` for the whole contract."""
+
+    vocab_size: int
+
+    def forward(
+        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Array:
+        """Return hidden states [T, H]."""
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """Return logits float32 [R, V] of hidden rows [R, H]."""
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Say what each layer caches."""
+
+
+class ModelRunner:
+    """Executes steps of one model on one backend."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.sampler = Sampler(backend)
+        self.batch = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            vocab_size=model.vocab_size,
+        )
+        self.kv_caches = [
+            backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+            for layer in model.kv_cache_spec().layers
+        ]
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
+        self.batch.update(step)
+        if step.block_copies:
+            pairs = np.array(step.block_copies, dtype=np.int64)
+            for cache in self.kv_caches:
+                self.backend.copy_blocks(cache, pairs)
+        if not step.num_scheduled_tokens:
+            return ModelOutput(sampled_token_ids={})
+        inputs = self.batch.inputs(step.num_scheduled_tokens)
+        hidden = self.model.forward(
+            self.backend.from_numpy(inputs.input_ids),
+            self.backend.from_numpy(inputs.positions),
+            self.kv_caches,
+            self._metadata(inputs),
+        )
+        prompt_logprobs = self._prompt_logprobs(hidden, inputs)
+        output = self._sample(hidden, inputs)
+        output.prompt_logprobs = prompt_logprobs
+        return output
+
+    def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        backend = self.backend
+        return AttentionMetadata(
+            cu_query_lens=backend.from_numpy(inputs.cu_query_lens),
+            seq_lens=backend.from_numpy(inputs.seq_lens),
+            block_tables=backend.from_numpy(inputs.block_tables),
+            slot_mapping=backend.from_numpy(inputs.slot_mapping),
+            max_query_len=int(inputs.num_scheduled.max()),
+            max_seq_len=int(inputs.seq_lens.max()),
+        )
+
+    def _sample(self, hidden: Array, inputs: StepInputs) -> ModelOutput:
+        chosen = np.flatnonzero(inputs.sampled)
+        if not chosen.size:
+            return ModelOutput(sampled_token_ids={})
+        last = self.backend.from_numpy(inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1)
+        logits = self.model.compute_logits(hidden[last])
+        batch, rows = self.batch, inputs.rows[chosen]
+        sampled = self.sampler.sample(
+            logits,
+            SamplingBatch(
+                temperature=batch.temperature[rows],
+                top_k=batch.top_k[rows],
+                top_p=batch.top_p[rows],
+                min_p=batch.min_p[rows],
+                seeds=batch.seeds[rows],
+                positions=batch.num_tokens[rows],
+                extras=[batch.extras[row] for row in rows],
+                output_ids=[batch.output_ids(row) for row in rows],
+            ),
+        )
+        batch.append(rows[sampled.finite], sampled.token_ids[sampled.finite])
+        output = ModelOutput(sampled_token_ids={})
+        for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
+            request_id = inputs.request_ids[index]
+            if not sampled.finite[r]:
+                output.errors[request_id] = "the model produced logits that are not finite"
+                continue
+            output.sampled_token_ids[request_id] = [token]
+            if r in sampled.logprobs:
+                output.logprobs[request_id] = [sampled.logprobs[r]]
+        return output
+
+    def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
+        result: dict[str, list[TokenTopLogprobs]] = {}
+        for index, row in enumerate(inputs.rows.tolist()):
+            extras = self.batch.extras[row]
+            if extras is None or extras.num_prompt_logprobs is None:
+                continue
+            start = int(self.batch.num_computed_tokens[row])
+            stop = min(int(inputs.seq_lens[index]), int(self.batch.num_prompt_tokens[row]) - 1)
+            if start >= stop:
+                continue
+            first = int(inputs.cu_query_lens[index])
+            predicted = self.batch.token_ids[row, start + 1 : stop + 1].astype(np.int64)
+            result[inputs.request_ids[index]] = self._score(
+                hidden[first : first + stop - start], predicted, extras.num_prompt_logprobs
+            )
+        return result
+
+    def _score(self, hidden: Array, predicted: np.ndarray, k: int) -> list[TokenTopLogprobs]:
+        """Log-probabilities of `predicted` [n] after each hidden row [n, H]."""
+        scores = []
+        for start in range(0, len(predicted), PROMPT_LOGPROB_ROWS):
+            piece = predicted[start : start + PROMPT_LOGPROB_ROWS]
+            logits = self.model.compute_logits(hidden[start : start + len(piece)])
+            top = self.backend.top_logprobs(logits, piece, k)
+            scores.extend(pack_logprobs(top, row, k) for row in range(len(piece)))
+        return scores
