@@ -1,0 +1,88 @@
+"""How much memory this machine can still give to this process: the kernel's estimate, capped by control groups.
+
+Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that can be allocated without swapping.
+
+    `root` is where /proc and /sys are found. The smallest of MemAvailable and what each control group above this
+    process leaves under its limit (version 1 or 2); reclaimable page cache counts as free.
+    """
+    candidates = list(_cgroup_headroom(root))
+    system = _mem_available(root)
+    if system is not None:
+        candidates.append(system)
+    if not candidates:
+        candidates.append(_sysconf_memory())
+    return max(0, min(candidates))
+
+
+def _mem_available(root: Path) -> int | None:
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _sysconf_memory() -> int:
+    """Bytes of memory as POSIX tells them: the free pages where known (Linux), else half of all (macOS)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return page * os.sysconf("SC_AVPHYS_PAGES")
+    return page * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_headroom(root: Path) -> Iterator[int]:
+    """Yield limit - usage for each control group of this process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may name a group of the host that is not mounted here: the mount itself counts.
+        for group in (*_groups(PurePosixPath(path)), PurePosixPath(".")):
+            headroom = _headroom(mount / group, *names)
+            if headroom is not None:
+                yield headroom
+
+
+def _groups(path: PurePosixPath) -> list[PurePosixPath]:
+    """Return the group and its parents, relative to the mount point; the root group itself is left out."""
+    relative = PurePosixPath(*[part for part in path.parts if part not in ("/", "..")])
+    return [group for group in (relative, *relative.parents) if group != PurePosixPath(".")]
+
+
+def _headroom(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+    try:
+        limit = int((folder / limit_name).read_text())  # "max" is no number: no limit
+        usage = int((folder / usage_name).read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        reclaimable = int(stat.get(cache_key, 0))
+    except (OSError, ValueError):
+        reclaimable = 0
+    return limit - max(0, usage - reclaimable)

@@ -1,0 +1,243 @@
+"""ReferenceBackend: the Backend ops in torch, written to be read. Runs on any torch device; fast on none.
+
+Same numbers as the CPU backend up to rounding: activations are float32, weights are rounded to `dtype` and keys and
+values to `kv_dtype`. Sums over K or over keys are taken in float64 where the device has it, so that the order of
+summation, which torch chooses by batch size, cannot show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from quire.errors import ConfigError
+from quire.kernels.backend import AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
+from quire.kernels.memory import available_memory
+from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.sampling import sample_rows, top_logprobs
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """weight [N, K] in the backend's dtype, bias float32 [N] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class ReferenceBackend:
+    """Every op of `quire.kernels.backend.Backend` in plain torch."""
+
+    name = "reference"
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        kv_dtype: str = "float32",
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> None:
+        """Hold weights in `dtype` and keys and values in `kv_dtype`, on torch device `device`."""
+        self.dtype = dtype
+        self.kv_dtype = kv_dtype
+        self.device = torch.device(device)
+        self._compute = torch.float32 if self.device.type == "mps" else torch.float64
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+    # Arrays
+
+    def from_numpy(self, array: np.ndarray) -> torch.Tensor:
+        """See `Backend.from_numpy`."""
+        return torch.from_numpy(np.require(array, requirements=["C", "A", "W"])).to(self.device)
+
+    def to_numpy(self, array: torch.Tensor) -> np.ndarray:
+        """See `Backend.to_numpy`."""
+        return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
+        """See `Backend.zeros`."""
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Backend.concat`."""
+        return torch.cat(list(arrays), dim=-1)
+
+    def available_memory(self) -> int:
+        """See `Backend.available_memory`."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return available_memory()
+
+    def synchronize(self) -> None:
+        """See `Backend.synchronize`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # Weights
+
+    def vector(self, tensor: HostTensor) -> torch.Tensor:
+        """See `Backend.vector`."""
+        return self.from_numpy(np.array(tensor.to_float32()))
+
+    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> ReferenceLinear:
+        """See `Backend.pack_linear`."""
+        weight_dtype = TORCH_DTYPES[self.dtype]
+        weight = torch.cat([self.vector(part).to(weight_dtype) for part in parts])
+        bias = None if biases is None else torch.cat([self.vector(part) for part in biases])
+        return ReferenceLinear(weight, bias)
+
+    # Model ops
+
+    def embedding(self, ids: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
+        """See `Backend.embedding`."""
+        return weight.weight[ids.long()].float()
+
+    def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
+        """See `Backend.linear`."""
+        out = (x.to(self._compute) @ weight.weight.to(self._compute).T).float()
+        return out if weight.bias is None else out + weight.bias
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Backend.rms_norm`."""
+        wide = x.to(self._compute)
+        return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight).float()
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Backend.add_rms_norm`."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """See `Backend.layer_norm`."""
+        wide = x.to(self._compute)
+        centred = wide - wide.mean(dim=-1, keepdim=True)
+        out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
+        return (out if bias is None else out + bias).float()
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_size: int,
+        interleaved: bool,
+    ) -> None:
+        """See `Backend.rotary_embedding`."""
+        cos, sin = cos_sin[positions.long()][:, None, :].chunk(2, dim=-1)
+        half = cos.shape[-1]
+        for x in (q, k):
+            heads = x.unflatten(-1, (-1, head_size))
+            if interleaved:
+                first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+            else:
+                first, second = heads[..., :half], heads[..., half : 2 * half]
+            rotated = first * cos - second * sin, second * cos + first * sin
+            first.copy_(rotated[0])
+            second.copy_(rotated[1])
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Backend.silu_and_mul`."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gelu_and_mul(self, x: torch.Tensor, approximate: bool) -> torch.Tensor:
+        """See `Backend.gelu_and_mul`."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh" if approximate else "none") * up
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """See `Backend.activation`."""
+        if kind not in ACTIVATIONS:
+            raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
+        return ACTIVATIONS[kind](x)
+
+    # KV cache and attention
+
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> torch.Tensor:
+        """See `Backend.new_kv_cache`; [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]."""
+        shape = (2, num_blocks, block_size, num_kv_heads, head_size)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[self.kv_dtype], device=self.device)
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See `Backend.write_kv`."""
+        block_size = cache.shape[2]
+        block, offset = slot_mapping // block_size, slot_mapping % block_size
+        for side, values in enumerate((k, v)):
+            cache[side, block, offset] = values.reshape(-1, *cache.shape[3:]).to(cache.dtype)
+
+    def paged_attention(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `Backend.paged_attention`."""
+        return paged_attention(q, cache, metadata, params, self._compute)
+
+    def copy_blocks(self, cache: torch.Tensor, pairs: np.ndarray) -> None:
+        """See `Backend.copy_blocks`."""
+        source, destination = self.from_numpy(pairs.astype(np.int64)).T
+        cache[:, destination] = cache[:, source]
+
+    # Logits and sampling
+
+    def apply_penalties(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        prompt_mask: np.ndarray,
+        output_counts: np.ndarray,
+        repetition: np.ndarray,
+        presence: np.ndarray,
+        frequency: np.ndarray,
+    ) -> None:
+        """See `Backend.apply_penalties`."""
+        index, counts = self.from_numpy(rows), self.from_numpy(output_counts)
+        factor = self.from_numpy(repetition)[:, None]
+        picked = logits[index]
+        seen = self.from_numpy(prompt_mask) | (counts > 0)
+        picked = torch.where(seen, torch.where(picked > 0, picked / factor, picked * factor), picked)
+        penalty = self.from_numpy(frequency)[:, None] * counts + self.from_numpy(presence)[:, None] * (counts > 0)
+        logits[index] = picked - penalty
+
+    def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.add_bias`."""
+        where = self.from_numpy(rows.astype(np.int64)), self.from_numpy(tokens.astype(np.int64))
+        logits.index_put_(where, self.from_numpy(values.astype(np.float32)), accumulate=True)
+
+    def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
+        """See `Backend.keep_only`."""
+        index = self.from_numpy(rows)
+        logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
+
+    def rows_finite(self, logits: torch.Tensor) -> np.ndarray:
+        """See `Backend.rows_finite`."""
+        return torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniforms: np.ndarray,
+    ) -> np.ndarray:
+        """See `Backend.sample`."""
+        return sample_rows(logits, temperature, top_k, top_p, min_p, uniforms)
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
+        """See `Backend.top_logprobs`."""
+        return top_logprobs(logits, chosen, k)
