@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
 _IDLE_MILLISECONDS = 1000
+_LAST_WORDS_SECONDS = 0.1
 
 
 class ProcessClient:
@@ -45,7 +47,8 @@ class ProcessClient:
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._exit: asyncio.Task[int] | None = None
+        self._exit: asyncio.Future[int] | None = None
+        self._receiving: asyncio.Future[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -82,7 +85,16 @@ class ProcessClient:
             self.spawn()
         process = self._process
         assert process is not None
-        self._exit = asyncio.create_task(_wait(process))
+        loop = asyncio.get_running_loop()
+        self._exit = loop.create_future()
+
+        def watch() -> None:
+            code = process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(self._ended, code)
+
+        # A daemon: an engine that outlives everything must not keep the interpreter from ending.
+        threading.Thread(target=watch, name="quire-engine-watch", daemon=True).start()
         message = await self._next()
         if isinstance(message, Failed):
             await self.close()
@@ -109,46 +121,53 @@ class ProcessClient:
 
     async def _next(self) -> FromEngine:
         assert self._socket is not None and self._exit is not None
-        receiving = asyncio.ensure_future(self._socket.recv())
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self._socket.recv())
         try:
-            await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                # What it sent before it died may still be on its way through the socket.
-                await asyncio.wait({receiving}, timeout=0.1)
-            if receiving.done():
-                return self._decoder.decode(receiving.result())
-        finally:
-            if not receiving.done():
-                receiving.cancel()
-        raise EngineDeadError(f"the engine process ended with exit code {self._exit.result()}")
+            data = await asyncio.shield(self._receiving)
+        except asyncio.CancelledError:
+            if self._exit.done():
+                raise EngineDeadError(f"the engine process ended with exit code {self._exit.result()}") from None
+            raise
+        self._receiving = None
+        return self._decoder.decode(data)
+
+    def _ended(self, code: int) -> None:
+        """Note that the process has ended; what it sent before may still be on its way for a moment."""
+        assert self._exit is not None
+        loop = self._exit.get_loop()
+        if not self._exit.done():
+            self._exit.set_result(code)
+            loop.call_later(_LAST_WORDS_SECONDS, self._stop_receiving)
+
+    def _stop_receiving(self) -> None:
+        if self._receiving is None and self._socket is not None and not self._socket.closed:
+            self._receiving = asyncio.ensure_future(self._socket.recv())
+        if self._receiving is not None and not self._receiving.done():
+            self._receiving.cancel()
 
     async def close(self) -> None:
         """End the process: politely, then by force; remove its socket."""
         process, self._process = self._process, None
-        if process is not None:
-            if process.poll() is None:
+        if process is not None and self._exit is None:  # spawned, never started
+            process.kill()
+            process.wait()
+        elif process is not None and self._exit is not None:
+            if not self._exit.done():
                 self.send(Shutdown())
                 try:
-                    await asyncio.wait_for(_wait(process), _CLOSE_SECONDS)
+                    await asyncio.wait_for(asyncio.shield(self._exit), _CLOSE_SECONDS)
                 except TimeoutError:
                     logger.warning("the engine did not stop within %.0f s and is killed", _CLOSE_SECONDS)
                     process.kill()
-            await _wait(process)
-        if self._exit is not None:
             await self._exit
+            self._stop_receiving()
         if self._socket is not None:
             self._socket.close()
         if self._context is not None:
             self._context.term()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-
-async def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process to end without a thread: poll, since children are few and starts are rare."""
-    while (code := process.poll()) is None:
-        await asyncio.sleep(0.02)
-    return code
 
 
 def _wire(config: EngineConfig) -> dict[str, Any]:

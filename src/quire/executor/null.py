@@ -1,4 +1,4 @@
-"""An executor without a model: every sampled token is a fixed function of the sequence. For tests and host-cost runs."""
+"""An executor without a model: each sampled token is a fixed function of the sequence. For tests and host-cost runs."""
 
 from __future__ import annotations
 
