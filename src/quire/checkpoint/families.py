@@ -1,0 +1,80 @@
+"""What each supported architecture's config.json leaves unsaid: its key names, its defaults, how positions enter.
+
+One row per architecture; `quire.models.registry` names the class for each. The defaults are those of the
+architecture's own configuration class, which apply when a folder's config.json omits the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Windows(Enum):
+    """Which layers attend through a sliding window."""
+
+    NEVER = "sliding_window has no meaning"
+    ALL = "every layer, if sliding_window is set"
+    BY_LAYER = "those layer_types or max_window_layers name, if use_sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read the config.json of one architecture.
+
+    Attributes:
+        model_type: the config's model_type, used when `architectures` is absent.
+        defaults: values of keys that may be absent. A key that is present but null stays null.
+        keys: our field name -> its key, where they differ.
+        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length.
+        windows: which layers have a sliding window.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    rotary: bool = True
+    windows: Windows = Windows.NEVER
+
+
+_LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+_WINDOW_LAYERS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
+    "MistralForCausalLM": Family(
+        "mistral",
+        {**_LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows.ALL,
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", {**_LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768}, windows=Windows.BY_LAYER
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        {**_LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768, "head_dim": 128},
+        windows=Windows.BY_LAYER,
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        {"layer_norm_eps": 1e-5, "activation_function": "relu", "tie_word_embeddings": True},
+        {"intermediate_size": "ffn_dim", "hidden_act": "activation_function", "norm_eps": "layer_norm_eps"},
+        rotary=False,
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
+        {
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        rotary=False,
+    ),
+}

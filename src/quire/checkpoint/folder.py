@@ -1,0 +1,119 @@
+"""From the name a user gives to a model folder on disk: the built-in model, a local folder, or a hub id.
+
+Downloads go through `huggingface_hub`, with its cache, its token and its offline switch. Only data is fetched: never
+code, never pickles. What the folder holds is read elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quire.errors import ModelError, echo
+
+DEMO_MODEL = "quire-demo"
+
+DOWNLOAD_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+]
+# Subfolders hold other formats (onnx/, original/); consolidated files hold the same weights once more.
+IGNORE_PATTERNS = ["*/*", "consolidated*"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(
+    name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+) -> Path:
+    """Return the folder of a model, downloading it if it is a hub id that is not in the cache.
+
+    Args:
+        name_or_path: "quire-demo", a local folder, or "owner/name" on the Hugging Face hub.
+        revision: branch, tag or commit on the hub.
+        download_dir: where downloads are kept; the Hugging Face cache if None.
+        token: hub token; the one huggingface_hub finds if None.
+
+    Raises:
+        ModelError: it is none of these, or the hub does not give it; one line.
+    """
+    if name_or_path == DEMO_MODEL:
+        from quire.demo import demo_model_path
+
+        return demo_model_path()
+    path = Path(name_or_path).expanduser()
+    try:
+        if path.is_dir():
+            return path
+        is_file = path.exists()
+    except OSError as error:
+        raise ModelError(f"{echo(name_or_path)}: {error.strerror} (expected a model folder)") from None
+    if is_file:
+        raise ModelError(f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors)")
+    if not _HUB_ID.fullmatch(name_or_path):
+        raise ModelError(
+            f"{echo(name_or_path)}: no such folder (expected a model folder, a Hugging Face id like owner/name, "
+            f"or {DEMO_MODEL})"
+        )
+    return _download(name_or_path, revision, download_dir, token)
+
+
+def _download(repo_id: str, revision: str | None, download_dir: str | None, token: str | None) -> Path:
+    """Fetch a snapshot, or find it in the cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    name = f"{repo_id}@{revision}" if revision else repo_id
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            cache_dir=download_dir,
+            token=token,
+            allow_patterns=DOWNLOAD_PATTERNS,
+            ignore_patterns=IGNORE_PATTERNS,
+        )
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{name}: access on the Hugging Face hub is restricted (expected a token with access; accept the model's "
+            f"terms and set HF_TOKEN)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelError(f"{name}: no such revision on the Hugging Face hub") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"{name}: neither a local folder nor a model on the Hugging Face hub (a private one needs HF_TOKEN)"
+        ) from None
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        reason = "offline mode is on" if huggingface_hub.constants.HF_HUB_OFFLINE else _reason(error)
+        raise ModelError(
+            f"{name}: no such local folder, not in the Hugging Face cache, and the hub cannot be asked ({reason})"
+        ) from None
+    except errors.HFValidationError as error:
+        raise ModelError(f"{name}: neither a local folder nor a valid hub id ({_reason(error)})") from None
+    except errors.HfHubHTTPError as error:
+        raise ModelError(f"{name}: the Hugging Face hub refused the download ({_reason(error)})") from None
+    # The HTTP library's own base error too, whichever one huggingface_hub uses (a line cut in the middle of a file).
+    except (OSError, errors.HfHubHTTPError.__base__) as error:
+        raise ModelError(f"{name}: download failed ({_reason(error)})") from None
+    return Path(folder)
+
+
+def _reason(error: Exception) -> str:
+    """First line of what lies at the root of an error."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = str(root).strip().splitlines()
+    return lines[0] if lines else type(root).__name__

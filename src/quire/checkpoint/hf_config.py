@@ -1,0 +1,297 @@
+"""config.json and generation_config.json, checked and turned into a `ModelInfo`; no weights are touched.
+
+Everything in these files is data: `auto_map` and other pointers to code are ignored. A wrong field raises
+`ModelError` with file, field, constraint and value.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.families import FAMILIES, Family, Windows
+from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import read_json_object
+from quire.checkpoint.rope import RopeParameters, parse_rope
+from quire.errors import ModelError, echo
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 4096
+MAX_HEADS = 65536
+MAX_SIZE = 2**20  # of hidden states and heads
+MAX_ROWS = 2**27  # of vocabularies, feed-forward layers and positions
+
+# key in generation_config.json -> field of SamplingParams
+_SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a model folder says about its model: all that the front and the engine need before weights are loaded.
+
+    Attributes:
+        folder: where it was read from.
+        architecture: class name from `architectures`, such as "LlamaForCausalLM". model_type: "llama".
+        vocab_size: rows of the embedding table; the tokenizer may have fewer tokens.
+        head_dim: size of one attention head, not always hidden_size / num_attention_heads.
+        intermediate_size: width of the feed-forward layers.
+        max_position_embeddings: as config.json has it.
+        max_model_len: context length to use when none is asked for. longest_model_len: the most one may ask for.
+        rope: rotary parameters; None where positions are a learned table.
+        norm_eps, hidden_act, tie_word_embeddings: as named in most config.json files.
+        layer_windows: per layer, the sliding window in tokens (itself included), or None for full attention.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        bos_token_id, pad_token_id: or None. eos_token_ids: every id that ends a text; may be empty.
+        sampling_defaults: SamplingParams fields that generation_config.json recommends.
+        raw: config.json with overrides merged and the architecture's defaults filled in.
+    """
+
+    folder: Path
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    max_model_len: int
+    longest_model_len: int
+    rope: RopeParameters | None
+    norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    layer_windows: tuple[int | None, ...]
+    dtype: str
+    bos_token_id: int | None
+    pad_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, int | float]
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def fields(self) -> Fields:
+        """Typed access to config.json, for what only one family has."""
+        return Fields(self.raw, self.folder / CONFIG_FILE)
+
+
+def load_model_info(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
+    """Read and check the two config files of a model folder.
+
+    Args:
+        folder: the model folder.
+        overrides: merged over config.json, objects key by key; null removes a key.
+
+    Raises:
+        ModelError: a file is missing or malformed, the architecture unknown, or a field has a bad value.
+    """
+    path = folder / CONFIG_FILE
+    if not os.path.lexists(path):
+        raise ModelError(f"{path}: config.json is missing (expected in a model folder)")
+    config = _merge(read_json_object(path), overrides or {})
+    architecture, family = _architecture(config, path)
+    _refuse_unsupported(config, path)
+    fields = Fields({**family.defaults, **config}, path)
+    generation = _generation_fields(folder)
+
+    sizes = _sizes(fields, family)
+    max_positions = fields.integer(_key(family, "max_position_embeddings"), low=1, high=MAX_ROWS)
+    rope = None
+    if family.rotary:
+        rope = parse_rope(fields, head_dim=sizes["head_dim"], max_position_embeddings=max_positions)
+    vocab_size = fields.integer("vocab_size", low=1, high=MAX_ROWS)
+    return ModelInfo(
+        folder=folder,
+        architecture=architecture,
+        model_type=family.model_type,
+        vocab_size=vocab_size,
+        **sizes,
+        max_position_embeddings=max_positions,
+        max_model_len=rope.default_max_len if rope else max_positions,
+        longest_model_len=rope.longest_max_len if rope else max_positions,
+        rope=rope,
+        norm_eps=fields.number(_key(family, "norm_eps")),
+        hidden_act=fields.text(_key(family, "hidden_act")),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        layer_windows=_layer_windows(fields, family, sizes["num_hidden_layers"]),
+        dtype=_dtype(fields),
+        bos_token_id=_single_id("bos_token_id", generation, fields, vocab_size),
+        pad_token_id=_single_id("pad_token_id", generation, fields, vocab_size),
+        eos_token_ids=_eos_token_ids(generation, fields, vocab_size),
+        sampling_defaults=_sampling_defaults(generation),
+        raw=fields.values,
+    )
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `over` on `base`, objects key by key; null removes."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        elif value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _key(family: Family, name: str) -> str:
+    return family.keys.get(name, "rms_norm_eps" if name == "norm_eps" else name)
+
+
+def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
+    """Find the first architecture we know; model_type decides where `architectures` is absent."""
+    names = config.get("architectures")
+    if names is None:
+        model_type = config.get("model_type")
+        for name, family in FAMILIES.items():
+            if family.model_type == model_type:
+                return name, family
+        known = ", ".join(family.model_type for family in FAMILIES.values())
+        raise ModelError(f"{path}: model_type {echo(model_type)} is not supported (supported: {known})")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise Fields(config, path).error("architectures", "a list of names")
+    for name in names:
+        if name in FAMILIES:
+            return name, FAMILIES[name]
+    code = "; its own code (auto_map) is not run" if config.get("auto_map") else ""
+    shown = ", ".join(echo(name) for name in names[:4])
+    raise ModelError(f"{path}: architecture {shown} is not supported{code} (supported: {', '.join(FAMILIES)})")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse quantized weights; say that pointers to code are ignored."""
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"{path}: quantization method {echo(method)} is not supported "
+            f"(supported: none; expected {', '.join(DTYPES)} weights)"
+        )
+    if config.get("auto_map"):
+        logger.warning("%s: auto_map names code in the model folder; it is ignored and never run", path)
+
+
+def _sizes(fields: Fields, family: Family) -> dict[str, int]:
+    """Read the layer sizes and check that they fit each other."""
+    heads_key, hidden_key = _key(family, "num_attention_heads"), _key(family, "hidden_size")
+    layers = fields.integer(_key(family, "num_hidden_layers"), low=1, high=MAX_LAYERS)
+    hidden = fields.integer(hidden_key, low=1, high=MAX_SIZE)
+    heads = fields.integer(heads_key, low=1, high=MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", heads, low=1, high=MAX_HEADS) if family.rotary else heads
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of {heads_key}, {heads}")
+    if family.rotary and fields.values.get("head_dim") is not None:
+        head_dim = fields.integer("head_dim", low=1, high=MAX_SIZE)
+    elif hidden % heads:
+        raise fields.error(hidden_key, f"a multiple of {heads_key}, {heads}")
+    else:
+        head_dim = hidden // heads
+    intermediate_key = _key(family, "intermediate_size")
+    default = {"default": 4 * hidden} if intermediate_key == "n_inner" else {}
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer(intermediate_key, **default, low=1, high=MAX_ROWS),
+    }
+
+
+def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Return each layer's sliding window."""
+    if family.windows is Windows.NEVER:
+        return (None,) * num_layers
+    window = fields.integer("sliding_window", None, low=1)
+    if family.windows is Windows.ALL:
+        return (window,) * num_layers
+    if not fields.flag("use_sliding_window"):
+        window = None
+    layer_types = fields.values.get("layer_types")
+    if layer_types is None:
+        first = fields.integer("max_window_layers")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise fields.error("layer_types", f"a list of num_hidden_layers, {num_layers}, names")
+    if any(layer_type not in known for layer_type in layer_types):
+        raise fields.error("layer_types", f"names among {', '.join(known)}")
+    if window is None and "sliding_attention" in layer_types:
+        raise fields.error("sliding_window", "a window, with use_sliding_window, for the sliding_attention layers")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _dtype(fields: Fields) -> str:
+    """Return the type of the weights; float32 where the file does not say."""
+    key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    dtype = fields.text(key, "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise fields.error(key, f"one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _generation_fields(folder: Path) -> Fields:
+    """generation_config.json, which a folder need not have."""
+    path = folder / GENERATION_FILE
+    return Fields(read_json_object(path) if os.path.lexists(path) else {}, path)
+
+
+def _single_id(key: str, generation: Fields, config: Fields, vocab_size: int) -> int | None:
+    """A token id, from generation_config.json if it has one; -1 and other ids outside the vocabulary mean none."""
+    for fields in (generation, config):
+        ids = _ids(fields, key, vocab_size)
+        if ids:
+            return ids[0]
+    return None
+
+
+def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Every end-of-text id of both files; generation_config.json's come first."""
+    ids = _ids(generation, "eos_token_id", vocab_size) + _ids(config, "eos_token_id", vocab_size)
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
+    """Read an id or a list of ids, leaving out those that no text can hold."""
+    value = fields.values.get(key)
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise fields.error(key, "a token id or a list of token ids")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if any(token != -1 for token in outside):
+        logger.warning("%s: %s %s lies outside the vocabulary of %d; ignored", fields.path, key, outside, vocab_size)
+    return [token for token in ids if 0 <= token < vocab_size]
+
+
+def _sampling_defaults(generation: Fields) -> dict[str, int | float]:
+    """Sampling values that generation_config.json sets, under the names SamplingParams uses."""
+    found: dict[str, int | float] = {}
+    for key, name in _SAMPLING_KEYS.items():
+        value = generation.values.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise generation.error(key, "a number")
+        found[name] = value
+    return found

@@ -1,0 +1,150 @@
+"""Rotary position parameters as config.json gives them, under the old keys and the new; the tables are made elsewhere.
+
+Old: `rope_theta` and `rope_scaling` at the top level. New: one `rope_parameters` object. Both may say `type` or
+`rope_type`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.checkpoint.fields import Fields
+from quire.errors import ModelError, echo
+
+DEFAULT_THETA = 10000.0
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_ALIASES = {"su": "longrope"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeParameters:
+    """One model's rotary embedding (Su et al. 2021) and how it was stretched.
+
+    Attributes:
+        rope_type: one of ROPE_TYPES. theta: the base. rotary_dim: how many of a head's values are rotated; even.
+        factor: how far the context was stretched; 1 for "default".
+        max_position_embeddings: as config.json has it.
+        original_max_position_embeddings: context length before stretching (llama3, yarn, longrope).
+        attention_factor: multiplies cos and sin; None leaves it to the type's formula.
+        The rest belongs to single types, see `layers.rotary`.
+    """
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def default_max_len(self) -> int:
+        """Longest context at which one table serves every length.
+
+        dynamic and longrope pick their frequencies by the length of the sequence: up to the original length they are
+        those of training, beyond it others, for all positions. A paged cache needs one rotation per position, so
+        the original length is the default, and a longer one must be asked for.
+        """
+        if self.rope_type in ("dynamic", "longrope"):
+            return min(self.original_max_position_embeddings, self.longest_max_len)
+        return self.longest_max_len
+
+    @property
+    def longest_max_len(self) -> int:
+        """Longest context the parameters are meant for."""
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.factor)
+        if self.rope_type == "yarn":
+            return int(self.original_max_position_embeddings * self.factor)
+        return self.max_position_embeddings
+
+
+def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeParameters:
+    """Read the rotary parameters from config.json; raises `ModelError` naming the field."""
+    rope = _rope_object(config)
+    theta = rope.number("rope_theta", None) or config.number("rope_theta", None)
+    rope_type = rope.text("rope_type", None) or rope.text("type", None) or "default"
+    rope_type = _ALIASES.get(rope_type, rope_type)
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(
+            f"{config.path}: {rope.within}.rope_type {echo(rope_type)} is not supported "
+            f"(supported: {', '.join(ROPE_TYPES)})"
+        )
+    for fields in (rope, config):
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise fields.error("partial_rotary_factor", "1.0: this architecture rotates whole heads")
+    if head_dim % 2:
+        raise ModelError(f"{config.path}: head_dim is {head_dim} (expected an even number, for rotary embeddings)")
+
+    original = max_position_embeddings
+    if rope_type in ("llama3", "yarn", "longrope"):
+        original = rope.integer("original_max_position_embeddings", original, low=1)
+        original = config.integer("original_max_position_embeddings", original, low=1)
+    common = RopeParameters(
+        rope_type=rope_type,
+        theta=theta or DEFAULT_THETA,
+        rotary_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        original_max_position_embeddings=original,
+    )
+    return _with_type_fields(common, rope)
+
+
+def _rope_object(config: Fields) -> Fields:
+    """Return the object that holds the parameters; empty when the config has none."""
+    scaling, parameters = config.inner("rope_scaling"), config.inner("rope_parameters")
+    rope = scaling if scaling and scaling.values else parameters
+    if rope is None:
+        return Fields({}, config.path, "rope_parameters")
+    per_layer_type = [value for value in rope.values.values() if isinstance(value, dict)]
+    if per_layer_type:
+        if any(value != per_layer_type[0] for value in rope.values.values()):
+            raise ModelError(
+                f"{config.path}: {rope.within} differs by layer type (expected the same parameters for every layer)"
+            )
+        rope = Fields(per_layer_type[0], config.path, rope.within)
+    if rope is scaling and parameters is not None and rope.values.get("rope_theta") is None:
+        rope = Fields({**rope.values, "rope_theta": parameters.values.get("rope_theta")}, config.path, rope.within)
+    return rope
+
+
+def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
+    """Add what the rope_type needs."""
+    stretch = common.max_position_embeddings / common.original_max_position_embeddings
+    match common.rope_type:
+        case "linear" | "dynamic":
+            return replace(common, factor=rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if high <= low:
+                raise rope.error("high_freq_factor", f"more than low_freq_factor, {low:g}")
+            return replace(common, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high)
+        case "yarn":
+            return replace(
+                common,
+                factor=rope.number("factor", stretch),
+                attention_factor=rope.number("attention_factor", None),
+                beta_fast=rope.number("beta_fast", 0.0, above=-1.0) or 32.0,
+                beta_slow=rope.number("beta_slow", 0.0, above=-1.0) or 1.0,
+                mscale=rope.number("mscale", None, above=-1.0),
+                mscale_all_dim=rope.number("mscale_all_dim", None, above=-1.0),
+                truncate=rope.flag("truncate", True),
+            )
+        case "longrope":
+            return replace(
+                common,
+                factor=rope.number("factor", stretch),
+                attention_factor=rope.number("attention_factor", None),
+                short_factor=rope.numbers("short_factor", common.rotary_dim // 2),
+                long_factor=rope.numbers("long_factor", common.rotary_dim // 2),
+            )
+    return common

@@ -1,0 +1,224 @@
+"""Reading weights: safetensors files, alone or sharded behind an index, mapped read-only and checked before use.
+
+The header is untrusted input: lengths, offsets, shapes and types are verified with Python integers before any byte of
+data is looked at. Pickle weights (`.bin`, `.pt`) are never opened. What tensors a model needs is not decided here.
+The format: 8 bytes little-endian header length, a JSON header, then the data, without holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.checkpoint.files import parse_json_object, read_json_object, regular_file_size, unreadable
+from quire.checkpoint.tensor import HostTensor
+from quire.errors import ModelError, echo
+
+MAX_HEADER_BYTES = 100_000_000
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# name in the header -> (numpy type of the stored bits, HostTensor.dtype or None where we cannot compute with it)
+_DTYPES: dict[str, tuple[str, str | None]] = {
+    "F64": ("<f8", "float64"),
+    "F32": ("<f4", "float32"),
+    "F16": ("<f2", "float16"),
+    "BF16": ("<u2", "bfloat16"),
+    "I64": ("<i8", "int64"),
+    "I32": ("<i4", "int32"),
+    "I16": ("<i2", None),
+    "I8": ("i1", "int8"),
+    "U64": ("<u8", None),
+    "U32": ("<u4", None),
+    "U16": ("<u2", None),
+    "U8": ("u1", "uint8"),
+    "BOOL": ("?", "bool"),
+    "C64": ("<c8", None),
+    "F8_E4M3": ("u1", None),
+    "F8_E5M2": ("u1", None),
+    "F8_E8M0": ("u1", None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One verified header entry; `begin` and `end` count bytes from the start of the data part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """One mapped file: `entries` by tensor name, and `read` to get a view of one."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file and verify its header; raises `ModelError`."""
+        self.path = path
+        size = regular_file_size(path)
+        if size < 8:
+            raise ModelError(f"{path}: file is truncated (expected at least 8 bytes, got {size})")
+        try:
+            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise unreadable(path, error) from None
+        self._data_start = 8 + _header_length(path, self._bytes, size)
+        header = parse_json_object(self._bytes[8 : self._data_start].tobytes(), path, "safetensors header")
+        header.pop("__metadata__", None)
+        self.entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
+        _check_layout(path, self.entries, size - self._data_start, size)
+
+    def read(self, name: str) -> HostTensor:
+        """Return a read-only view of the tensor (a copy only if it lies unaligned in the file)."""
+        entry = self.entries[name]
+        storage, dtype = _DTYPES[entry.dtype]
+        if dtype is None:
+            raise ModelError(f"{self.path}: tensor {echo(name)} has dtype {entry.dtype}, which is not supported here")
+        start = self._data_start + entry.begin
+        array = np.asarray(self._bytes[start : self._data_start + entry.end]).view(storage).reshape(entry.shape)
+        return HostTensor(array if array.flags.aligned else array.copy(), dtype)
+
+
+def _header_length(path: Path, data: np.ndarray, size: int) -> int:
+    """Return the header's length in bytes, refusing what cannot be one."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ModelError(
+            f"{path}: safetensors header too large (expected at most {MAX_HEADER_BYTES} bytes, got {length})"
+        )
+    if length > size - 8:
+        raise ModelError(f"{path}: file is truncated (expected {length + 8} bytes of header, got {size} bytes in all)")
+    return length
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> TensorEntry:
+    """Verify the fields of one header entry, each by itself."""
+    where = f"{path}: tensor {echo(name)}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ModelError(f"{where}: bad header entry {echo(entry)} (expected dtype, shape and data_offsets)")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ModelError(f"{where}: unknown dtype {echo(dtype)} (expected one of {', '.join(_DTYPES)})")
+    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
+        raise ModelError(f"{where}: bad shape {echo(shape)} (expected a list of sizes)")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+        raise ModelError(f"{where}: bad data_offsets {echo(offsets)} (expected [begin, end] with 0 <= begin <= end)")
+    begin, end = offsets
+    wanted = math.prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize
+    if end - begin != wanted:
+        raise ModelError(
+            f"{where}: data_offsets [{echo(begin)}, {echo(end)}] do not fit shape {echo(shape)} of {dtype} "
+            f"(expected {echo(wanted)} bytes, got {echo(end - begin)})"
+        )
+    return TensorEntry(dtype, tuple(shape), begin, end)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_layout(path: Path, entries: dict[str, TensorEntry], data_size: int, file_size: int) -> None:
+    """Verify that the tensors lie one after the other and fill the data part exactly."""
+    position, previous = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            kind = "overlaps" if entry.begin < position else "leaves a hole after"
+            raise ModelError(
+                f"{path}: tensor {echo(name)}: data_offsets [{entry.begin}, {entry.end}] {kind} {previous} "
+                f"(expected begin {position}, got {entry.begin})"
+            )
+        position, previous = entry.end, f"tensor {echo(name)}"
+    if position != data_size:
+        what = "is truncated" if position > data_size else "has bytes that belong to no tensor"
+        last = f"; {previous} ends there" if position > data_size else ""
+        raise ModelError(
+            f"{path}: file {what} (expected {file_size - data_size + position} bytes{last}, got {file_size})"
+        )
+
+
+class Checkpoint:
+    """All weights of a model folder: which file holds which tensor, and `read` to get one."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open every weight file of `folder` and verify all headers; no tensor data is read yet."""
+        self.folder = folder
+        self._home: dict[str, SafetensorsFile] = {}
+        index_path = folder / INDEX_FILE
+        if os.path.lexists(folder / SINGLE_FILE):
+            self._add(SafetensorsFile(folder / SINGLE_FILE))
+        elif os.path.lexists(index_path):
+            self._open_sharded(index_path)
+        else:
+            self._open_all()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._home)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def entry(self, name: str) -> TensorEntry:
+        """Header entry of a tensor."""
+        return self._home[name].entries[name]
+
+    def path_of(self, name: str) -> Path:
+        """File that holds the tensor."""
+        return self._home[name].path
+
+    def read(self, name: str) -> HostTensor:
+        """Return the tensor as a view of the mapped file."""
+        return self._home[name].read(name)
+
+    def total_bytes(self) -> int:
+        """Bytes of tensor data in all files."""
+        return sum(home.entries[name].end - home.entries[name].begin for name, home in self._home.items())
+
+    def _add(self, file: SafetensorsFile) -> None:
+        for name in file.entries:
+            if name in self._home:
+                raise ModelError(
+                    f"{file.path}: tensor {echo(name)} is already in {self._home[name].path.name} (expected it once)"
+                )
+            self._home[name] = file
+
+    def _open_sharded(self, index_path: Path) -> None:
+        weight_map = read_json_object(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index_path}: weight_map is missing or empty (expected tensor names and their files)")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+                raise ModelError(
+                    f"{index_path}: shard path {echo(shard)} escapes the model folder (expected a plain file name)"
+                )
+        for shard in dict.fromkeys(weight_map.values()):
+            path = self.folder / shard
+            if not os.path.lexists(path):
+                raise ModelError(f"{path}: no such shard (expected by {INDEX_FILE})")
+            self._add(SafetensorsFile(path))
+        for name, shard in weight_map.items():
+            if name not in self._home or self._home[name].path.name != shard:
+                raise ModelError(
+                    f"{self.folder / shard}: tensor {echo(name)} is not in this file (expected by {INDEX_FILE})"
+                )
+
+    def _open_all(self) -> None:
+        """No standard name: take every safetensors file, except the second copy some folders hold as consolidated*."""
+        files = sorted(path for path in self.folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+        if not files:
+            pickles = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+            if pickles:
+                raise ModelError(
+                    f"{self.folder / pickles[0]}: pickle weights are not supported (expected *.safetensors files)"
+                )
+            raise ModelError(f"{self.folder}: no weights (expected {SINGLE_FILE} or {INDEX_FILE} and its shards)")
+        for path in files:
+            self._add(SafetensorsFile(path))
