@@ -1,1 +1,1 @@
-"""Blocks: who owns them, what they hold, which may be reused. Ids and hashes only; memory belongs to the worker."""
+"""KV cache bookkeeping: blocks, reference counts, the free queue, prefix hashes. Ids and counts only, no data."""

@@ -1,0 +1,43 @@
+"""`BlockHasher`: names the content of a full block by a chain of keyed hashes over the whole token prefix.
+
+The KV of a block depends on every token before it, so a block is named by H(parent's name, its tokens), the first
+parent being a root that stands for everything else that must agree (the cache salt). Names are 128-bit keyed BLAKE2b
+digests (RFC 7693): without the key nobody can construct two prefixes with one name, and by chance it does not happen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+
+DIGEST_BYTES = 16
+
+
+class BlockHasher:
+    """Computes block hashes under one key.
+
+    Args:
+        key: up to 64 bytes; None draws a random one, right unless several processes must agree on names.
+    """
+
+    __slots__ = ("_epoch", "_key")
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._epoch = 0
+
+    def root(self, cache_salt: str | None) -> bytes:
+        """Return the parent of a sequence's first block; sequences share blocks only below the same root."""
+        salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+        message = self._epoch.to_bytes(8, "little") + salt
+        return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"root").digest()
+
+    def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
+        """Return the name of the block holding `token_ids`, which follows the block (or root) named `parent`."""
+        message = parent + array("I", token_ids).tobytes()
+        return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key).digest()
+
+    def new_epoch(self) -> None:
+        """Make all names given so far unreachable: chains that start from now on have other roots."""
+        self._epoch += 1

@@ -1,0 +1,146 @@
+"""`BlockPool`: which blocks are free, which are in use and by how many, and which content can be found again.
+
+A pool of ids and counts: it moves no data, and knows neither sequences nor tokens (see `manager`). A free block keeps
+its content until it is handed out again, so the free queue *is* the prefix cache, in least-recently-used order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.errors import QuireError
+from quire.kvcache.block import Block
+from quire.kvcache.free_queue import FreeQueue
+
+
+class BlockPool:
+    """A fixed number of blocks with reference counts and a map from content hash to block.
+
+    Several blocks may hold the same content (two sequences that generated the same text side by side): block tables
+    are append-only, so duplicates are not merged. One of them is found by `lookup`; the others take over in turn when
+    it is reused.
+
+    Attributes:
+        blocks: all blocks, by id. num_released: how many times a block became free; only grows.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_released = 0
+        self._free = FreeQueue(self.blocks)
+        self._cached: dict[bytes, Block] = {}
+        self._duplicates: dict[bytes, dict[int, Block]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, free or not."""
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks no sequence holds; many of them still answer to prefix hits."""
+        return len(self._free)
+
+    def free_block_ids(self) -> list[int]:
+        """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
+        return [block.block_id for block in self._free]
+
+    def get_new_blocks(self, count: int) -> list[Block]:
+        """Take `count` blocks out of the free queue, forgetting their content; each has one reference afterwards.
+
+        The caller has checked `num_free`; `QuireError` otherwise, with nothing taken.
+        """
+        if count > len(self._free):
+            raise QuireError(f"{count} blocks wanted, {len(self._free)} free")
+        taken = []
+        for _ in range(count):
+            block = self._free.popleft()
+            if block.block_hash is not None:
+                self.unregister(block)
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Add one reference to each block, taking it out of the free queue if it stands there."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Drop one reference to each block; those without any left become free, in the order given.
+
+        Blocks with findable content go to the back of the queue; the others hold nothing worth keeping and go to the
+        front, so that cached content lives longer and fewer memory pages are touched.
+        """
+        for block in blocks:
+            if block.ref_count <= 0:
+                raise QuireError(f"double free of {block!r}")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.num_released += 1
+                if block.block_hash is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
+
+    def lookup(self, block_hash: bytes) -> Block | None:
+        """Return a block with this content, free or in use, or None."""
+        return self._cached.get(block_hash)
+
+    def register(self, block: Block, block_hash: bytes) -> None:
+        """Let a block in use be found under `block_hash` from now on."""
+        if block.block_hash is not None:
+            raise QuireError(f"{block!r} is registered already")
+        block.block_hash = block_hash
+        if block_hash in self._cached:
+            self._duplicates.setdefault(block_hash, {})[block.block_id] = block
+        else:
+            self._cached[block_hash] = block
+
+    def unregister(self, block: Block) -> None:
+        """Forget the content of `block`; a block without registered content is left as it is."""
+        block_hash = block.block_hash
+        if block_hash is None:
+            return
+        block.block_hash = None
+        others = self._duplicates.get(block_hash)
+        if self._cached[block_hash] is not block:
+            assert others is not None
+            del others[block.block_id]
+        elif others is None:
+            del self._cached[block_hash]
+        else:
+            self._cached[block_hash] = others.pop(next(iter(others)))
+        if others is not None and not others:
+            del self._duplicates[block_hash]
+
+    def unregister_all(self) -> int:
+        """Forget all content; return the number of blocks that had some."""
+        count = 0
+        for block in self.blocks:
+            count += block.block_hash is not None
+            block.block_hash = None
+        self._cached.clear()
+        self._duplicates.clear()
+        return count
+
+    def check_integrity(self, ref_counts: Sequence[int]) -> None:
+        """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references that tables hold."""
+        self._free.check_integrity()
+        in_queue = {block.block_id for block in self._free}
+        registered = 0
+        for block, expected in zip(self.blocks, ref_counts, strict=True):
+            if block.ref_count != expected:
+                raise QuireError(f"{block!r}: block tables hold {expected} references")
+            if (block.ref_count == 0) != (block.block_id in in_queue):
+                raise QuireError(f"{block!r}: in the free queue and in use, or neither")
+            if block.block_hash is not None:
+                registered += 1
+                others = self._duplicates.get(block.block_hash, {})
+                if self._cached.get(block.block_hash) is not block and others.get(block.block_id) is not block:
+                    raise QuireError(f"{block!r}: not to be found under its hash")
+        found = len(self._cached) + sum(len(others) for others in self._duplicates.values())
+        if found != registered or not all(self._duplicates.values()):
+            raise QuireError(f"hash map: {found} entries for {registered} blocks with content")
