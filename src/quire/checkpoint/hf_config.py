@@ -45,7 +45,7 @@ class ModelInfo:
     """What a model folder says about its model: all that the front and the engine need before weights are loaded.
 
     Attributes:
-        folder: where it was read from.
+        path: the model folder.
         architecture: class name from `architectures`, such as "LlamaForCausalLM". model_type: "llama".
         vocab_size: rows of the embedding table; the tokenizer may have fewer tokens.
         head_dim: size of one attention head, not always hidden_size / num_attention_heads.
@@ -61,7 +61,7 @@ class ModelInfo:
         raw: config.json with overrides merged and the architecture's defaults filled in.
     """
 
-    folder: Path
+    path: Path
     architecture: str
     model_type: str
     vocab_size: int
@@ -89,10 +89,10 @@ class ModelInfo:
     @property
     def fields(self) -> Fields:
         """Typed access to config.json, for what only one family has."""
-        return Fields(self.raw, self.folder / CONFIG_FILE)
+        return Fields(self.raw, self.path / CONFIG_FILE)
 
 
-def load_model_info(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
+def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
     """Read and check the two config files of a model folder.
 
     Args:
@@ -118,7 +118,7 @@ def load_model_info(folder: Path, *, overrides: Mapping[str, Any] | None = None)
         rope = parse_rope(fields, head_dim=sizes["head_dim"], max_position_embeddings=max_positions)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_ROWS)
     return ModelInfo(
-        folder=folder,
+        path=folder,
         architecture=architecture,
         model_type=family.model_type,
         vocab_size=vocab_size,
@@ -221,7 +221,7 @@ def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int
     """Return each layer's sliding window."""
     if family.windows is Windows.NEVER:
         return (None,) * num_layers
-    window = fields.integer("sliding_window", None, low=1)
+    window: int | None = fields.integer("sliding_window", None, low=1)
     if family.windows is Windows.ALL:
         return (window,) * num_layers
     if not fields.flag("use_sliding_window"):
