@@ -1,7 +1,7 @@
 """The engine in a process of its own. Both ends stand here: `ProcessClient` in the front, `main` in the child.
 
-They talk msgpack over one ZMQ pair socket in a directory only the user can enter. The child gets its options as JSON on
-standard input. It ends when told to, and by itself when its parent is gone; it never outlives the front.
+They talk msgpack over two ZMQ sockets, one each way, in a directory only the user can enter. The child gets its options
+as JSON on standard input. It ends when told to, and by itself when its parent is gone; it never outlives the front.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ProcessClient:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._directory: Path | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._inbox: zmq.asyncio.Socket | None = None
+        self._outbox: zmq.Socket[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exit: asyncio.Future[int] | None = None
         self._receiving: asyncio.Future[bytes] | None = None
@@ -58,13 +59,21 @@ class ProcessClient:
     def spawn(self) -> None:
         """Start the process without waiting for it; `start` does this if it was not done before."""
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        address = f"ipc://{self._directory}/engine"
         self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # bounded by admission, not here: a full socket must not block the event loop
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        options = {"address": address, "log_level": self._config.server.log_level, "options": _wire(self._config)}
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.bind(f"ipc://{self._directory}/from-engine")
+        # Sending is plain, not asyncio: no future per message. It needs a socket of its own, since a plain call on an
+        # asyncio socket can swallow its wake-up. Connecting, not binding, lets messages queue before the child is up.
+        self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)  # bounded by admission, not here: a full socket must not block the event loop
+            socket.setsockopt(zmq.LINGER, 0)
+        self._outbox.connect(f"ipc://{self._directory}/to-engine")
+        options = {
+            "directory": str(self._directory),
+            "log_level": self._config.server.log_level,
+            "options": _wire(self._config),
+        }
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.environ.get("PYTHONPATH")
         environment = dict(os.environ, PYTHONPATH=package_root + (os.pathsep + path if path else ""))
@@ -106,10 +115,8 @@ class ProcessClient:
 
     def send(self, message: ToEngine) -> None:
         """Send without waiting; messages keep their order. Lost silently if the engine is gone: `receive` says so."""
-        assert self._socket is not None
-        # The plain socket call: zmq.asyncio would make a future for each message.
-        with contextlib.suppress(zmq.Again):
-            zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK, copy=True)
+        assert self._outbox is not None
+        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for news. Raises `EngineDeadError` once the process has ended or its loop has failed."""
@@ -120,13 +127,13 @@ class ProcessClient:
         return message
 
     async def _next(self) -> FromEngine:
-        assert self._socket is not None and self._exit is not None
+        assert self._inbox is not None and self._exit is not None
         if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._socket.recv())
+            self._receiving = asyncio.ensure_future(self._inbox.recv())
         try:
             data = await asyncio.shield(self._receiving)
         except asyncio.CancelledError:
-            if self._exit.done():
+            if self._receiving is not None and self._receiving.cancelled():
                 raise EngineDeadError(f"the engine process ended with exit code {self._exit.result()}") from None
             raise
         self._receiving = None
@@ -141,8 +148,8 @@ class ProcessClient:
             loop.call_later(_LAST_WORDS_SECONDS, self._stop_receiving)
 
     def _stop_receiving(self) -> None:
-        if self._receiving is None and self._socket is not None and not self._socket.closed:
-            self._receiving = asyncio.ensure_future(self._socket.recv())
+        if self._receiving is None and self._inbox is not None and not self._inbox.closed:
+            self._receiving = asyncio.ensure_future(self._inbox.recv())
         if self._receiving is not None and not self._receiving.done():
             self._receiving.cancel()
 
@@ -162,8 +169,9 @@ class ProcessClient:
                     process.kill()
             await self._exit
             self._stop_receiving()
-        if self._socket is not None:
-            self._socket.close()
+        for socket in (self._inbox, self._outbox):
+            if socket is not None:
+                socket.close()
         if self._context is not None:
             self._context.term()
         if self._directory is not None:
@@ -185,7 +193,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(address: str, config: EngineConfig) -> int:
+def serve(directory: str, config: EngineConfig) -> int:
     """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
     from quire.engine.core import EngineCore
     from quire.engine.inline import apply
@@ -194,38 +202,42 @@ def serve(address: str, config: EngineConfig) -> int:
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
     parent = os.getppid()
     context = zmq.Context(io_threads=1)
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(address)
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 2000)
+    inbox.bind(f"ipc://{directory}/to-engine")
+    outbox.connect(f"ipc://{directory}/from-engine")
     try:
         core = EngineCore(config)
-        socket.send(encoder.encode(core.ready))
+        outbox.send(encoder.encode(core.ready))
         while True:
             busy = core.has_unfinished()
-            while socket.poll(0 if busy else _IDLE_MILLISECONDS):
-                message = decoder.decode(socket.recv())
+            while inbox.poll(0 if busy else _IDLE_MILLISECONDS):
+                message = decoder.decode(inbox.recv())
                 if isinstance(message, Shutdown):
                     return 0
                 answer = apply(core, message)
                 if answer is not None:
-                    socket.send(encoder.encode(answer))
+                    outbox.send(encoder.encode(answer))
                 busy = core.has_unfinished()
             if busy:
                 outputs = core.step()
                 if outputs.outputs:
-                    socket.send(encoder.encode(outputs))
+                    outbox.send(encoder.encode(outputs))
             elif os.getppid() != parent:
                 return 0
     except QuireError as error:
-        socket.send(encoder.encode(Failed(error.message, error.param, error.exit_code)))
+        outbox.send(encoder.encode(Failed(error.message, error.param, error.exit_code)))
         return error.exit_code
     except Exception as error:  # process boundary: the front must hear of whatever ended the engine
         logger.exception("the engine process failed")
-        socket.send(encoder.encode(Failed(f"the engine failed: {type(error).__name__}", None, 1)))
+        outbox.send(encoder.encode(Failed(f"the engine failed: {type(error).__name__}", None, 1)))
         return 1
     finally:
-        socket.close()
+        inbox.close()
+        outbox.close()
         context.term()
 
 
@@ -237,7 +249,7 @@ def main() -> int:
     logging.basicConfig(
         level=started["log_level"].upper(), format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     )
-    return serve(started["address"], EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"]))
+    return serve(started["directory"], EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"]))
 
 
 if __name__ == "__main__":

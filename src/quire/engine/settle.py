@@ -32,9 +32,9 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     max_model_len = config.model.max_model_len
     if max_model_len is None:
         max_model_len = info.max_model_len
-    elif max_model_len > info.max_model_len:
+    elif max_model_len > info.longest_model_len:
         raise ConfigError(
-            f"max_model_len: {max_model_len} exceeds the model's {info.max_model_len} tokens "
+            f"max_model_len: {max_model_len} exceeds the model's {info.longest_model_len} tokens "
             "(its position limit in config.json)",
             param="max_model_len",
         )

@@ -146,7 +146,7 @@ class ModelRunner:
 
     def _score(self, hidden: Array, predicted: np.ndarray, k: int) -> list[TokenTopLogprobs]:
         """Log-probabilities of `predicted` [n] after each hidden row [n, H]."""
-        scores = []
+        scores: list[TokenTopLogprobs] = []
         for start in range(0, len(predicted), PROMPT_LOGPROB_ROWS):
             piece = predicted[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.model.compute_logits(hidden[start : start + len(piece)])

@@ -1,0 +1,118 @@
+"""The engine loop over an executor without a model: requests end, aborts free blocks, operations answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequests, AddRequest
+from quire.errors import ConfigError
+from quire.executor.null import NullExecutor
+from quire.sampling_params import SamplingParams
+
+CONFIG = """{
+  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64,
+  "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128,
+  "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 999,
+  "tie_word_embeddings": false, "torch_dtype": "float32", "rope_theta": 10000.0
+}"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(CONFIG)
+    return tmp_path
+
+
+def make_core(folder: Path, **options: object) -> EngineCore:
+    config = EngineConfig.from_kwargs(model=str(folder), **options)
+    return EngineCore(config, executor=NullExecutor(1000), info=load_model_info(folder))
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> AddRequest:
+    return AddRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens),
+        arrival_time=0.0,
+        seed=0,
+        stop_ids=list(stop_ids),
+        max_tokens=max_tokens,
+    )
+
+
+def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str]]:
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, str] = {}
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason:
+                ends[output.request_id] = output.finish_reason
+    return tokens, ends
+
+
+def test_requests_run_to_their_end_together(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=64)
+    core.add(request("a", [1, 2, 3]))
+    core.add(request("b", [10] * 40, max_tokens=3))
+    core.add(request("c", [7], max_tokens=50, stop_ids=(10,)))
+    tokens, ends = run(core)
+    assert tokens == {"a": [4, 5, 6, 7, 8], "b": [11, 12, 13], "c": [8, 9, 10]}
+    assert ends == {"a": "length", "b": "length", "c": "stop"}
+    assert core.call("stats")["num_free_blocks"] == 64
+    assert core.call("check_integrity") == {"ok": True}
+
+
+def test_a_step_with_nothing_to_do_is_a_no_op(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=8)
+    assert core.step().outputs == []
+    assert not core.has_unfinished()
+
+
+def test_abort_frees_blocks_at_once(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=16)
+    core.add(request("a", [1] * 100, max_tokens=50))
+    core.step()
+    assert core.call("stats")["num_free_blocks"] == 9
+    core.abort(AbortRequests(request_ids=["a", "unknown"]))
+    assert core.call("stats")["num_free_blocks"] == 16
+    assert run(core) == ({}, {})
+    core.call("check_integrity")
+
+
+def test_the_context_is_limited_to_what_the_cache_holds(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=8)
+    assert core.ready.max_model_len == 8 * 16
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_numbers_and_a_way_out(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"512 tokens do not fit .* = \d+ tokens; pass --max-model-len"):
+        make_core(folder, max_model_len=512, kv_cache_memory_bytes=4096)
+
+
+def test_a_context_beyond_the_models_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 600 exceeds the model's 512"):
+        make_core(folder, max_model_len=600)
+
+
+def test_an_unknown_operation_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown engine operation"):
+        make_core(folder, num_gpu_blocks_override=8).call("explode")
+
+
+def test_reset_prefix_cache_forgets(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=64)
+    for number in range(2):
+        core.add(request(f"r{number}", list(range(64))))
+        run(core)
+    hits = core.call("stats")["prefix_cache_hits"]
+    assert hits == 48
+    core.call("reset_prefix_cache")
+    core.add(request("again", list(range(64))))
+    run(core)
+    assert core.call("stats")["prefix_cache_hits"] == hits

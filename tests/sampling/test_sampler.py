@@ -1,0 +1,139 @@
+"""The sampler applies each request's options, to its own row only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kernels.create import create_backend
+from quire.sampling.extras import Extras
+from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.sampling_params import SamplingParams
+
+VOCAB = 50
+
+
+def extras_of(params: SamplingParams, output: list[int], stop_ids: list[int], bad: list[list[int]]) -> Extras | None:
+    return Extras.of(
+        params,
+        token_ids=[1, 2, 3, *output],
+        num_prompt_tokens=3,
+        stop_ids=stop_ids,
+        bad_words_ids=bad,
+        vocab_size=VOCAB,
+    )
+
+
+def run(
+    logits: np.ndarray,
+    rows: list[SamplingParams],
+    *,
+    outputs: list[list[int]] | None = None,
+    stop_ids: list[int] | None = None,
+    bad: list[list[int]] | None = None,
+    device: str = "reference",
+):
+    backend = create_backend(device, "float32", "float32", 1)
+    outputs = outputs or [[] for _ in rows]
+    batch = SamplingBatch(
+        temperature=np.array([0.0 if p.greedy else p.temperature for p in rows], dtype=np.float32),
+        top_k=np.array([max(p.top_k, 0) for p in rows]),
+        top_p=np.array([p.top_p for p in rows], dtype=np.float32),
+        min_p=np.array([p.min_p for p in rows], dtype=np.float32),
+        seeds=np.array([p.seed or 0 for p in rows]),
+        positions=np.arange(len(rows)) + 3,
+        extras=[extras_of(p, out, stop_ids or [], bad or []) for p, out in zip(rows, outputs, strict=True)],
+        output_ids=[np.array(out, dtype=np.int32) for out in outputs],
+    )
+    return Sampler(backend).sample(backend.from_numpy(logits.astype(np.float32)), batch)
+
+
+def rising(rows: int) -> np.ndarray:
+    """Logits that grow with the token id, so that greedy takes the last allowed one."""
+    return np.tile(np.linspace(0, 5, VOCAB), (rows, 1))
+
+
+def greedy(**fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **fields)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (greedy(), 49),
+        (greedy(allowed_token_ids=[3, 11]), 11),
+        (greedy(logit_bias={7: 100.0}), 7),
+        (greedy(logit_bias={49: -100.0}), 48),
+        (greedy(presence_penalty=2.0), 47),  # 48 and 49 were generated
+        (greedy(repetition_penalty=10.0), 47),
+    ],
+)
+def test_each_option_changes_its_own_row_only(params: SamplingParams, expected: int) -> None:
+    sampled = run(rising(3), [greedy(), params, greedy()], outputs=[[48, 49]] * 3)
+    assert sampled.token_ids.tolist() == [49, expected, 49]
+
+
+def test_stop_ids_are_barred_until_min_tokens() -> None:
+    params = greedy(min_tokens=2)
+    early = run(rising(1), [params], outputs=[[5]], stop_ids=[49, 48])
+    late = run(rising(1), [params], outputs=[[5, 6]], stop_ids=[49, 48])
+    assert (early.token_ids[0], late.token_ids[0]) == (47, 49)
+
+
+def test_a_bad_word_is_barred_only_where_its_beginning_was_just_generated() -> None:
+    bad = [[10, 49], [48]]
+    params = [greedy(bad_words=["x"])] * 3
+    sampled = run(rising(3), params, outputs=[[10], [10, 3], []], bad=bad)
+    assert sampled.token_ids.tolist() == [47, 49, 49]
+
+
+def test_frequency_counts_generated_tokens_and_repetition_the_prompt_too() -> None:
+    logits = np.zeros((2, VOCAB))
+    logits[:, 2] = 1.0  # in the prompt, not generated
+    logits[:, 5] = 0.9  # generated three times
+    logits[:, 9] = 0.5
+    rows = [greedy(frequency_penalty=0.2), greedy(repetition_penalty=3.0)]
+    assert run(logits, rows, outputs=[[5, 5, 5]] * 2).token_ids.tolist() == [2, 9]
+
+
+def test_logprobs_describe_the_raw_logits_and_hold_the_chosen_token_first() -> None:
+    logits = rising(2)
+    sampled = run(logits, [greedy(), greedy(logprobs=3, logit_bias={4: 100.0})])
+    assert list(sampled.logprobs) == [1]
+    entry = sampled.logprobs[1]
+    expected = logits[1] - np.log(np.exp(logits[1]).sum())
+    assert entry.token_ids == [4, 49, 48, 47]
+    assert entry.rank == 46
+    np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-5)
+
+
+def test_rows_that_are_not_finite_are_named_and_leave_the_others_alone() -> None:
+    logits = rising(4)
+    logits[1, 3] = np.nan
+    logits[2, :] = -np.inf
+    sampled = run(logits, [greedy()] * 4)
+    assert sampled.finite.tolist() == [True, False, False, True]
+    assert sampled.token_ids[[0, 3]].tolist() == [49, 49]
+
+
+def test_the_same_seed_and_position_draw_the_same_token_in_any_batch() -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(6, VOCAB))
+    params = [SamplingParams(seed=s, temperature=1.0, top_p=0.9) for s in range(6)]
+    together = run(logits, params).token_ids
+    backend = create_backend("reference", "float32", "float32", 1)
+    alone = []
+    for row in range(6):
+        batch = SamplingBatch(
+            temperature=np.ones(1, np.float32),
+            top_k=np.zeros(1, np.int64),
+            top_p=np.full(1, 0.9, np.float32),
+            min_p=np.zeros(1, np.float32),
+            seeds=np.array([row]),
+            positions=np.array([row + 3]),
+            extras=[None],
+            output_ids=[np.zeros(0, np.int32)],
+        )
+        row_logits = backend.from_numpy(logits[row : row + 1].astype(np.float32))
+        alone.append(int(Sampler(backend).sample(row_logits, batch).token_ids[0]))
+    assert together.tolist() == alone
