@@ -35,6 +35,7 @@ from quire.step import (
 )
 
 _BY_ORDER = attrgetter("order_key")
+_RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and this one is on the path of every token
 
 
 class _Plan:
@@ -184,8 +185,10 @@ class Scheduler:
         while index < len(running) and plan.budget > 0:
             request = running[index]
             index += 1
-            num_left = len(request.token_ids) - request.num_computed_tokens
-            num_new = min(num_left, self.chunk_limit, max(plan.budget - (len(running) - index), 1))
+            num_computed = request.num_computed_tokens
+            num_left = num_new = len(request.token_ids) - num_computed
+            if num_left > 1:
+                num_new = min(num_left, self.chunk_limit, max(plan.budget - (len(running) - index), 1))
             new_blocks = self.kv.allocate_slots(request, num_new)
             while new_blocks is None:
                 victim = running.pop()
@@ -194,12 +197,9 @@ class Scheduler:
                     return
                 new_blocks = self.kv.allocate_slots(request, num_new)
             if num_new < num_left:
-                plan.num_owed_blocks += self._num_blocks_after(request, request.num_computed_tokens + num_new)
-            plan.continuing.append(
-                ContinuingSequenceData(
-                    request.request_id, [block.block_id for block in new_blocks], request.num_computed_tokens
-                )
-            )
+                plan.num_owed_blocks += self._num_blocks_after(request, num_computed + num_new)
+            new_block_ids = [block.block_id for block in new_blocks] if new_blocks else []
+            plan.continuing.append(ContinuingSequenceData(request.request_id, new_block_ids, num_computed))
             plan.num_scheduled[request.request_id] = num_new
             plan.budget -= num_new
 
@@ -279,7 +279,7 @@ class Scheduler:
         any_finished = False
         for request_id, num_scheduled in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not _RUNNING:
                 continue
             entry = self._advance(request, num_scheduled, output)
             if entry is not None:
@@ -315,12 +315,10 @@ class Scheduler:
         if not num_taken and not prompt_logprobs:
             return None
         logprobs = output.logprobs.get(request_id) if output.logprobs else None
-        return self._news(
-            request,
-            sampled[:num_taken],
-            logprobs=logprobs[:num_taken] if logprobs is not None else None,
-            prompt_logprobs=prompt_logprobs,
-        )
+        if num_taken < len(sampled):
+            sampled = sampled[:num_taken]
+            logprobs = logprobs[:num_taken] if logprobs is not None else None
+        return self._news(request, sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _new_prompt_logprobs(
         self, request: Request, start: int, entries: list[TokenTopLogprobs]
@@ -353,7 +351,7 @@ class Scheduler:
             request.has_output = True
             news.num_cached_tokens = request.num_cached_tokens
             news.first_scheduled_time = request.first_scheduled_time
-        if request.status is not RequestStatus.RUNNING:
+        if request.status is not _RUNNING:
             news.finish_reason = request.status.finish_reason
             if request.status is RequestStatus.FINISHED_STOPPED:
                 news.stop_reason = stop_reason(request)
