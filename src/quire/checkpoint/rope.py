@@ -71,7 +71,7 @@ class RopeParameters:
 def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeParameters:
     """Read the rotary parameters from config.json; raises `ModelError` naming the field."""
     rope = _rope_object(config)
-    theta = rope.number("rope_theta", None) or config.number("rope_theta", None)
+    theta = rope.number("rope_theta", None, above=1.0) or config.number("rope_theta", None, above=1.0)
     rope_type = rope.text("rope_type", None) or rope.text("type", None) or "default"
     rope_type = _ALIASES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
@@ -82,13 +82,13 @@ def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -
     for fields in (rope, config):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.error("partial_rotary_factor", "1.0: this architecture rotates whole heads")
-    if head_dim % 2:
-        raise ModelError(f"{config.path}: head_dim is {head_dim} (expected an even number, for rotary embeddings)")
+    if head_dim % 2 or head_dim < 4:
+        raise ModelError(f"{config.path}: head_dim is {head_dim} (expected an even number above 2, for rotary embeddings)")
 
     original = max_position_embeddings
     if rope_type in ("llama3", "yarn", "longrope"):
-        original = rope.integer("original_max_position_embeddings", original, low=1)
-        original = config.integer("original_max_position_embeddings", original, low=1)
+        original = rope.integer("original_max_position_embeddings", original, low=2)
+        original = config.integer("original_max_position_embeddings", original, low=2)
     common = RopeParameters(
         rope_type=rope_type,
         theta=theta or DEFAULT_THETA,

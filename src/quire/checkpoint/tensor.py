@@ -40,3 +40,25 @@ class HostTensor:
     def transposed(self) -> HostTensor:
         """Return the matrix transposed, as a view."""
         return HostTensor(self.array.T, self.dtype)
+
+
+# All bits of the exponent set, with the sign bit shifted out: the smallest bit pattern that is no finite number.
+_NONFINITE = {"float64": 0x7FF << 53, "float32": 0xFF << 24, "bfloat16": 0xFF << 8, "float16": 0x1F << 11}
+_CHUNK = 1 << 18  # values looked at in one go, so that the scratch copy stays in the cache
+
+
+def count_nonfinite(tensor: HostTensor) -> int:
+    """Return how many values are NaN or infinite; integers are always finite."""
+    limit = _NONFINITE.get(tensor.dtype)
+    if limit is None:
+        return 0
+    array = np.ascontiguousarray(tensor.array)
+    bits = array.reshape(-1).view(f"u{array.itemsize}")
+    scratch = np.empty(min(_CHUNK, bits.size), bits.dtype)
+    found = 0
+    for start in range(0, bits.size, _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        shifted = np.left_shift(chunk, 1, out=scratch[: chunk.size])
+        if shifted.max() >= limit:
+            found += int(np.count_nonzero(shifted >= limit))
+    return found

@@ -1,0 +1,136 @@
+"""Where a model gets its tensors by name and shape: from a checkpoint, from a survey of one, or made up.
+
+A model's constructor asks for each tensor it needs. Run against a `WeightSurvey` first, it costs nothing and finds
+every missing or misshapen tensor at once; then it runs against `CheckpointWeights`. Slicing and packing belong to the
+layers and the backend.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import zlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.tensor import HostTensor, count_nonfinite
+from quire.errors import ModelError, echo
+
+logger = logging.getLogger(__name__)
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+MAX_LISTED = 20
+
+
+class WeightSource(Protocol):
+    """Tensors by full name."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor exists."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return the tensor, which must have this shape."""
+
+
+class CheckpointWeights:
+    """Reads real tensors; refuses NaN and infinity unless told otherwise."""
+
+    def __init__(self, checkpoint: Checkpoint, *, allow_nonfinite: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._allow_nonfinite = allow_nonfinite
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return a view of the mapped file. Raises ModelError for values that are not finite."""
+        tensor = self._checkpoint.read(name)
+        assert tensor.shape == shape, "the survey comes first"
+        bad = count_nonfinite(tensor)
+        if bad:
+            message = (
+                f"{self._checkpoint.path_of(name)}: tensor {echo(name)} holds {bad} NaN or infinite values of "
+                f"{tensor.array.size}"
+            )
+            if not self._allow_nonfinite:
+                raise ModelError(f"{message} (expected finite weights; allow_nonfinite loads them anyway)")
+            logger.warning("%s", message)
+        return tensor
+
+
+class WeightSurvey:
+    """Notes what a model asks for and answers with shapes only; `finish` reports everything that does not fit."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._asked: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Note the request; the answer has the right shape, takes no memory, and its values mean nothing."""
+        self._asked[name] = shape
+        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+
+    @property
+    def num_values(self) -> int:
+        """How many weights the model has, tied ones counted once."""
+        return sum(math.prod(shape) for shape in self._asked.values())
+
+    def finish(self, ignorable: Iterable[str]) -> None:
+        """Raise ModelError if a tensor is missing or wrong; warn of tensors nobody asked for.
+
+        `ignorable` are regular expressions for tensors that older files hold and nobody needs.
+        """
+        missing = [name for name in self._asked if name not in self._checkpoint]
+        if missing:
+            count = f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'}"
+            raise ModelError(f"{self._checkpoint.folder}: {count} missing from the weights: {_listed(missing)}")
+        for name, shape in self._asked.items():
+            entry = self._checkpoint.entry(name)
+            where = f"{self._checkpoint.path_of(name)}: tensor {echo(name)}"
+            if entry.shape != shape:
+                raise ModelError(f"{where} has the wrong shape (expected {list(shape)}, got {list(entry.shape)})")
+            if entry.dtype not in FLOAT_DTYPES:
+                raise ModelError(f"{where} has the wrong dtype (expected {', '.join(FLOAT_DTYPES)}, got {entry.dtype})")
+        patterns = [re.compile(pattern) for pattern in ignorable]
+        extra = [
+            name
+            for name in self._checkpoint.names
+            if name not in self._asked and not any(pattern.search(name) for pattern in patterns)
+        ]
+        if extra:
+            logger.warning(
+                "%s: ignored %d tensors that this architecture does not have: %s",
+                self._checkpoint.folder,
+                len(extra),
+                _listed(extra),
+            )
+
+
+class DummyWeights:
+    """Invents small random weights, the same for the same seed and name; for trying a config without its weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._values = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return random values of standard deviation 0.02; ones for the weight vectors of norms."""
+        if len(shape) == 1 and name.endswith("weight"):
+            return HostTensor(np.ones(shape, np.float32), "float32")
+        shift = zlib.crc32(name.encode()) % self._values.size
+        return HostTensor(np.resize(np.roll(self._values, shift), shape), "float32")
+
+
+def _listed(names: list[str]) -> str:
+    """Join names for a message of one line, the first ones only if there are many."""
+    text = ", ".join(echo(name) for name in names[:MAX_LISTED])
+    return text if len(names) <= MAX_LISTED else f"{text} and {len(names) - MAX_LISTED} more"

@@ -1,0 +1,55 @@
+"""Activations by the names that config.json uses for them, plain and gated."""
+
+from __future__ import annotations
+
+from quire.errors import ModelError, echo
+from quire.kernels.backend import Array, Backend
+
+# hidden_act -> kind of `Backend.activation`. Four of the names mean the same tanh approximation of gelu.
+ACTIVATIONS = {
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+
+
+def activation_kind(hidden_act: str) -> str:
+    """Return the backend's name; raise ModelError for an unknown one."""
+    if hidden_act not in ACTIVATIONS:
+        raise ModelError(
+            f"config.json: activation {echo(hidden_act)} is not supported (supported: {', '.join(ACTIVATIONS)})"
+        )
+    return ACTIVATIONS[hidden_act]
+
+
+class Activation:
+    """Elementwise activation."""
+
+    def __init__(self, backend: Backend, hidden_act: str) -> None:
+        self.backend, self.kind = backend, activation_kind(hidden_act)
+
+    def __call__(self, x: Array) -> Array:
+        """Same shape out as in."""
+        return self.backend.activation(x, self.kind)
+
+
+class GatedActivation:
+    """act(gate) * up, for feed-forward layers with a gate (Shazeer 2020)."""
+
+    def __init__(self, backend: Backend, hidden_act: str) -> None:
+        self.backend, self.kind = backend, activation_kind(hidden_act)
+
+    def __call__(self, gate_up: Array) -> Array:
+        """[T, 2I], gate first -> [T, I]."""
+        if self.kind == "silu":
+            return self.backend.silu_and_mul(gate_up)
+        if self.kind in ("gelu", "gelu_tanh"):
+            return self.backend.gelu_and_mul(gate_up, approximate=self.kind == "gelu_tanh")
+        half = gate_up.shape[-1] // 2
+        return self.backend.activation(gate_up[:, :half], self.kind) * gate_up[:, half:]

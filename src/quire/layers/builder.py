@@ -1,0 +1,39 @@
+"""`Builder`: what every layer is made from, handed down the tree of a model while it is built, and dropped after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.weights import WeightSource
+from quire.kernels.backend import Backend
+from quire.layers.parallel import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """Weights below a prefix, the backend that packs them, and this rank's place.
+
+    `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight".
+    """
+
+    weights: WeightSource
+    backend: Backend
+    parallel: ParallelContext = field(default_factory=ParallelContext)
+    prefix: str = ""
+
+    def under(self, name: str) -> Builder:
+        """Return a builder one level further down."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def under_if(self, name: str, probe: str) -> Builder:
+        """Like `under`, unless tensor `probe` lies directly here: some files leave the outermost prefix out."""
+        return self if f"{self.prefix}{name}.{probe}" not in self.weights and self.has(probe) else self.under(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists."""
+        return self.prefix + name in self.weights
+
+    def get(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return the whole tensor, which has this shape."""
+        return self.weights.read(self.prefix + name, shape)

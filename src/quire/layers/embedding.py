@@ -1,0 +1,68 @@
+"""Token embeddings and the output head, split over ranks by vocabulary rows; learned position tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor
+from quire.kernels.backend import Array
+from quire.layers.builder import Builder
+
+
+class VocabParallelEmbedding:
+    """A [vocab_size, width] table; each rank holds an equal range of rows, the last one padded with zeros.
+
+    The packed table also serves as the output head of models that tie the two.
+    """
+
+    def __init__(self, builder: Builder, name: str, vocab_size: int, width: int) -> None:
+        self.backend, self.parallel = builder.backend, builder.parallel
+        self.vocab_size = vocab_size
+        table = builder.get(f"{name}.weight", (vocab_size, width))
+        self.rows_per_rank = -(-vocab_size // self.parallel.tp_size)
+        self.first_row = self.parallel.tp_rank * self.rows_per_rank
+        parts = [table.rows(self.first_row, self.first_row + self.rows_per_rank)]
+        padding = self.rows_per_rank - parts[0].shape[0]
+        if padding:
+            parts.append(HostTensor(np.zeros((padding, width), table.array.dtype), table.dtype))
+        self.weight = self.backend.pack_linear(parts)
+
+    def __call__(self, ids: Array) -> Array:
+        """Token ids [T] -> [T, width]."""
+        if self.parallel.tp_size == 1:
+            return self.backend.embedding(ids, self.weight)
+        local = ids - self.first_row
+        mine = (local >= 0) * (local < self.rows_per_rank)
+        rows = self.backend.embedding(local * mine, self.weight)
+        return self.parallel.sum_ranks(rows * mine.reshape(-1, 1))
+
+    def logits(self, hidden: Array) -> Array:
+        """Hidden rows [R, width] -> scores of every real token [R, vocab_size]."""
+        logits = self.parallel.join_ranks(self.backend.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size] if self.parallel.tp_size > 1 else logits
+
+
+class LMHead:
+    """Scores every token: with the embedding's own table where the model ties them, else with its own matrix."""
+
+    def __init__(
+        self, builder: Builder, name: str, vocab_size: int, width: int, *, tied_to: VocabParallelEmbedding | None
+    ) -> None:
+        self.table = tied_to or VocabParallelEmbedding(builder, name, vocab_size, width)
+
+    def __call__(self, hidden: Array) -> Array:
+        """Hidden rows [R, width] -> logits [R, vocab_size]."""
+        return self.table.logits(hidden)
+
+
+class PositionEmbedding:
+    """A learned vector per position. Files whose first rows stand for no position (OPT) give their number as `skip`."""
+
+    def __init__(self, builder: Builder, name: str, num_positions: int, width: int, *, skip: int = 0) -> None:
+        self.backend = builder.backend
+        table = builder.get(f"{name}.weight", (num_positions + skip, width))
+        self.weight = self.backend.pack_linear([table.rows(skip, num_positions + skip)])
+
+    def __call__(self, positions: Array) -> Array:
+        """Positions [T] -> [T, width]."""
+        return self.backend.embedding(positions, self.weight)

@@ -1,0 +1,151 @@
+"""Linear layers that own their sharding: each reads its tensors, cuts out its rank's part, and packs it at once.
+
+Column-parallel layers split the outputs, row-parallel ones the inputs (Shoeybi et al. 2019, section 3): a column
+layer followed by a row layer needs one sum over ranks. Weights are [out, in]; `transposed` reads the [in, out] of
+GPT-2's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.checkpoint.tensor import HostTensor
+from quire.kernels.backend import Array
+from quire.layers.builder import Builder
+
+
+def read_stack(
+    builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
+) -> tuple[list[HostTensor], list[HostTensor]]:
+    """Return one [size, in_features] matrix per entry of `sizes`, and one bias [size] each if asked for (else none).
+
+    There is one name per size, or a single name for a tensor that holds all of them, one below the other.
+    """
+    if len(names) == 1 and len(sizes) > 1:
+        (matrix,), biases = read_stack(builder, names, [sum(sizes)], in_features, bias=bias, transposed=transposed)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        cuts = list(zip(starts, sizes))
+        return (
+            [matrix.rows(start, start + size) for start, size in cuts],
+            [whole.rows(start, start + size) for whole in biases for start, size in cuts],
+        )
+    matrices = []
+    for name, size in zip(names, sizes, strict=True):
+        if transposed:
+            matrices.append(builder.get(f"{name}.weight", (in_features, size)).transposed())
+        else:
+            matrices.append(builder.get(f"{name}.weight", (size, in_features)))
+    return matrices, [builder.get(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
+
+
+class ColumnParallelLinear:
+    """One or more projections of the same input, side by side in one packed weight, each split by output rows.
+
+    Output: this rank's share of the first, then of the second, and so on: [T, sum(sizes) / tp_size].
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        names: Sequence[str],
+        in_features: int,
+        sizes: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        self.backend, parallel = builder.backend, builder.parallel
+        matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+        shares = [parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
+
+        def cut(tensors: list[HostTensor]) -> list[HostTensor]:
+            return [
+                tensor.rows(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
+                for tensor, share in zip(tensors, shares)
+            ]
+
+        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+
+    def __call__(self, x: Array) -> Array:
+        """[T, in_features] -> [T, this rank's outputs]."""
+        return self.backend.linear(x, self.weight)
+
+
+class QKVParallelLinear:
+    """Query, key and value projections in one packed weight, split by heads.
+
+    With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        names: Sequence[str],
+        in_features: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        self.backend, parallel = builder.backend, builder.parallel
+        self.num_heads = parallel.share(num_heads, "number of attention heads")
+        copies = max(1, parallel.tp_size // num_kv_heads)
+        self.num_kv_heads = parallel.share(num_kv_heads * copies, "number of key/value heads")
+        first_kv_head = parallel.tp_rank // copies * self.num_kv_heads
+        self.q_size, self.kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
+
+        sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
+        matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+        starts = [parallel.tp_rank * self.q_size, first_kv_head * head_size, first_kv_head * head_size]
+        stops = [starts[0] + self.q_size, starts[1] + self.kv_size, starts[2] + self.kv_size]
+
+        def cut(tensors: list[HostTensor]) -> list[HostTensor]:
+            return [tensor.rows(start, stop) for tensor, start, stop in zip(tensors, starts, stops)]
+
+        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        """[T, in_features] -> q [T, Hq*D], k [T, Hkv*D], v [T, Hkv*D] of this rank, views of one array."""
+        qkv = self.backend.linear(x, self.weight)
+        k_start, v_start = self.q_size, self.q_size + self.kv_size
+        return qkv[:, :k_start], qkv[:, k_start:v_start], qkv[:, v_start:]
+
+
+class RowParallelLinear:
+    """A projection whose input is split over ranks, as column-parallel layers leave it; the results are summed."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        self.backend, self.parallel = builder.backend, builder.parallel
+        (matrix,), biases = read_stack(builder, [name], [out_features], in_features, bias=bias, transposed=transposed)
+        share = self.parallel.share(in_features, f"size of {name}")
+        part = matrix.columns(self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share)
+        # The sum over ranks must hold the bias once.
+        self.weight = self.backend.pack_linear([part], biases if bias and self.parallel.tp_rank == 0 else None)
+
+    def __call__(self, x: Array) -> Array:
+        """[T, this rank's inputs] -> [T, out_features], the same on every rank."""
+        return self.parallel.sum_ranks(self.backend.linear(x, self.weight))
+
+
+class ReplicatedLinear:
+    """A projection that every rank holds whole."""
+
+    def __init__(self, builder: Builder, name: str, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        self.backend = builder.backend
+        matrices, biases = read_stack(builder, [name], [out_features], in_features, bias=bias, transposed=False)
+        self.weight = self.backend.pack_linear(matrices, biases if bias else None)
+
+    def __call__(self, x: Array) -> Array:
+        """[T, in_features] -> [T, out_features]."""
+        return self.backend.linear(x, self.weight)

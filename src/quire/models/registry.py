@@ -1,0 +1,25 @@
+"""Which class implements which architecture; modules are imported only when asked for.
+
+A new family is one line here, one in `checkpoint.families`, and its own file.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from quire.models.interface import Model
+
+MODELS = {
+    "LlamaForCausalLM": "quire.models.llama",
+    "MistralForCausalLM": "quire.models.mistral",
+    "Qwen2ForCausalLM": "quire.models.qwen2",
+    "Qwen3ForCausalLM": "quire.models.qwen3",
+    "OPTForCausalLM": "quire.models.opt",
+    "GPT2LMHeadModel": "quire.models.gpt2",
+}
+
+
+def model_class(architecture: str) -> type[Model]:
+    """Return the class of the same name as the architecture, one of `ModelInfo.architecture`."""
+    found: type[Model] = getattr(import_module(MODELS[architecture]), architecture)
+    return found
