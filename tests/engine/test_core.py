@@ -14,19 +14,6 @@ from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 
-CONFIG = """{
-  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64,
-  "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128,
-  "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 999,
-  "tie_word_embeddings": false, "torch_dtype": "float32", "rope_theta": 10000.0
-}"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(CONFIG)
-    return tmp_path
-
 
 def make_core(folder: Path, **options: object) -> EngineCore:
     config = EngineConfig.from_kwargs(model=str(folder), **options)

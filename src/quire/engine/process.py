@@ -37,13 +37,17 @@ _LAST_WORDS_SECONDS = 0.1
 
 
 class ProcessClient:
-    """Starts the engine process and carries messages to and from it."""
+    """Starts the engine process and carries messages to and from it.
+
+    Attributes:
+        directory: where the sockets are, once spawned; removed by `close`.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._directory: Path | None = None
+        self.directory: Path | None = None
         self._context: zmq.asyncio.Context | None = None
         self._inbox: zmq.asyncio.Socket | None = None
         self._outbox: zmq.Socket[bytes] | None = None
@@ -58,19 +62,19 @@ class ProcessClient:
 
     def spawn(self) -> None:
         """Start the process without waiting for it; `start` does this if it was not done before."""
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        self.directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
         self._context = zmq.asyncio.Context(io_threads=1)
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(f"ipc://{self._directory}/from-engine")
+        self._inbox.bind(f"ipc://{self.directory}/from-engine")
         # Sending is plain, not asyncio: no future per message. It needs a socket of its own, since a plain call on an
         # asyncio socket can swallow its wake-up. Connecting, not binding, lets messages queue before the child is up.
         self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # bounded by admission, not here: a full socket must not block the event loop
             socket.setsockopt(zmq.LINGER, 0)
-        self._outbox.connect(f"ipc://{self._directory}/to-engine")
+        self._outbox.connect(f"ipc://{self.directory}/to-engine")
         options = {
-            "directory": str(self._directory),
+            "directory": str(self.directory),
             "log_level": self._config.server.log_level,
             "options": _wire(self._config),
         }
@@ -174,8 +178,8 @@ class ProcessClient:
                 socket.close()
         if self._context is not None:
             self._context.term()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _wire(config: EngineConfig) -> dict[str, Any]:

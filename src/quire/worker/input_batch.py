@@ -18,8 +18,8 @@ from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 class StepInputs:
     """One step's inputs as host arrays. T tokens, S sequences; see `kernels.backend.AttentionMetadata` for meanings.
 
-    `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled` bool [S] marks sequences whose last known
-    token is computed in this step, so that a new one is sampled.
+    `input_ids`, `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled` bool [S]
+    marks sequences whose last known token is computed in this step, so that a new one is sampled.
     """
 
     request_ids: list[str]
@@ -123,7 +123,7 @@ class InputBatch:
             request_ids=request_ids,
             rows=rows,
             num_scheduled=num_scheduled,
-            input_ids=self.token_ids[rows[sequence], positions],
+            input_ids=self.token_ids[rows[sequence], positions].astype(np.int64),
             positions=positions,
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens.astype(np.int32),
