@@ -1,0 +1,15 @@
+"""Small models for whole-engine tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with grouped heads, float32, without a tokenizer."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny-llama"), "llama", num_key_value_heads=2)
