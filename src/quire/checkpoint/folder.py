@@ -54,9 +54,9 @@ def resolve_model(
         return demo_model_path()
     path = Path(name_or_path).expanduser()
     try:
-        if path.is_dir():
+        if name_or_path and path.is_dir():
             return path
-        is_file = path.exists()
+        is_file = path.is_file()
     except OSError as error:
         raise ModelError(f"{echo(name_or_path)}: {error.strerror} (expected a model folder)") from None
     if is_file:
@@ -72,7 +72,7 @@ def resolve_model(
 def _download(repo_id: str, revision: str | None, download_dir: str | None, token: str | None) -> Path:
     """Fetch a snapshot, or find it in the cache."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     name = f"{repo_id}@{revision}" if revision else repo_id
     try:
@@ -96,7 +96,7 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, toke
             f"{name}: neither a local folder nor a model on the Hugging Face hub (a private one needs HF_TOKEN)"
         ) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        reason = "offline mode is on" if huggingface_hub.constants.HF_HUB_OFFLINE else _reason(error)
+        reason = "offline mode is on" if constants.HF_HUB_OFFLINE else _reason(error)
         raise ModelError(
             f"{name}: no such local folder, not in the Hugging Face cache, and the hub cannot be asked ({reason})"
         ) from None
@@ -104,8 +104,8 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, toke
         raise ModelError(f"{name}: neither a local folder nor a valid hub id ({_reason(error)})") from None
     except errors.HfHubHTTPError as error:
         raise ModelError(f"{name}: the Hugging Face hub refused the download ({_reason(error)})") from None
-    # The HTTP library's own base error too, whichever one huggingface_hub uses (a line cut in the middle of a file).
-    except (OSError, errors.HfHubHTTPError.__base__) as error:
+    # The bases are the errors of whichever HTTP library huggingface_hub uses (a line cut in the middle of a file).
+    except (OSError, *errors.HfHubHTTPError.__bases__) as error:
         raise ModelError(f"{name}: download failed ({_reason(error)})") from None
     return Path(folder)
 

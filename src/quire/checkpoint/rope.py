@@ -82,8 +82,11 @@ def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -
     for fields in (rope, config):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.error("partial_rotary_factor", "1.0: this architecture rotates whole heads")
-    if head_dim % 2 or head_dim < 4:
-        raise ModelError(f"{config.path}: head_dim is {head_dim} (expected an even number above 2, for rotary embeddings)")
+    smallest = 4 if rope_type == "dynamic" else 2
+    if head_dim % 2 or head_dim < smallest:
+        raise ModelError(
+            f"{config.path}: head_dim is {head_dim} (expected an even number from {smallest}, for rotary embeddings)"
+        )
 
     original = max_position_embeddings
     if rope_type in ("llama3", "yarn", "longrope"):

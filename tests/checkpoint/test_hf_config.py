@@ -1,0 +1,277 @@
+"""config.json and generation_config.json become a ModelInfo with the meaning their authors gave them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.checkpoints import PLAIN_CONFIG
+
+from quire.checkpoint.families import FAMILIES
+from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.errors import ModelError
+from quire.models.registry import MODELS
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Return a function that reads PLAIN_CONFIG with changes, and a generation_config.json if given."""
+
+    def function(
+        generation: dict[str, Any] | None = None, overrides: dict[str, Any] | None = None, **config: Any
+    ) -> ModelInfo:
+        (tmp_path / "config.json").write_text(json.dumps({**PLAIN_CONFIG, **config}))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return load_model_info(tmp_path, overrides)
+
+    return function
+
+
+def test_every_supported_architecture_has_a_class() -> None:
+    assert FAMILIES.keys() == MODELS.keys()
+
+
+def test_sizes_of_a_llama(read: Any) -> None:
+    info = read(num_key_value_heads=2, head_dim=16)
+    assert (info.architecture, info.model_type) == ("LlamaForCausalLM", "llama")
+    assert (info.num_attention_heads, info.num_key_value_heads, info.head_dim) == (4, 2, 16)
+    assert (info.vocab_size, info.hidden_size, info.intermediate_size, info.num_hidden_layers) == (160, 32, 48, 2)
+    assert (info.max_position_embeddings, info.max_model_len, info.longest_model_len) == (256, 256, 256)
+    assert info.layer_windows == (None, None)
+
+
+def test_what_a_llama_config_may_leave_out(read: Any) -> None:
+    info = read()
+    assert (info.num_key_value_heads, info.head_dim) == (4, 8)
+    assert (info.norm_eps, info.hidden_act, info.tie_word_embeddings, info.dtype) == (1e-6, "silu", False, "float32")
+    assert (info.rope.rope_type, info.rope.theta) == ("default", 10000.0)
+
+
+def test_gpt2_names_its_sizes_differently(read: Any) -> None:
+    shape = {"n_embd": 24, "n_layer": 3, "n_head": 2, "n_positions": 64, "vocab_size": 99}
+    info = read(architectures=["GPT2LMHeadModel"], **shape)
+    assert (info.hidden_size, info.num_hidden_layers, info.num_attention_heads, info.head_dim) == (24, 3, 2, 12)
+    assert (info.max_model_len, info.rope, info.intermediate_size) == (64, None, 96)
+    assert (info.tie_word_embeddings, info.hidden_act, info.norm_eps) == (True, "gelu_new", 1e-5)
+
+
+def test_opt_ties_its_embeddings_unless_told_otherwise(read: Any) -> None:
+    assert read(architectures=["OPTForCausalLM"], ffn_dim=64).tie_word_embeddings
+    assert not read(architectures=["OPTForCausalLM"], ffn_dim=64, tie_word_embeddings=False).tie_word_embeddings
+
+
+def test_model_type_decides_without_architectures(read: Any) -> None:
+    assert read(architectures=None, model_type="qwen3").architecture == "Qwen3ForCausalLM"
+
+
+def test_the_first_known_architecture_is_taken(read: Any) -> None:
+    assert read(architectures=["Newer", "Qwen2ForCausalLM"]).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 7}, (None, None)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, (None, None)),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 7),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (7, None),
+        ),
+    ],
+)
+def test_sliding_windows(read: Any, config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(num_key_value_heads=2, **config).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types is ['full_attention'] (expected a list of num_hidden_layers, 2",
+        ),
+        ({"layer_types": ["full_attention", "linear"]}, "(expected names among full_attention, sliding_attention)"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing (expected a window"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0 (expected an integer from 1"),
+    ],
+)
+def test_windows_that_make_no_sense(read: Any, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(architectures=["Qwen2ForCausalLM"], **{"sliding_window": None, **config})
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("rope", "default", "longest"),
+    [
+        ({}, 256, 256),
+        ({"rope_type": "linear", "factor": 4}, 1024, 1024),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256, 512),
+        (YARN, 128, 128),
+        ({"rope_type": "yarn", "factor": 2.0}, 512, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 32,
+            },
+            256,
+            256,
+        ),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+            64,
+            256,
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_context_length_follows_the_rope(read: Any, key: str, rope: dict[str, Any], default: int, longest: int) -> None:
+    info = read(**{key: rope})
+    assert (info.max_model_len, info.longest_model_len) == (default, longest)
+
+
+def test_old_and_new_rope_keys_mean_the_same(read: Any) -> None:
+    old = read(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}).rope
+    new = read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}).rope
+    both = read(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5e5}).rope
+    assert old == new == both
+    assert (old.theta, old.factor, old.rotary_dim) == (5e5, 2.0, 8)
+
+
+def test_original_context_beside_the_rope_object_wins(read: Any) -> None:
+    rope = {"rope_type": "su", "short_factor": [1] * 4, "long_factor": [2] * 4, "original_max_position_embeddings": 9}
+    info = read(rope_scaling=rope, original_max_position_embeddings=64)
+    assert info.rope.rope_type == "longrope"
+    assert (info.rope.original_max_position_embeddings, info.rope.factor) == (64, 4.0)
+
+
+def test_rope_given_per_layer_type_must_agree(read: Any) -> None:
+    same = {"full_attention": YARN, "sliding_attention": YARN}
+    assert read(rope_parameters=same).rope.rope_type == "yarn"
+    with pytest.raises(ModelError, match="rope_parameters differs by layer type"):
+        read(rope_parameters={**same, "sliding_attention": {"rope_type": "default"}})
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "banana"}, "rope_scaling.rope_type 'banana' is not supported (supported: default, linear"),
+        ({"rope_type": 3}, "rope_scaling.rope_type is 3 (expected a string)"),
+        ({"rope_type": "linear"}, "rope_scaling.factor is missing (expected a number above 0)"),
+        ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor is -2 (expected a number above 0)"),
+        ({"rope_type": "yarn", "factor": 1e999}, "rope_scaling.factor is inf"),
+        ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4},
+            "high_freq_factor is 4 (expected more than low_freq_factor, 4)",
+        ),
+        ({"rope_type": "longrope"}, "rope_scaling.short_factor is missing (expected a list of 4 numbers)"),
+        (
+            {"rope_type": "longrope", "short_factor": [1, 1, 0, 1], "long_factor": [1] * 4},
+            "rope_scaling.short_factor.2 is 0 (expected a number above 0)",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 (expected 1.0"),
+        ("linear", "rope_scaling is 'linear' (expected an object)"),
+    ],
+)
+def test_rope_that_makes_no_sense(read: Any, rope: object, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(rope_scaling=rope)
+    assert words in caught.value.message
+
+
+def test_overrides_are_merged_key_by_key(read: Any) -> None:
+    config = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "attention_bias": True}
+    info = read(overrides={"rope_parameters": YARN, "vocab_size": 200, "attention_bias": None}, **config)
+    assert (info.rope.rope_type, info.rope.theta, info.vocab_size) == ("yarn", 5e5, 200)
+    assert "attention_bias" not in info.raw
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, "float32"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "torch.float16"}, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
+    ],
+)
+def test_dtype(read: Any, config: dict[str, Any], dtype: str) -> None:
+    assert read(**config).dtype == dtype
+
+
+def test_end_ids_come_from_both_files(read: Any) -> None:
+    assert read(eos_token_id=7).eos_token_ids == (7,)
+    assert read(eos_token_id=[7, 8]).eos_token_ids == (7, 8)
+    assert read(eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
+    assert read(eos_token_id=None, generation={}).eos_token_ids == ()
+
+
+def test_ids_outside_the_vocabulary_are_none(read: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        info = read(eos_token_id=[5, 50256], pad_token_id=-1, bos_token_id=None, generation={"bos_token_id": 3})
+    assert (info.eos_token_ids, info.pad_token_id, info.bos_token_id) == ((5,), None, 3)
+    assert "eos_token_id [50256] lies outside the vocabulary of 160" in caplog.text
+    assert "pad_token_id" not in caplog.text
+
+
+def test_sampling_defaults(read: Any) -> None:
+    generation = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "do_sample": True,
+        "max_new_tokens": 64,
+        "min_p": None,
+    }
+    assert read(generation=generation).sampling_defaults == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "max_tokens": 64,
+    }
+
+
+def test_a_sampling_default_that_is_no_number(read: Any) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_p is 'high' \(expected a number\)"):
+        read(generation={"top_p": "high"})
+
+
+def test_family_options_are_read_with_their_type(read: Any) -> None:
+    fields = read(mlp_bias=True, n_ctx=3).fields
+    assert fields.flag("mlp_bias") is True
+    assert fields.flag("absent", False) is False
+    assert fields.integer("n_ctx") == 3
+    with pytest.raises(ModelError, match=r"config\.json: n_ctx is 3 \(expected true or false\)"):
+        fields.flag("n_ctx")

@@ -1,0 +1,127 @@
+"""Tiny random checkpoints in the Hugging Face layout, written by transformers, for any test that needs a model folder.
+
+The weights are large enough (standard deviation 0.2, norm scales between 0.5 and 1.5) that logits are well apart and
+that a wrong norm, bias or head order shows. transformers and torch are imported only when a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": None},
+    "qwen2": {**SMALL, "num_key_value_heads": 2},
+    "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
+    "gpt2": {
+        "vocab_size": 160,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def write_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **config: Any,
+) -> Path:
+    """Write a random model of `family` (a key of FAMILIES) into `folder` and return it.
+
+    `config` changes or adds keys of its config.json; `max_shard_size` below the model's size makes several files.
+    """
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # more of them only wait for each other on matrices this small
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    settings = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **config})
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1, generator=generator)
+            else:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def oracle_logits(folder: Path, token_ids: list[int]) -> Any:
+    """Return float32 numpy [len(token_ids), vocab] logits of transformers' eager float32 model for one sequence."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].numpy()
+
+
+# What follows needs neither torch nor transformers: folders for tests of loading, where the values do not matter.
+
+PLAIN_CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SMALL}
+
+
+def plain_tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    """Return float32 tensors, by name, that fit PLAIN_CONFIG."""
+    hidden, inner, vocab = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["vocab_size"]
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    for layer in range(SMALL["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes[f"{at}self_attn.{name}.weight"] = (hidden, hidden)
+        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    rng = np.random.default_rng(seed)
+    return {name: (rng.standard_normal(shape) * 0.2).astype(np.float32) for name, shape in shapes.items()}
+
+
+def safetensors_bytes(tensors: dict[str, np.ndarray]) -> bytes:
+    """Return the bytes of a float32 safetensors file."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = array.astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def write_plain(folder: Path, tensors: dict[str, np.ndarray] | None = None, **config: Any) -> Path:
+    """Write a tiny Llama: `config` over PLAIN_CONFIG and `tensors`, or those that fit PLAIN_CONFIG."""
+    (folder / "config.json").write_text(json.dumps({**PLAIN_CONFIG, **config}))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(plain_tensors() if tensors is None else tensors))
+    return folder

@@ -1,0 +1,184 @@
+"""Each family's logits against transformers': whole prompts, chunks through a scattered cache, and greedy texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers.checkpoints import oracle_logits, write_checkpoint
+from tests.helpers.model_driver import ModelDriver
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.kernels.create import create_backend
+from quire.models.loader import load_model
+
+TOLERANCE = 1e-4
+
+LONG, SHORT = [1.0 + 0.5 * i for i in range(4)], [1.0 + 0.1 * i for i in range(4)]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # head layouts, tied and untied
+    "llama-mha": ("llama", {}),
+    "llama-gqa-tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama-mqa-wide-heads": ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-relu": ("llama", {"hidden_act": "relu", "vocab_size": 131}),
+    # rope kinds
+    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "qwen3-yarn-mscale": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.3,
+                "beta_fast": 8.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "llama-longrope": (
+        "llama",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": SHORT,
+                "long_factor": LONG,
+                "rope_theta": 1e4,
+            },
+        },
+    ),
+    # windows
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 8}),
+    # learned positions
+    "opt": ("opt", {}),
+    "opt-post-norm-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt-no-bias-no-affine": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
+}
+BACKENDS = ["reference"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Write each case's checkpoint once."""
+    folders: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in folders:
+            family, config = CASES[case]
+            folders[case] = write_checkpoint(tmp_path_factory.mktemp(case), family, seed=len(case), **config)
+        return folders[case]
+
+    return get
+
+
+def driver(folder: Path, device: str, dtype: str = "float32", max_model_len: int | None = None) -> ModelDriver:
+    backend = create_backend(device, dtype, "float32", num_threads=1)
+    model = load_model(load_model_info(folder), backend, max_model_len=max_model_len)
+    return ModelDriver(model, backend)
+
+
+def tokens(count: int, seed: int = 0, vocab: int = 131) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, count).tolist()
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
+    folder, prompt = checkpoint(case), tokens(41)
+    expected = oracle_logits(folder, prompt)
+    model = driver(folder, device)
+
+    whole = model.step({"whole": prompt})["whole"]
+    assert_close(whole, expected)
+
+    other = tokens(17, seed=1)
+    chunks = [
+        model.step({"a": prompt[:5]})["a"],
+        model.step({"b": other[:9], "a": prompt[5:18]})["a"],
+        model.step({"a": prompt[18:19], "b": other[9:]})["a"],
+        model.step({"a": prompt[19:]})["a"],
+    ]
+    assert_close(np.concatenate(chunks), expected)
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
+    folder, prompt = checkpoint(case), tokens(7, seed=2)
+    text = driver(folder, device).greedy(prompt, 64)
+    # If the oracle, given our text, would choose each of its tokens next, then its own greedy text is the same.
+    choices = oracle_logits(folder, prompt + text)[len(prompt) - 1 : -1].argmax(axis=1)
+    assert text == choices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "max_model_len", "length"), [("llama-dynamic", 300, 300), ("llama-longrope", 160, 140)]
+)
+def test_stretched_contexts_match_transformers_where_one_table_can(
+    case: str, max_model_len: int, length: int, checkpoint: Any
+) -> None:
+    folder, prompt = checkpoint(case), tokens(length, seed=3)
+    model = driver(folder, "reference", max_model_len=max_model_len)
+    assert_close(model.step({"a": prompt})["a"], oracle_logits(folder, prompt))
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_a_sharded_bfloat16_checkpoint_gives_the_logits_of_its_own_values(device: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "qwen2", dtype="bfloat16", max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert load_model_info(folder).dtype == "bfloat16"
+    prompt = tokens(23)
+    expected = oracle_logits(folder, prompt)
+    assert_close(driver(folder, device).step({"a": prompt})["a"], expected)
+    assert_close(driver(folder, device, dtype="bfloat16").step({"a": prompt})["a"], expected, tolerance=0.03)
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_a_float16_checkpoint_gives_the_logits_of_its_own_values(device: str, tmp_path: Path) -> None:
+    folder, prompt = write_checkpoint(tmp_path, "opt", dtype="float16"), tokens(23)
+    assert_close(driver(folder, device).step({"a": prompt})["a"], oracle_logits(folder, prompt))
