@@ -1,0 +1,452 @@
+"""`AsyncLLM`: many requests at once from one asyncio loop, each a stream of outputs.
+
+One background task receives what the engine produced and wakes the streams concerned. A stream holds no queue: it
+builds its next output when its reader asks, so readers of any speed cost the same. Whoever stops reading (closes the
+stream, closes the generator, drops either) has the request aborted in the engine at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.engine.client import EngineClient
+from quire.engine.create import create_client
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
+from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.frontend.loading import FrontModel, load_front_model
+from quire.frontend.output_processor import OutputProcessor, RequestState
+from quire.frontend.processor import Processor, Prompt, prompt_text, split_prompt
+from quire.frontend.stats import StatListener
+from quire.frontend.tokenizer import Tokenizer
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.step import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+THREAD_CHARS = 4096
+TOKENIZER_THREADS = 2
+QUEUED_PER_RUNNING = 4
+
+T = TypeVar("T")
+
+
+class RequestStream:
+    """The outputs of one request, as an async iterator; ends after the finished one.
+
+    Raises (while iterating): `EngineDeadError` if the engine died.
+    """
+
+    def __init__(self, llm: AsyncLLM, state: RequestState, news: asyncio.Event) -> None:
+        self._llm = llm
+        self._state = state
+        self._news = news
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self._state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, tokenized."""
+        return self._state.prompt_token_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, though perhaps not every output was read."""
+        return self._state.finished or self._state.error is not None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            if self._state.error is not None:
+                raise self._state.error
+            output = self._state.take()
+            if output is not None:
+                return output
+            if self._state.finished:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop reading; an unfinished request is aborted."""
+        self.close()
+
+    def close(self) -> None:
+        """As `aclose`; there is nothing to wait for."""
+        if not self.finished:
+            self._llm.abort_now([self.request_id])
+
+    def __del__(self) -> None:
+        # A stream dropped without being closed; the collector may run in any thread.
+        if not self.finished:
+            self._llm.abort_from_anywhere(self.request_id)
+
+
+class AsyncLLM:
+    """An engine and everything in front of it, for one asyncio loop.
+
+    Args:
+        config: all options; or give them as keywords, by the names `EngineConfig.from_kwargs` takes.
+        listeners: told of every step, token and finished request.
+        client, model: what would be made from the config otherwise (for tests and for embedding).
+
+    Raises:
+        ConfigError: an unknown option, or a bad value. Everything else is raised by `start`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        listeners: Iterable[StatListener] = (),
+        client: EngineClient | None = None,
+        front_model: FrontModel | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and options:
+            raise TypeError("give a config or keywords, not both")
+        self.config = config or EngineConfig.from_kwargs(groups=SERVER_GROUPS, **options)
+        self._listeners = list(listeners)
+        self._client = client or create_client(self.config, self.config.server.engine)
+        self._front = front_model
+        self._starting = asyncio.Lock()
+        self._processor: Processor | None = None
+        self._outputs = OutputProcessor(None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_calls = 0
+        self._num_admitting = 0
+        self._dead: EngineDeadError | None = None
+        self._stats = SchedulerStats()
+        limits = self.config.scheduler
+        self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+
+    async def start(self) -> None:
+        """Load tokenizer and model; return when requests can be served. Later calls do nothing.
+
+        Raises:
+            QuireError: the options or the model are unusable.
+        """
+        async with self._starting:
+            if self._dead is not None:
+                raise self._dead
+            if self._receiver is not None:
+                return
+            self._loop = asyncio.get_running_loop()
+            self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="quire-tokenizer")
+            engine = asyncio.ensure_future(self._client.start())
+            try:
+                if self._front is None:
+                    self._front = await self._in_thread(lambda: load_front_model(self.config))
+                ready = await engine
+                self._processor = self._front.processor(ready)
+            except BaseException:
+                engine.cancel()
+                await asyncio.gather(engine, return_exceptions=True)
+                await self._client.close()
+                self._threads.shutdown(wait=False)
+                raise
+            self._outputs = OutputProcessor(self._front.tokenizer, self._listeners)
+            self._receiver = asyncio.create_task(self._receive(), name="quire-receiver")
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        param: str = "prompt",
+    ) -> RequestStream:
+        """Check a request, hand it to the engine, and return the stream of its outputs.
+
+        Args:
+            prompt: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: None takes the model's defaults. request_id: None makes one up.
+            priority: lower runs earlier, with the priority policy. cache_salt: prefix blocks are shared only among
+                requests with the same salt. param: what errors call the prompt.
+
+        Raises:
+            RequestError: the request is malformed. ContextLengthError: it does not fit.
+            OverloadedError: too many requests are unfinished. EngineDeadError: the engine is gone.
+        """
+        await self.start()
+        processor = self._alive()
+        if self.num_unfinished >= self._most_requests:
+            raise OverloadedError(f"{self.num_unfinished} requests are waiting or running; try again later")
+        arrival_time = time.monotonic()
+        params = sampling_params if sampling_params is not None else processor.default_sampling_params()
+        request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        self._num_admitting += 1
+        try:
+            token_ids = await self._tokenize(prompt, params, param)
+        finally:
+            self._num_admitting -= 1
+        processor = self._alive()
+        adds = processor.build(
+            token_ids, params, request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
+        )
+        news = asyncio.Event()
+        state = self._outputs.add(request_id, prompt_text(prompt), adds, adds[0].sampling_params, news.set)
+        for add in adds:
+            self._client.send(add)
+        return RequestStream(self, state, news)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request; closing the generator aborts it. Arguments and errors as `submit`."""
+        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render a conversation with the model's chat template and tokenize it, for `submit`.
+
+        Control tokens that the messages spell out are tokenized as ordinary text.
+
+        Raises:
+            RequestError: the template refuses the messages, or the model has none.
+            ContextLengthError: the conversation does not fit.
+        """
+        await self.start()
+        processor = self._alive()
+        assert self._front is not None
+        template = self._front.template()
+
+        def render() -> list[int]:
+            return template.encode(
+                messages,
+                processor,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+
+        return await self._in_thread(render) if text_size(messages) > THREAD_CHARS else render()
+
+    async def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str) -> list[int]:
+        processor = self._alive()
+        content, _ = split_prompt(prompt, param)
+        if isinstance(content, str) and len(content) > THREAD_CHARS:
+            return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param))
+        return processor.tokenize(prompt, params, param=param)
+
+    def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
+        assert self._loop is not None
+        return self._loop.run_in_executor(self._threads, work)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
+        self.abort_now([request_id])
+
+    def abort_now(self, request_ids: Sequence[str]) -> None:
+        """As `abort`, for several requests and without a coroutine; call it on the event loop."""
+        engine_ids = self._outputs.abort(request_ids)
+        if engine_ids and self._dead is None:
+            self._client.send(AbortRequests(request_ids=engine_ids))
+
+    def abort_from_anywhere(self, request_id: str) -> None:
+        """As `abort`, from any thread, also when the event loop is closed already."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.abort_now, [request_id])
+
+    async def call(self, method: str) -> dict[str, Any]:
+        """Run an engine operation between steps, such as "stats". Raises `QuireError` if it fails."""
+        await self.start()
+        self._alive()
+        assert self._loop is not None
+        self._num_calls += 1
+        call_id = self._num_calls
+        answer = self._calls[call_id] = self._loop.create_future()
+        self._client.send(Call(call_id=call_id, method=method))
+        try:
+            return await answer
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+        await self.call("reset_prefix_cache")
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine is gone."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def close(self) -> None:
+        """End the engine; streams still open raise `EngineDeadError`. Later calls do nothing."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        self._die(EngineDeadError("the engine was closed"))
+        await self._client.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    async def _receive(self) -> None:
+        """The background task: deliver what the engine says until it is gone."""
+        try:
+            while True:
+                message = await self._client.receive()
+                if isinstance(message, CallResult):
+                    self._answer(message)
+                else:
+                    self._deliver(message)
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:  # task boundary: every stream must hear of it
+            logger.exception("the front end failed")
+            self._die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
+
+    def _deliver(self, outputs: EngineOutputs) -> None:
+        self._stats = outputs.stats
+        for output in outputs.outputs:
+            if output.error is not None:
+                logger.error("request %s failed in the engine: %s", output.request_id, output.error)
+        _, aborts = self._outputs.process(outputs)
+        if aborts:
+            self._client.send(AbortRequests(request_ids=aborts))
+
+    def _answer(self, result: CallResult) -> None:
+        answer = self._calls.pop(result.call_id, None)
+        if answer is None or answer.done():
+            return
+        if result.error is not None:
+            answer.set_exception(QuireError(result.error))
+        else:
+            answer.set_result(result.value or {})
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._dead is None:
+            self._dead = error
+        self._outputs.fail_all(self._dead)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._dead)
+        self._calls.clear()
+
+    def _alive(self) -> Processor:
+        if self._dead is not None:
+            raise self._dead
+        assert self._processor is not None, "started before"
+        return self._processor
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, once started; None with `skip_tokenizer_init`."""
+        return None if self._front is None else self._front.tokenizer
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the model's config.json says; there once started."""
+        assert self._front is not None, "start() comes first"
+        return self._front.info
+
+    @property
+    def front_model(self) -> FrontModel:
+        """Config, tokenizer and chat template of the model; there once started."""
+        assert self._front is not None, "start() comes first"
+        return self._front
+
+    @property
+    def processor(self) -> Processor:
+        """Request checks and default sampling parameters; there once started."""
+        assert self._processor is not None, "start() comes first"
+        return self._processor
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length [tokens]; there once started."""
+        return self.processor.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding table; there once started."""
+        return self.processor.vocab_size
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's numbers after the latest step that produced something."""
+        return self._stats
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return self._outputs.num_unfinished + self._num_admitting
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is gone."""
+        return self._dead is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served now."""
+        return self._receiver is not None and self._dead is None
+
+
+def text_size(value: Any) -> int:
+    """Return the number of characters in all texts of a JSON-like value, with some for each container."""
+    total = 0
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            total += 16
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            total += 16
+            left.extend(item)
+    return total

@@ -1,0 +1,255 @@
+"""`LLM`: prompts in, finished outputs out, synchronously, with the engine in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from quire.config import DEMO_MODEL, EngineConfig
+from quire.engine.create import create_inline_engine
+from quire.engine.messages import AbortRequests
+from quire.errors import EngineDeadError, RequestError
+from quire.frontend.loading import FrontModel, load_front_model
+from quire.frontend.output_processor import OutputProcessor, RequestState
+from quire.frontend.processor import Prompt, prompt_text
+from quire.frontend.progress import Progress, progress_bar
+from quire.frontend.tokenizer import Tokenizer
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.inline import InlineEngine
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, its memory, and everything to generate with it. Use it as a context manager, or call `close`.
+
+    Args:
+        model: folder, Hugging Face id, or "quire-demo".
+        options: any option of `EngineConfig`, by name.
+        engine, front_model: what would be made from the options otherwise (for tests and for embedding).
+
+    Raises:
+        ConfigError: an unknown option (the message has the nearest known one), or a bad value.
+        ModelError: the model cannot be served; the message names file and field.
+    """
+
+    def __init__(
+        self,
+        model: str = DEMO_MODEL,
+        *,
+        engine: InlineEngine | None = None,
+        front_model: FrontModel | None = None,
+        **options: Any,
+    ) -> None:
+        self._engine: InlineEngine | None = None
+        self.config = EngineConfig.from_kwargs(model=model, **options)
+        self._front = front_model or load_front_model(self.config)
+        self._engine = engine or create_inline_engine(self.config)
+        self._processor = self._front.processor(self._engine.ready)
+        self._outputs = OutputProcessor(self._front.tokenizer)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, batched as the engine sees fit; return the outputs in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list of them. A prompt is a text, a list of token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one for each; None takes the model's defaults.
+            use_tqdm: show a progress bar on standard error.
+            priority: for all prompts, or one for each; lower runs earlier, with the priority policy.
+
+        Raises:
+            RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
+        """
+        items = _as_prompts(prompts)
+        return self._run(items, sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of each in a list of them.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+            add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as for `ChatTemplate.render`.
+            The others as for `generate`.
+
+        Raises:
+            RequestError: as `generate`; also if the template refuses the messages, or the model has none.
+        """
+        template = self._front.template()
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+        prompts = [
+            template.encode(
+                conversation,  # type: ignore[arg-type]
+                self._processor,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, priority, use_tqdm)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        engine = self._open_engine()
+        params = self._params_for(prompts, sampling_params)
+        priorities = _one_each(priority, len(prompts), "priority")
+        states = self._admit(prompts, params, priorities)
+        num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
+        with self._aborting(states), progress_bar(len(states), num_prompt_tokens, enabled=use_tqdm) as progress:
+            while any(not state.finished for state in states):
+                self._step(engine, progress)
+        outputs = [state.take() for state in states]
+        return [output for output in outputs if output is not None]
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        chosen = _one_each(sampling_params, len(prompts), "sampling_params")
+        for item in chosen:
+            if not isinstance(item, SamplingParams):
+                raise RequestError(
+                    f"sampling_params must be SamplingParams, got {type(item).__name__}",
+                    param="sampling_params",
+                    code="invalid_type",
+                )
+        return [item.clone(output_kind=RequestOutputKind.FINAL_ONLY) for item in chosen]
+
+    def _admit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[RequestState]:
+        """Check all requests, then hand all of them to the engine."""
+        engine = self._open_engine()
+        checked = []
+        for index, (prompt, item, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            param = "prompt" if len(prompts) == 1 else f"prompts[{index}]"
+            request_id = str(self._num_requests + index)
+            adds = self._processor.process(
+                prompt, item, request_id, arrival_time=time.monotonic(), priority=priority, param=param
+            )
+            checked.append((request_id, prompt, adds, item))
+        self._num_requests += len(checked)
+        states = []
+        for request_id, prompt, adds, item in checked:
+            states.append(self._outputs.add(request_id, prompt_text(prompt), adds, item))
+            for add in adds:
+                engine.send(add)
+        return states
+
+    def _step(self, engine: InlineEngine, progress: Progress) -> None:
+        outputs = engine.step()
+        updated, aborts = self._outputs.process(outputs)
+        if aborts:
+            engine.send(AbortRequests(request_ids=aborts))
+        num_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+        progress.advance(sum(state.finished for state in updated), num_tokens)
+
+    @contextlib.contextmanager
+    def _aborting(self, states: Sequence[RequestState]) -> Iterator[None]:
+        """Whatever ends the work early (Ctrl-C, an error) takes its requests out of the engine."""
+        try:
+            yield
+        except BaseException:
+            aborts = self._outputs.abort([state.request_id for state in states])
+            if aborts and self._engine is not None:
+                self._engine.send(AbortRequests(request_ids=aborts))
+            raise
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises `RequestError` if the engine runs without one."""
+        if self._front.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that the model's makers recommend (a new object each time)."""
+        return self._processor.default_sampling_params()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._open_engine().call("reset_prefix_cache")
+
+    def close(self) -> None:
+        """Release the model and its memory. Later calls do nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _open_engine(self) -> InlineEngine:
+        if self._engine is None:
+            raise EngineDeadError("this LLM was closed")
+        return self._engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The constructor may have failed before there was anything to close.
+        if getattr(self, "_engine", None) is not None:
+            self.close()
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, list | tuple):
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [list(prompts)]
+        return list(prompts)
+    raise RequestError(
+        f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
+        param="prompts",
+        code="invalid_type",
+    )
+
+
+def _is_conversation(messages: Any) -> bool:
+    return not messages or not isinstance(messages, list | tuple) or isinstance(messages[0], Mapping)
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    """Repeat a single value, or check that a list has one for each prompt."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} items for {count} prompts", param=name)
+    return list(value)

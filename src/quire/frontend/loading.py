@@ -1,0 +1,76 @@
+"""What the front end needs of a model before the engine is there: its config, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.checkpoint.folder import resolve_model
+from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.config import EngineConfig
+from quire.engine.messages import Ready
+from quire.errors import RequestError
+from quire.frontend.chat import ChatTemplate
+from quire.frontend.processor import Processor
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer_files import read_chat_template
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontModel:
+    """A model as the front end sees it.
+
+    Attributes:
+        tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
+        use_sampling_defaults: whether requests without parameters take those of generation_config.json.
+    """
+
+    info: ModelInfo
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    use_sampling_defaults: bool = True
+
+    def processor(self, ready: Ready) -> Processor:
+        """Return the processor for requests to an engine that is ready."""
+        eos_ids = self.info.eos_token_ids
+        if not eos_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            eos_ids = (self.tokenizer.eos_token_id,)
+        return Processor(
+            self.tokenizer,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            eos_token_ids=[index for index in eos_ids if index < ready.vocab_size],
+            sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
+        )
+
+    def template(self) -> ChatTemplate:
+        """Return the chat template, or raise `RequestError` saying that the model has none."""
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template; use completions, or give one with chat_template")
+        return self.chat_template
+
+
+def load_front_model(config: EngineConfig) -> FrontModel:
+    """Read what `config.model` names.
+
+    Raises:
+        ModelError: a file is missing or malformed; the message names it.
+    """
+    model = config.model
+    folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
+    info = load_model_info(folder, model.hf_overrides)
+    tokenizer = chat_template = None
+    if not model.skip_tokenizer_init:
+        if model.tokenizer is not None:
+            folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
+        tokenizer = Tokenizer.from_folder(folder)
+        source, origin = tokenizer.chat_template, str(folder)
+        if model.chat_template is not None:
+            path = Path(model.chat_template).expanduser()
+            source, origin = read_chat_template(path), str(path)
+        if source is not None:
+            chat_template = ChatTemplate(source, tokenizer, origin=origin)
+    return FrontModel(info, tokenizer, chat_template, use_sampling_defaults=model.generation_config == "auto")

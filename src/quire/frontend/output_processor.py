@@ -1,0 +1,394 @@
+"""From what a step produced to what callers see: text, stop strings, log-probabilities, times.
+
+`OutputProcessor.process` takes the news of a step and updates the `RequestState`s they belong to. A `RequestOutput`
+is built only when somebody takes it (`RequestState.take`), so a slow reader costs no memory beyond the text itself:
+what came in the meantime is merged into its next output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from quire.engine.messages import AddRequest, EngineOutputs
+from quire.errors import RequestError
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.stats import FinishedRequest, StatListener
+from quire.frontend.tokenizer import Tokenizer
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.step import SequenceOutput, TokenTopLogprobs
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+class _Completion:
+    """One sequence: what was generated, minus what a DELTA reader has already taken."""
+
+    __slots__ = (
+        "changed",
+        "cumulative_logprob",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "last_token_time",
+        "logprobs",
+        "num_preemptions",
+        "num_tokens",
+        "request_id",
+        "stop_reason",
+        "text_parts",
+        "token_ids",
+    )
+
+    def __init__(
+        self, index: int, request_id: str, params: SamplingParams, detokenizer: IncrementalDetokenizer | None
+    ) -> None:
+        self.index = index
+        self.request_id = request_id
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.text_parts: list[str] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self.last_token_time: float | None = None
+        self.changed = False
+
+    def add(self, output: SequenceOutput, to_logprobs: Callable[[TokenTopLogprobs], TokenLogprobs], cut: bool) -> bool:
+        """Take in the news; return whether a stop string was found.
+
+        Args:
+            cut: leave out the text of the token that stopped the sequence.
+        """
+        self.changed = True
+        token_ids = output.new_token_ids
+        found = False
+        if self.detokenizer is not None:
+            last = len(token_ids) - 1 if cut and output.finish_reason == "stop" else -1
+            for position, token_id in enumerate(token_ids):
+                if position == last:
+                    break
+                text = self.detokenizer.add(token_id)
+                if text:
+                    self.text_parts.append(text)
+                if self.detokenizer.matched is not None:
+                    token_ids = token_ids[: position + 1]
+                    found = True
+                    break
+        self.token_ids.extend(token_ids)
+        self.num_tokens += len(token_ids)
+        if self.logprobs is not None and output.logprobs:
+            for entry in output.logprobs[: len(token_ids)]:
+                self.logprobs.append(to_logprobs(entry))
+                assert self.cumulative_logprob is not None
+                self.cumulative_logprob += entry.logprobs[0]
+        if found:
+            assert self.detokenizer is not None
+            self.finish("stop", self.detokenizer.matched)
+        elif output.finish_reason is not None:
+            self.finish(output.finish_reason, output.stop_reason)
+        return found
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End the completion; text held back so far comes out."""
+        if self.detokenizer is not None:
+            rest = self.detokenizer.flush()
+            if rest:
+                self.text_parts.append(rest)
+            if self.detokenizer.matched is not None and reason != "abort":
+                reason, stop_reason = "stop", self.detokenizer.matched
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.changed = True
+
+    def take(self, delta: bool) -> CompletionOutput:
+        """Build the output; with `delta` only what was not taken before."""
+        text = "".join(self.text_parts)
+        if delta:
+            token_ids, logprobs = self.token_ids, self.logprobs
+            self.token_ids, self.text_parts = [], []
+            self.logprobs = None if logprobs is None else []
+        else:
+            token_ids = self.token_ids.copy()
+            logprobs = None if self.logprobs is None else self.logprobs.copy()
+            self.text_parts = [text]
+        self.changed = False
+        return CompletionOutput(
+            self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
+        )
+
+
+class RequestState:
+    """One request while it runs, and until its last output is taken.
+
+    Attributes:
+        notify: called whenever `take` may have something new.
+        error: set if the request failed in a way that its outputs cannot express.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        adds: Sequence[AddRequest],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = adds[0].prompt_token_ids
+        self.params = params
+        self.max_tokens = adds[0].max_tokens
+        self.notify = notify
+        self.error: Exception | None = None
+        self.metrics = RequestMetrics(arrival_time=adds[0].arrival_time)
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._prompt_logprobs_taken = False
+        self.num_unfinished = len(adds)
+        self.cut_stop_token = not params.include_stop_str_in_output
+        self.completions = [
+            _Completion(index, add.request_id, params, self._detokenizer(tokenizer)) for index, add in enumerate(adds)
+        ]
+        self._changed = False
+
+    def _detokenizer(self, tokenizer: Tokenizer | None) -> IncrementalDetokenizer | None:
+        params = self.params
+        if tokenizer is None or not params.detokenize:
+            return None
+        assert not isinstance(params.stop, str), "made a list by SamplingParams"
+        return IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop or (),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return self.num_unfinished == 0
+
+    def touch(self) -> None:
+        """Say that there is something to take."""
+        self._changed = True
+        if self.notify is not None:
+            self.notify()
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error instead of an output."""
+        self.error = error
+        self.touch()
+
+    def take(self) -> RequestOutput | None:
+        """Return the next output, or None if there is nothing new yet."""
+        kind = self.params.output_kind
+        if not self._changed or (kind == FINAL_ONLY and not self.finished):
+            return None
+        self._changed = False
+        delta = kind == DELTA
+        outputs = [item.take(delta) for item in self.completions if item.changed or not delta]
+        prompt_logprobs = self.prompt_logprobs
+        if delta:
+            if self._prompt_logprobs_taken:
+                prompt_logprobs = None
+            self._prompt_logprobs_taken = True
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
+        )
+
+
+class OutputProcessor:
+    """Keeps the state of all live requests and applies the engine's news to it.
+
+    Args:
+        tokenizer: None leaves all texts empty.
+        listeners: told of tokens and ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, listeners: Iterable[StatListener] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._listeners = list(listeners)
+        self._states: dict[str, RequestState] = {}
+        self._sequences: dict[str, tuple[RequestState, _Completion]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._states)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._states)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        adds: Sequence[AddRequest],
+        params: SamplingParams,
+        notify: Callable[[], None] | None = None,
+    ) -> RequestState:
+        """Register a request; the caller then sends `adds` to the engine.
+
+        Raises:
+            RequestError: an unfinished request has this id.
+        """
+        if request_id in self._states or any(item.request_id in self._sequences for item in adds):
+            raise RequestError(
+                f"request_id {request_id[:100]} belongs to an unfinished request",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        state = RequestState(request_id, prompt, adds, params, self._tokenizer, notify)
+        self._states[request_id] = state
+        for completion in state.completions:
+            self._sequences[completion.request_id] = (state, completion)
+        return state
+
+    def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
+        """Apply one step's news.
+
+        Returns:
+            The requests that changed, and the engine ids to abort because a stop string was found.
+        """
+        updated: dict[str, RequestState] = {}
+        aborts: list[str] = []
+        now = outputs.timestamp
+        num_prompt_tokens = num_generation_tokens = 0
+        for output in outputs.outputs:
+            entry = self._sequences.get(output.request_id)
+            if entry is None:
+                continue  # aborted while the step ran
+            state, completion = entry
+            self._note_prompt(state, completion, output)
+            if not output.new_token_ids and output.finish_reason is None:
+                continue  # a part of a prompt
+            if output.new_token_ids:
+                if state.metrics.first_token_time is None:
+                    num_prompt_tokens += len(state.prompt_token_ids)
+                self._note_tokens(state, completion, now)
+            num_before = completion.num_tokens
+            found = completion.add(output, self._to_logprobs, state.cut_stop_token)
+            num_generation_tokens += completion.num_tokens - num_before
+            if found and output.finish_reason is None:
+                aborts.append(output.request_id)
+            if completion.finish_reason is not None:
+                self._finish_sequence(state, completion, now)
+            updated[state.request_id] = state
+        for listener in self._listeners:
+            listener.on_step(outputs.stats, num_prompt_tokens, num_generation_tokens)
+        for state in updated.values():
+            state.touch()
+        return list(updated.values()), aborts
+
+    def _note_prompt(self, state: RequestState, completion: _Completion, output: SequenceOutput) -> None:
+        """Take over what concerns the request as a whole."""
+        metrics = state.metrics
+        if output.first_scheduled_time is not None and metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = output.first_scheduled_time
+        if output.num_preemptions != completion.num_preemptions:
+            metrics.num_preemptions += output.num_preemptions - completion.num_preemptions
+            completion.num_preemptions = output.num_preemptions
+        if completion.index:
+            return
+        if output.num_cached_tokens is not None:
+            state.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs and state.prompt_logprobs is not None:
+            # A preempted request may compute the same positions again.
+            room = len(state.prompt_token_ids) - len(state.prompt_logprobs)
+            state.prompt_logprobs.extend(map(self._to_logprobs, output.prompt_logprobs[:room]))
+
+    def _note_tokens(self, state: RequestState, completion: _Completion, now: float) -> None:
+        metrics = state.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            for listener in self._listeners:
+                listener.on_first_token(now - metrics.arrival_time)
+        elif completion.last_token_time is not None:
+            for listener in self._listeners:
+                listener.on_next_token(now - completion.last_token_time)
+        metrics.last_token_time = completion.last_token_time = now
+
+    def _to_logprobs(self, entry: TokenTopLogprobs) -> TokenLogprobs:
+        text = None if self._tokenizer is None else self._tokenizer.token_text
+        found: TokenLogprobs = {}
+        for position, token_id in enumerate(entry.token_ids):
+            if token_id not in found:
+                rank = position or entry.rank
+                found[token_id] = Logprob(entry.logprobs[position], rank, None if text is None else text(token_id))
+        return found
+
+    def _finish_sequence(self, state: RequestState, completion: _Completion, now: float) -> None:
+        del self._sequences[completion.request_id]
+        state.num_unfinished -= 1
+        if state.finished:
+            self._finish_request(state, now)
+
+    def _finish_request(self, state: RequestState, now: float) -> None:
+        del self._states[state.request_id]
+        metrics = state.metrics
+        metrics.finished_time = now
+        if not self._listeners:
+            return
+        first, last, scheduled = metrics.first_token_time, metrics.last_token_time, metrics.first_scheduled_time
+        finished = FinishedRequest(
+            request_id=state.request_id,
+            num_prompt_tokens=len(state.prompt_token_ids),
+            num_generation_tokens=sum(item.num_tokens for item in state.completions),
+            max_tokens=state.max_tokens,
+            n=len(state.completions),
+            finish_reason=state.completions[0].finish_reason or "abort",
+            e2e_seconds=now - metrics.arrival_time,
+            queue_seconds=_span(metrics.arrival_time, scheduled),
+            prefill_seconds=_span(scheduled, first),
+            decode_seconds=_span(first, last),
+            inference_seconds=_span(scheduled, last),
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=metrics.num_preemptions,
+        )
+        for listener in self._listeners:
+            listener.on_finished(finished)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests with finish_reason "abort"; return the engine ids to abort. Unknown ids are ignored."""
+        aborts: list[str] = []
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            for completion in state.completions:
+                if completion.finish_reason is None:
+                    aborts.append(completion.request_id)
+                    completion.finish("abort")
+                    self._finish_sequence(state, completion, time.monotonic())
+            state.touch()
+        return aborts
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with an error, because the engine is gone."""
+        states = list(self._states.values())
+        self._states.clear()
+        self._sequences.clear()
+        for state in states:
+            state.fail(error)
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,289 @@
+"""From what a caller gives (text or ids, sampling parameters) to `AddRequest`s: tokenization and every check.
+
+Nothing that passes here can make the engine read outside a table: all token ids are compared with the model's
+vocabulary, the prompt with the context length. Two rules to know:
+
+- The prompt must leave room for at least one token (`ContextLengthError` otherwise). `max_tokens` beyond the context
+  is not an error: it is cut to what fits, and the text ends with finish_reason "length".
+- A text so long that it cannot possibly fit is refused before it is tokenized; a text that could fit but is long is
+  tokenized piece by piece, and refused as soon as the pieces have twice as many tokens as the context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.engine.messages import AddRequest
+from quire.errors import ContextLengthError, ModelError, RequestError, echo
+from quire.frontend.tokenizer import Tokenizer, check_text
+from quire.sampling_params import SamplingParams
+
+Prompt = str | list[int] | Mapping[str, Any]
+
+PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+PIECE_CHARS = 32768
+MAX_SALT_LENGTH = 1024
+PRIORITY_LIMIT = 2**31
+
+
+class Processor:
+    """Checks and tokenizes requests for one model.
+
+    Args:
+        tokenizer: None works on token ids only.
+        vocab_size: rows of the model's embedding table. max_model_len: context length [tokens].
+        eos_token_ids: ids that end a text.
+        sampling_defaults: SamplingParams fields used where the caller gives no parameters at all.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._defaults = dict(sampling_defaults or {})
+        try:
+            self.default_sampling_params()
+        except RequestError as error:
+            raise ModelError(f"generation_config.json: {error.message}", param=error.param) from None
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters the model's makers recommend, the neutral ones where they say nothing."""
+        return SamplingParams(**self._defaults)
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        param: str = "prompt",
+    ) -> list[AddRequest]:
+        """Tokenize and build in one go; see `tokenize` and `build`."""
+        params = params if params is not None else self.default_sampling_params()
+        token_ids = self.tokenize(prompt, params, param=param)
+        return self.build(
+            token_ids, params, request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
+        )
+
+    def tokenize(self, prompt: Prompt, params: SamplingParams, *, param: str = "prompt") -> list[int]:
+        """Return the checked token ids of a prompt, after `truncate_prompt_tokens`.
+
+        Raises:
+            RequestError: no prompt, of the wrong kind, empty, or with an id outside the vocabulary.
+            ContextLengthError: it leaves no room for a single token; the message has both numbers.
+        """
+        content, where = split_prompt(prompt, param)
+        keep = params.truncate_prompt_tokens
+        if isinstance(content, str):
+            token_ids = self._encode(content, keep, where)
+            check_ids(token_ids, self.vocab_size, where, text=True)
+        else:
+            check_ids(content, self.vocab_size, where)
+            token_ids = list(content)
+        if keep is not None:
+            token_ids = token_ids[-keep:]
+        if not token_ids:
+            raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
+        self.check_length(len(token_ids), where)
+        return token_ids
+
+    def check_length(self, num_tokens: int, param: str = "prompt", *, at_least: bool = False) -> None:
+        """Raise `ContextLengthError` if a prompt of so many tokens leaves no room for output."""
+        if num_tokens >= self.max_model_len:
+            shown = f"at least {num_tokens}" if at_least else f"{num_tokens}"
+            raise ContextLengthError(
+                f"{param} has {shown} tokens, but the context length is {self.max_model_len} tokens "
+                "and one must be left for the output",
+                param=param,
+            )
+
+    def check_chars(self, num_chars: int, param: str = "prompt") -> None:
+        """Raise `ContextLengthError` if a text of so many characters cannot fit, however it is tokenized."""
+        if self.tokenizer is None or num_chars < self.max_model_len:
+            return
+        most = self.max_model_len * self.tokenizer.max_chars_per_token
+        if num_chars > most:
+            raise ContextLengthError(
+                f"{param} has {num_chars} characters, more than the {most} that the context length of "
+                f"{self.max_model_len} tokens can hold",
+                param=param,
+            )
+
+    def _encode(self, text: str, keep: int | None, param: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{param} must be token ids: this engine runs without a tokenizer", param=param, code="invalid_type"
+            )
+        check_text(text, param)
+        if keep is not None:
+            # The last tokens depend on the end of the text only; what precedes it need not be tokenized.
+            tail = (min(keep, self.max_model_len) + 64) * self.tokenizer.max_chars_per_token
+            text = text[-tail:]
+        else:
+            self.check_chars(len(text), param)
+            self.check_pieces(text, param)
+        return self.tokenizer.encode(text)
+
+    def check_pieces(self, text: str, param: str = "prompt") -> None:
+        """Raise `ContextLengthError` if the beginning of a long text alone has twice the tokens that fit.
+
+        A cut through a word changes a few tokens at most, so the factor of two leaves ample room for error.
+        """
+        assert self.tokenizer is not None
+        if len(text) <= 2 * PIECE_CHARS:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            if num_tokens >= 2 * self.max_model_len:
+                self.check_length(num_tokens, param, at_least=True)
+
+    def build(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[AddRequest]:
+        """Return one `AddRequest` per completion: ids "{id}" for one, "{id}-{i}" for several.
+
+        The first completion uses the seed itself, the others seeds derived from it; prompt logprobs are asked for
+        once.
+        """
+        self._check_params(params)
+        self._check_options(request_id, priority, cache_salt)
+        eos_ids = () if params.ignore_eos else self.eos_token_ids
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        room = self.max_model_len - len(token_ids)
+        shared: dict[str, Any] = {
+            "prompt_token_ids": token_ids,
+            "arrival_time": arrival_time,
+            "stop_ids": sorted({*eos_ids, *(params.stop_token_ids or ())}),
+            "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
+            "bad_words_ids": self.bad_words_ids(params.bad_words or []),
+            "priority": priority,
+            "cache_salt": cache_salt,
+        }
+        if params.n == 1:
+            return [AddRequest(request_id=request_id, sampling_params=params.clone(), seed=seed, **shared)]
+        first = params.clone(n=1)
+        rest = first if first.prompt_logprobs is None else first.clone(prompt_logprobs=None)
+        return [
+            AddRequest(
+                request_id=f"{request_id}-{index}",
+                sampling_params=rest if index else first,
+                seed=child_seed(seed, index),
+                **shared,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        check_ids(params.stop_token_ids or [], self.vocab_size, "stop_token_ids")
+        if params.allowed_token_ids is not None:
+            check_ids(params.allowed_token_ids, self.vocab_size, "allowed_token_ids")
+        for token in params.logit_bias or {}:
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias has token id {echo(token)} >= vocab {self.vocab_size}", param="logit_bias"
+                )
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", param=name)
+
+    @staticmethod
+    def _check_options(request_id: str, priority: int, cache_salt: str | None) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(
+                f"request_id must be a non-empty text, got {echo(request_id)}", param="request_id", code="invalid_type"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_LIMIT:
+            raise RequestError(
+                f"priority must be an integer from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {echo(priority)}",
+                param="priority",
+            )
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_LENGTH):
+            raise RequestError(
+                f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters, got {echo(cache_salt)}",
+                param="cache_salt",
+            )
+
+    def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that spell each word: at the start of a text, after a space, inside a text."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            check_text(word, "bad_words")
+            assert self.tokenizer is not None, "checked before"
+            for spelled in (word, " " + word.lstrip()):
+                sequences[tuple(self.tokenizer.encode(spelled, add_special_tokens=False))] = None
+            # SentencePiece tokenizers put a space before a text; the word inside a text has none.
+            anchor = self.tokenizer.encode("\n", add_special_tokens=False)
+            inside = self.tokenizer.encode("\n" + word, add_special_tokens=False)
+            if inside[: len(anchor)] == anchor:
+                sequences[tuple(inside[len(anchor) :])] = None
+        return [list(ids) for ids in sequences if ids]
+
+
+def split_prompt(prompt: Prompt, param: str = "prompt") -> tuple[str | Sequence[int], str]:
+    """Return the text or ids of a prompt of any kind, and the name that errors should give it."""
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
+            raise RequestError(f"{param} must be {PROMPT_KINDS}, got {echo(dict(prompt))}", param=param)
+        prompt, param = prompt[keys[0]], keys[0]
+    if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not isinstance(prompt, str)):
+        return prompt, param
+    raise RequestError(f"{param} must be {PROMPT_KINDS}, got {echo(prompt)}", param=param, code="invalid_type")
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """Return the text of a prompt, or None if it came as token ids."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt")  # type: ignore[assignment]
+    return prompt if isinstance(prompt, str) else None
+
+
+def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = False) -> None:
+    """Raise `RequestError` unless every item is an int (not a bool) in [0, vocab_size).
+
+    Args:
+        text: the ids come from tokenizing `param`, so the error names the whole of it.
+    """
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    for index, token in enumerate(ids):
+        where = param if text else f"{param}[{index}]"
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise RequestError(f"{where} must be a token id, got {echo(token)}", param=where, code="invalid_type")
+        if token < 0:
+            raise RequestError(f"{where}: token id {echo(token)} < 0", param=where)
+        if token >= vocab_size:
+            raise RequestError(f"{where}: token id {echo(token)} >= vocab {vocab_size}", param=where)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Return the seed of one of several completions; number 0 uses the seed itself."""
+    if index == 0:
+        return seed
+    data = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,51 @@
+"""What the front end reports while it works, for whoever wants to count: metrics endpoints, logs, benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.step import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One request that ended, however it did.
+
+    Attributes:
+        num_generation_tokens: over all completions. max_tokens: as limited to the context; n: completions.
+        finish_reason: of the first completion; "abort" if the caller went away.
+        e2e_seconds: arrival to end. queue_seconds: arrival to first scheduling. prefill_seconds: to the first token.
+        decode_seconds: first to last token. inference_seconds: first scheduling to last token. None where the
+            request did not get so far.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    max_tokens: int
+    n: int
+    finish_reason: str
+    e2e_seconds: float
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+    inference_seconds: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class StatListener(Protocol):
+    """Receives events; called on the thread of the front end, so it must be quick and must not raise."""
+
+    def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+        """Report a step: tokens of the prompts it completed, and tokens it generated."""
+
+    def on_first_token(self, seconds: float) -> None:
+        """Report a first token, so long after the request's arrival."""
+
+    def on_next_token(self, seconds: float) -> None:
+        """Report another token, so long after the one before."""
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        """Report a request that ended."""

@@ -1,0 +1,251 @@
+"""`Tokenizer`: text to token ids and back, from the files of a model folder. Chat templates are rendered in `chat`.
+
+It wraps `tokenizers.Tokenizer`. Decoding is our own where the decoder allows (see `pieces`), so that decoding at once
+and decoding token by token give the same text. Where it differs from the library: bytes that are not UTF-8 become one
+U+FFFD per broken sequence, and do not spoil the characters beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.errors import RequestError
+from quire.frontend.pieces import Pieces, pieces_of
+from quire.frontend.tokenizer_files import read_tokenizer_folder
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+RELEASE_GIL_CHARS = 2048
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads.
+
+    Attributes:
+        special_ids: ids of control tokens, left out by `decode`.
+        special_tokens: texts of "bos_token", "eos_token" and the like, as chat templates see them.
+        chat_template: Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self._mark_special(self.special_tokens.values())
+        self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
+        decoder = backend.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        self.pieces: Pieces | None = pieces_of(state, backend.id_to_token)
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """Read tokenizer.json, or vocab.json and merges.txt, and the side files.
+
+        Raises:
+            ModelError: there are no such files (the message lists them), or one of them is malformed.
+        """
+        files = read_tokenizer_folder(path)
+        return cls(files.backend, special_tokens=files.special_tokens, chat_template=files.chat_template)
+
+    def _mark_special(self, texts: Iterable[str]) -> None:
+        """Make sure that the tokens the side files name are special; tokens outside the vocabulary are left alone."""
+        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        missing = [text for text in texts if text not in special and self._backend.token_to_id(text) is not None]
+        if missing:
+            self._backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included. The model's embedding table may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """Upper bound of the characters that one token stands for.
+
+        A byte-level token has one letter per byte. Composing normalizers (NFC, NFKC) take up to four characters
+        together.
+        """
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._backend.normalizer is None else 4 * longest
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-text token, if the files name one."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-text token, if the files name one."""
+        return self._named_id("eos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`; control tokens written in it count as such.
+
+        Args:
+            add_special_tokens: put the tokens around it that the model expects, such as a beginning-of-text token.
+
+        Raises:
+            RequestError: the text has a lone surrogate, which no UTF-8 text can hold.
+        """
+        check_text(text)
+        if len(text) < RELEASE_GIL_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch calls of the library let other threads run.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; ids without a token are left out."""
+        if skip_special_tokens:
+            ids = [index for index in ids if index not in self.special_ids]
+        if self.pieces is None:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
+        if not ids:
+            return ""
+        get = self.pieces.get
+        joined = self.pieces.first(ids[0]) + b"".join([get(index) for index in ids[1:]])
+        return strip_spaces(joined, self.pieces.strip_first)[0].decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text, in bytes; perhaps only a part of a character."""
+        if self.pieces is not None:
+            return self.pieces.get(token_id)
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """Return what a token adds to a text; U+FFFD stands for parts of characters."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Return the vocabulary's spelling of an id."""
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a vocabulary entry."""
+        return self._backend.token_to_id(token)
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Texts and ids of the special tokens that only a chat template may produce.
+
+        Blank ones are ordinary text to everyone, and the unknown token does no harm.
+        """
+        unknown = {self.special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None)}
+        return {
+            token.content: index
+            for index, token in self._added.items()
+            if token.special and token.content.strip() and token.content not in unknown
+        }
+
+    def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
+        """Return the ids of a text in which only the given control tokens are control tokens.
+
+        Args:
+            segments: plain text, in which "<|end|>" is so many letters and signs, and ids of special tokens.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        return self._twin.encode(segments)
+
+    @cached_property
+    def _twin(self) -> _PlainTwin:
+        return _PlainTwin(self._backend, self._added, frozenset(self.control_tokens.values()))
+
+
+class _PlainTwin:
+    """The same tokenizer without its control tokens: what spells one is ordinary text to it.
+
+    In the place of each control token it has a stand-in with a name that nobody can guess. So genuine control tokens
+    and text that merely looks like one are encoded in one go, and each piece of text is treated exactly as it is
+    between the original's control tokens (which matters to SentencePiece tokenizers: they mark the start of a text).
+    The model with its vocabulary is shared, not copied.
+    """
+
+    def __init__(
+        self, original: tokenizers.Tokenizer, added: Mapping[int, AddedToken], control_ids: frozenset[int]
+    ) -> None:
+        self._backend = tokenizers.Tokenizer(original.model)
+        if original.normalizer is not None:
+            self._backend.normalizer = original.normalizer
+        if original.pre_tokenizer is not None:
+            self._backend.pre_tokenizer = original.pre_tokenizer
+        self._control_ids = control_ids
+        self._names = {index: f"\x02{secrets.token_hex(8)}.{index}\x03" for index in control_ids}
+        texts = {index: self._names.get(index, token.content) for index, token in added.items()}
+        self._backend.add_tokens([_renamed(token, texts[index]) for index, token in added.items()])
+        self._originals = {self._backend.token_to_id(text): index for index, text in texts.items()}
+
+    def encode(self, segments: Sequence[str | int]) -> list[int]:
+        """See `Tokenizer.encode_segments`."""
+        text = "".join([part if isinstance(part, str) else self._names[part] for part in segments])
+        check_text(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if index in self._originals:
+                ids.append(self._originals[index])
+            elif index in self._control_ids:
+                # The vocabulary itself spells a control token in one piece: take it apart.
+                ids.extend(self._spell(text[start:end]))
+            else:
+                ids.append(index)
+        return ids
+
+    def _spell(self, text: str) -> list[int]:
+        anchor = self._backend.encode("\n", add_special_tokens=False).ids
+        ids: list[int] = []
+        for char in text:
+            spelled = self._backend.encode("\n" + char, add_special_tokens=False).ids
+            ids.extend(index for index in spelled[len(anchor) :] if index not in self._control_ids)
+        return ids
+
+
+def _renamed(token: AddedToken, text: str) -> AddedToken:
+    return AddedToken(
+        text,
+        special=False,
+        normalized=token.normalized and text == token.content,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        single_word=token.single_word and text == token.content,
+    )
+
+
+def check_text(text: str, param: str = "prompt") -> None:
+    """Raise `RequestError` if `text` cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param} has a lone surrogate at character {error.start}; it is not valid Unicode text", param=param
+        ) from None
+
+
+def strip_spaces(data: bytes, most: int) -> tuple[bytes, int]:
+    """Take up to `most` spaces off the front; return the rest and how many more may be taken from what follows."""
+    stripped = 0
+    while stripped < most and data[stripped : stripped + 1] == b" ":
+        stripped += 1
+    return data[stripped:], (most - stripped if stripped == len(data) else 0)

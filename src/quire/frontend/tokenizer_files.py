@@ -1,0 +1,156 @@
+"""The files of a tokenizer: which ones a model folder may have, and what is taken from each.
+
+tokenizer.json holds a whole tokenizer. Older folders have vocab.json and merges.txt instead, from which a byte-level
+BPE is built (GPT-2, OPT). tokenizer_config.json and special_tokens_map.json name special tokens; the chat template
+stands in chat_template.jinja, chat_template.json, or tokenizer_config.json, and the first of these wins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
+from quire.errors import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+VOCAB_FILE = "vocab.json"
+MERGES_FILE = "merges.txt"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_JSON_FILE = "chat_template.json"
+MAX_TEMPLATE_BYTES = 2**20
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the files of a folder hold; see `Tokenizer` for the fields."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
+    """Read the tokenizer of a model folder. Raises `ModelError` naming the file at fault, or all that are missing."""
+    config = _optional_json(folder / CONFIG_FILE)
+    special = _special_tokens(_optional_json(folder / SPECIAL_FILE), config)
+    if os.path.lexists(folder / TOKENIZER_FILE):
+        backend = _load(folder / TOKENIZER_FILE)
+    elif os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
+        backend = _byte_level_bpe(folder, config, special)
+    else:
+        hint = ""
+        if os.path.lexists(folder / "tokenizer.model"):
+            hint = "; tokenizer.model alone is not read, convert it to tokenizer.json"
+        raise ModelError(
+            f"{folder}: no tokenizer: looked for {TOKENIZER_FILE}, and for {VOCAB_FILE} with {MERGES_FILE}{hint}"
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    return TokenizerFiles(backend, special, _chat_template(folder, config))
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if os.path.lexists(path) else {}
+
+
+def _read_text(path: Path, most: int) -> str:
+    size = regular_file_size(path)
+    if size > most:
+        raise ModelError(f"{path}: file too large (expected at most {most} bytes, got {size})")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    regular_file_size(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{path}: not a tokenizer this version can read ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _special_tokens(special_map: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+    """Texts by name; tokenizer_config.json wins. An entry is a text or an object with "content"."""
+    found = {}
+    for name in SPECIAL_NAMES:
+        for source in (config, special_map):
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str) and text:
+                found[name] = text
+                break
+    return found
+
+
+def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str]) -> tokenizers.Tokenizer:
+    """Build what GPT-2 and OPT use from their vocabulary and merges (Radford et al. 2019, section 2.2)."""
+    vocab = read_json_object(folder / VOCAB_FILE)
+    merges_path = folder / MERGES_FILE
+    merges = []
+    for number, line in enumerate(_read_text(merges_path, 2**28).split("\n"), 1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split()
+        if len(pair) != 2:
+            raise ModelError(f"{merges_path}: line {number} is not a pair of tokens")
+        merges.append((pair[0], pair[1]))
+    try:
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{folder}: {VOCAB_FILE} and {MERGES_FILE} do not fit ({_first_line(error)})") from None
+    prefix_space = config.get("add_prefix_space") is True
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    backend.decoder = decoders.ByteLevel()
+    texts = dict.fromkeys(text for text in special.values() if text in vocab)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=True) for text in texts])
+    bos = special.get("bos_token")
+    if config.get("add_bos_token") is True and bos in vocab:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:1", special_tokens=[(bos, vocab[bos])]
+        )
+    else:
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    if os.path.lexists(folder / TEMPLATE_FILE):
+        return _read_text(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
+    for path, source in (
+        (folder / TEMPLATE_JSON_FILE, _optional_json(folder / TEMPLATE_JSON_FILE)),
+        (folder / CONFIG_FILE, config),
+    ):
+        template = source.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("default")
+        if template is None:
+            continue
+        if not isinstance(template, str):
+            raise ModelError(f"{path}: chat_template is {json.dumps(template)[:100]} (expected a text)")
+        return template
+    return None
+
+
+def read_chat_template(path: Path) -> str:
+    """Read a template from a file of its own, as `--chat-template` names it."""
+    return _read_text(path, MAX_TEMPLATE_BYTES)

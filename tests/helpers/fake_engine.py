@@ -1,0 +1,370 @@
+"""A stand-in for the engine that generates deterministic tokens, for tests of everything in front of it.
+
+`FakeEngine` has the interface of `InlineEngine`, `FakeClient` that of `EngineClient`. `fake_async_llm()` and
+`fake_llm()` put the real front end on top of them, with a small tokenizer and chat template made on the spot.
+By default a request answers with letters and spaces that depend on its prompt and seed; `reply_with` scripts answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, Shutdown, ToEngine
+from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.chat import ChatTemplate
+from quire.frontend.llm import LLM
+from quire.frontend.loading import FrontModel
+from quire.frontend.tokenizer import Tokenizer
+from quire.step import SchedulerStats, SequenceOutput, TokenTopLogprobs
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'wizard' -%}{{ raise_exception('no wizards here') }}{%- endif -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+Reply = Callable[[AddRequest], Sequence[int]]
+
+
+@cache
+def small_backend() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer: 256 bytes, a few merges, four special tokens. Treat it as read-only."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: index for index, text in enumerate([*SPECIAL, *alphabet])}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("l", "d")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return backend
+
+
+def small_tokenizer() -> Tokenizer:
+    """A `Tokenizer` with a ChatML-like template; "<|im_end|>" ends a text."""
+    backend = tokenizers.Tokenizer.from_str(small_backend().to_str())
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    return Tokenizer(backend, special_tokens=named, chat_template=CHAT_TEMPLATE)
+
+
+def model_info(vocab_size: int, max_model_len: int, eos_token_ids: tuple[int, ...], **defaults: Any) -> ModelInfo:
+    """A `ModelInfo` for a model that does not exist."""
+    return ModelInfo(
+        path=Path("fake-model"),
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        vocab_size=vocab_size,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        max_position_embeddings=max_model_len,
+        max_model_len=max_model_len,
+        longest_model_len=max_model_len,
+        rope=None,
+        norm_eps=1e-5,
+        hidden_act="silu",
+        tie_word_embeddings=True,
+        layer_windows=(None,),
+        dtype="float32",
+        bos_token_id=None,
+        pad_token_id=None,
+        eos_token_ids=eos_token_ids,
+        sampling_defaults=defaults,
+        raw={},
+    )
+
+
+def fake_front_model(
+    *, max_model_len: int = 256, chat_template: str | None = CHAT_TEMPLATE, **defaults: Any
+) -> FrontModel:
+    """Tokenizer, template and config of the fake model; `defaults` are what generation_config.json would say."""
+    tokenizer = small_tokenizer()
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    template = None if chat_template is None else ChatTemplate(chat_template, tokenizer)
+    return FrontModel(model_info(tokenizer.vocab_size, max_model_len, (eos,), **defaults), tokenizer, template)
+
+
+def reply_with(tokenizer: Tokenizer, *texts: str, end: bool = True) -> Reply:
+    """A reply function: each request gets the next text (the last one again and again), then end-of-text."""
+    answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    eos = [tokenizer.eos_token_id] if end else []
+    count = [0]
+
+    def reply(request: AddRequest) -> list[int]:
+        count[0] += 1
+        return [*answers[min(count[0], len(answers)) - 1], *eos]
+
+    return reply
+
+
+def letters(request: AddRequest) -> list[int]:
+    """The default reply: 1000 letters and spaces, a function of prompt and seed."""
+    ids = [small_tokenizer_ids()[letter] for letter in "abcdefgh "]
+    data = repr((request.prompt_token_ids, request.seed)).encode()
+    return [ids[byte % len(ids)] for byte in hashlib.shake_128(data).digest(1000)]
+
+
+@cache
+def small_tokenizer_ids() -> dict[str, int]:
+    """Token ids of the ASCII letters and the space."""
+    tokenizer = small_tokenizer()
+    return {char: tokenizer.encode(char, add_special_tokens=False)[0] for char in "abcdefghijklmnopqrstuvwxyz "}
+
+
+class _Running:
+    def __init__(self, request: AddRequest, tokens: Sequence[int]) -> None:
+        self.request = request
+        self.tokens = list(tokens)
+        self.num_done = 0
+
+
+class FakeEngine:
+    """Steps when told to, like `InlineEngine`: each step gives every running request one token.
+
+    Attributes:
+        added, aborted: all requests, and the ids of all aborts of unfinished requests, in order.
+        num_steps: steps so far. closed: whether `close` was called.
+        tokens_per_step: tokens a request gets at once (speculative decoding gives several).
+        fail_on: ids that end with finish_reason "error" at their first step.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int = 256,
+        max_num_seqs: int = 8,
+        reply: Reply = letters,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self.ready = Ready(
+            num_blocks=64, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size, load_seconds=0.0
+        )
+        self.reply = reply
+        self.max_num_seqs = max_num_seqs
+        self.tokens_per_step = tokens_per_step
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.fail_on: set[str] = set()
+        self.num_steps = 0
+        self.num_resets = 0
+        self.closed = False
+        self._live: dict[str, _Running] = {}
+
+    @property
+    def live(self) -> list[str]:
+        """Ids of the unfinished requests, waiting ones included."""
+        return list(self._live)
+
+    def send(self, message: ToEngine) -> None:
+        """Apply an `AddRequest` or `AbortRequests`."""
+        if isinstance(message, AddRequest):
+            assert message.request_id not in self._live, "ids must be unique"
+            assert message.prompt_token_ids and message.max_tokens > 0
+            self.added.append(message)
+            self._live[message.request_id] = _Running(message, self.reply(message))
+        elif isinstance(message, AbortRequests):
+            for request_id in message.request_ids:
+                if self._live.pop(request_id, None) is not None:
+                    self.aborted.append(request_id)
+
+    def call(self, method: str) -> dict[str, int | float | str | bool]:
+        """Answer "reset_prefix_cache", "stats" and "check_integrity"."""
+        if method == "reset_prefix_cache":
+            self.num_resets += 1
+            return {"reset": True}
+        if method == "stats":
+            return {"num_running": len(self._live)}
+        if method == "check_integrity":
+            return {"ok": True}
+        raise ConfigError(f"unknown engine operation {method!r}", param="method")
+
+    def has_unfinished(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._live)
+
+    def step(self) -> EngineOutputs:
+        """Give the oldest `max_num_seqs` requests their next tokens."""
+        self.num_steps += 1
+        now = time.monotonic()
+        running = list(self._live.values())[: self.max_num_seqs]
+        outputs = [self._advance(item, now) for item in running]
+        stats = SchedulerStats(
+            num_running=min(len(self._live), self.max_num_seqs),
+            num_waiting=max(0, len(self._live) - self.max_num_seqs),
+            num_blocks=64,
+            num_free_blocks=64 - min(64, len(running)),
+            num_steps=self.num_steps,
+        )
+        return EngineOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
+
+    def _advance(self, item: _Running, now: float) -> SequenceOutput:
+        request, params = item.request, item.request.sampling_params
+        first = item.num_done == 0
+        output = SequenceOutput(request_id=request.request_id, new_token_ids=[])
+        if first:
+            output.num_cached_tokens = 0
+            output.first_scheduled_time = now
+            if params.prompt_logprobs is not None:
+                tokens = request.prompt_token_ids[1:]
+                output.prompt_logprobs = [self._top(token, params.prompt_logprobs) for token in tokens]
+        if request.request_id in self.fail_on:
+            output.finish_reason, output.error = "error", "logits are not finite"
+        while output.finish_reason is None and len(output.new_token_ids) < self.tokens_per_step:
+            token = item.tokens[item.num_done % len(item.tokens)]
+            item.num_done += 1
+            output.new_token_ids.append(token)
+            if token in request.stop_ids and item.num_done > params.min_tokens:
+                output.finish_reason = "stop"
+                output.stop_reason = token if token in (params.stop_token_ids or []) else None
+            elif item.num_done >= request.max_tokens:
+                output.finish_reason = "length"
+        if params.logprobs is not None:
+            output.logprobs = [self._top(token, params.logprobs) for token in output.new_token_ids]
+        if output.finish_reason is not None:
+            del self._live[request.request_id]
+        return output
+
+    def _top(self, token: int, count: int) -> TokenTopLogprobs:
+        """The chosen token is the second most likely; the best ones are its predecessors in the vocabulary."""
+        others = [(token + offset) % self.ready.vocab_size for offset in (-1, 0, *range(1, count))][:count]
+        values = [-0.5 - 0.25 * position for position in range(count)]
+        return TokenTopLogprobs(token_ids=[token, *others], logprobs=[-0.75, *values], rank=2)
+
+    def close(self) -> None:
+        """Note that it was closed."""
+        self.closed = True
+
+
+class FakeClient:
+    """An `EngineClient` around a `FakeEngine`, in the same event loop. It steps whenever there is work.
+
+    Attributes:
+        gate: cleared, no step is made (requests wait). die(): the engine process "crashes".
+    """
+
+    def __init__(self, engine: FakeEngine, *, start_error: QuireError | None = None) -> None:
+        self.engine = engine
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.closed = False
+        self._start_error = start_error
+        self._news = asyncio.Event()
+        self._answers: list[CallResult] = []
+        self._dead: EngineDeadError | None = None
+
+    async def start(self) -> Ready:
+        """Be ready at once, or raise the `start_error`."""
+        await asyncio.sleep(0)
+        if self._start_error is not None:
+            raise self._start_error
+        return self.engine.ready
+
+    def send(self, message: ToEngine) -> None:
+        """Apply a message at once."""
+        if self._dead is not None or isinstance(message, Shutdown):
+            return
+        if isinstance(message, Call):
+            try:
+                answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method))
+            except QuireError as error:
+                answer = CallResult(call_id=message.call_id, error=error.message)
+            self._answers.append(answer)
+        else:
+            self.engine.send(message)
+        self._news.set()
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        """Wait for work, make a step, return what it produced."""
+        while True:
+            await asyncio.sleep(0)
+            if self._dead is not None:
+                raise self._dead
+            if self._answers:
+                return self._answers.pop(0)
+            if self.engine.has_unfinished() and self.gate.is_set():
+                return self.engine.step()
+            self._news.clear()
+            await self._news.wait()
+
+    def hold(self) -> None:
+        """Make no more steps until `resume`."""
+        self.gate.clear()
+
+    def resume(self) -> None:
+        """Go on stepping."""
+        self.gate.set()
+        self._news.set()
+
+    def die(self, message: str = "the engine process ended (signal 9)") -> None:
+        """Be gone: `receive` raises from now on."""
+        self._dead = EngineDeadError(message)
+        self._news.set()
+
+    async def close(self) -> None:
+        """Note that it was closed."""
+        self.closed = True
+        self.engine.close()
+
+
+def fake_async_llm(
+    *,
+    reply: Reply | None = None,
+    reply_text: str | None = None,
+    front_model: FrontModel | None = None,
+    max_model_len: int = 256,
+    tokens_per_step: int = 1,
+    listeners: Sequence[Any] = (),
+    config: EngineConfig | None = None,
+    **options: Any,
+) -> tuple[AsyncLLM, FakeClient]:
+    """A real `AsyncLLM` in front of a fake engine, not started yet, and the client to play tricks with.
+
+    Args:
+        reply_text: what every request answers, before end-of-text. reply: more freely.
+        config, options: as for `AsyncLLM`.
+    """
+    front = front_model or fake_front_model(max_model_len=max_model_len)
+    assert front.tokenizer is not None
+    if reply_text is not None:
+        reply = reply_with(front.tokenizer, reply_text)
+    engine = FakeEngine(
+        vocab_size=front.info.vocab_size,
+        max_model_len=front.info.max_model_len,
+        max_num_seqs=(config.scheduler.max_num_seqs if config else options.get("max_num_seqs", 8)),
+        reply=reply or letters,
+        tokens_per_step=tokens_per_step,
+    )
+    client = FakeClient(engine)
+    return AsyncLLM(config, client=client, front_model=front, listeners=listeners, **options), client
+
+
+def fake_llm(
+    *, reply: Reply | None = None, front_model: FrontModel | None = None, max_model_len: int = 256, **options: Any
+) -> tuple[LLM, FakeEngine]:
+    """A real `LLM` in front of a fake engine."""
+    front = front_model or fake_front_model(max_model_len=max_model_len)
+    engine = FakeEngine(
+        vocab_size=front.info.vocab_size, max_model_len=front.info.max_model_len, reply=reply or letters
+    )
+    return LLM(engine=engine, front_model=front, **options), engine
