@@ -1,0 +1,474 @@
+"""What a step contains: budget, chunks, admission, sharing, preemption, ends, and the traps of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.step import ModelOutput
+
+# ---- budget and chunks ----
+
+
+def test_a_prompt_is_computed_at_once_and_then_token_by_token(run, request_of):
+    r = run()
+    r.add(request_of("a", 10, 3))
+    r.finish()
+    assert r.scheduled() == [{"a": 10}, {"a": 1}, {"a": 1}, {}]
+    assert len(r.tokens["a"]) == 3
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_mixed_with_decodes(run, request_of):
+    r = run(max_num_batched_tokens=8)
+    r.add(request_of("a", 5, 9))
+    r.step()
+    r.add(request_of("b", 20, 2))
+    for _ in range(4):
+        r.step()
+    assert r.scheduled() == [{"a": 5}, {"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 1, "b": 6}, {"a": 1, "b": 1}]
+
+
+def test_a_chunk_that_ends_inside_the_prompt_brings_no_news(run, request_of):
+    r = run(max_num_batched_tokens=4)
+    r.add(request_of("a", 9))
+    r.step()
+    assert r.tokens["a"] == [] and "a" not in r.last
+
+
+def test_a_prefill_resumed_after_preemption_does_not_stall_the_decodes_behind_it(run, request_of):
+    """An older sequence with much to compute leaves one token of the budget to each younger one."""
+    r = run(max_num_batched_tokens=6, max_model_len=100)
+    r.add(request_of("old", 40, 2))
+    r.step()
+    r.scheduler.max_num_batched_tokens = 12  # "old" alone would take all of a smaller budget for long
+    r.add(request_of("young", 3, 20))
+    r.step()
+    r.scheduler.max_num_batched_tokens = 6
+    for _ in range(3):
+        assert r.step().num_scheduled_tokens == {"old": 5, "young": 1}
+
+
+@pytest.mark.parametrize(("threshold", "first"), [(0, {"long": 32}), (8, {"long": 8, "s1": 6, "s2": 6})])
+def test_the_long_prefill_threshold_lets_short_prompts_through(run, request_of, threshold, first):
+    r = run(max_num_batched_tokens=32, long_prefill_token_threshold=threshold, max_model_len=200)
+    r.add(request_of("long", 100), request_of("s1", 6), request_of("s2", 6))
+    assert r.step().num_scheduled_tokens == first
+
+
+def test_seats_are_limited(run, request_of):
+    r = run(max_num_seqs=2)
+    r.add(*(request_of(name, 4, 2) for name in "abc"))
+    r.finish()
+    assert r.scheduled()[:3] == [{"a": 4, "b": 4}, {"a": 1, "b": 1}, {"c": 4}]
+
+
+def test_the_first_that_does_not_fit_blocks_those_behind_it(run, request_of):
+    """Strict order: a request is not overtaken for being large."""
+    r = run(num_blocks=8)
+    r.add(request_of("a", 20, 6), request_of("big", 16, 1), request_of("small", 2, 1))
+    assert list(r.step().num_scheduled_tokens) == ["a"]
+    r.finish()
+    assert list(r.first) == ["a", "big", "small"]
+
+
+def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_others_were_promised(run, request_of):
+    """Two long prompts that fit one at a time are not begun together, to preempt each other half-way."""
+    r = run(num_blocks=10, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    r.add(request_of("a", 24, 1), request_of("b", 24, 1))
+    assert r.step().num_scheduled_tokens == {"a": 4}
+    r.finish()
+    assert r.scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize(("watermark", "admitted"), [(0.0, ["a", "b"]), (0.2, ["a"])])
+def test_the_watermark_keeps_blocks_free_for_those_who_run(run, request_of, watermark, admitted):
+    r = run(num_blocks=10, watermark=watermark)
+    r.add(request_of("a", 20), request_of("b", 16))
+    assert list(r.step().num_scheduled_tokens) == admitted
+
+
+def test_the_watermark_does_not_keep_out_one_who_is_alone(run, request_of):
+    r = run(num_blocks=10, watermark=0.5)
+    r.add(request_of("a", 39, 1))
+    assert list(r.step().num_scheduled_tokens) == ["a"]
+
+
+# ---- the prefix cache ----
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # three blocks of four
+
+
+def test_identical_prompts_admitted_in_one_step_share(run, request_of):
+    r = run()
+    r.add(*(request_of(name, [*PROMPT, 7], 2) for name in "abc"))
+    plan = r.step()
+    assert plan.num_scheduled_tokens == {"a": 13, "b": 1, "c": 1}
+    tables = [new.block_ids for new in plan.new_sequences]
+    assert tables[0][:3] == tables[1][:3] == tables[2][:3]
+    assert len({table[3] for table in tables}) == 3
+    assert [r.first[name].num_cached_tokens for name in "abc"] == [0, 12, 12]
+
+
+def test_a_fully_cached_prompt_still_computes_a_token(run, request_of):
+    r = run()
+    r.add(request_of("a", PROMPT, 1))
+    r.finish()
+    r.add(request_of("b", PROMPT, 1))
+    r.finish()
+    assert r.scheduled()[-2] == {"b": 4}
+    assert r.first["b"].num_cached_tokens == 8
+    assert r.tokens["a"] == r.tokens["b"]
+
+
+def test_the_next_turn_finds_the_answer_of_the_last_one(run, request_of):
+    r = run()
+    r.add(request_of("a", PROMPT, 9))
+    r.finish()
+    r.add(request_of("b", [*PROMPT, *r.tokens["a"], 2, 2, 2], 1))
+    r.finish()
+    assert r.first["b"].num_cached_tokens == 20  # 12 + 8 of 9: the last token was never computed
+
+
+def test_salts_do_not_share(run, request_of):
+    r = run()
+    for name, salt in (("a", None), ("b", "x"), ("c", "y"), ("d", "x")):
+        r.add(request_of(name, [*PROMPT, 7], 1, cache_salt=salt))
+        r.finish()
+    assert [r.first[name].num_cached_tokens for name in "abcd"] == [0, 0, 0, 12]
+
+
+def test_counters_of_the_prefix_cache(run, request_of):
+    r = run()
+    for name in "ab":
+        r.add(request_of(name, [*PROMPT, 7], 3))
+        r.finish()
+    stats = r.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (26, 12)
+
+
+def test_no_caching(run, request_of):
+    r = run(enable_prefix_caching=False)
+    r.add(*(request_of(name, PROMPT, 2) for name in "ab"))
+    assert r.step().num_scheduled_tokens == {"a": 12, "b": 12}
+
+
+def test_a_reset_forgets(run, request_of):
+    r = run()
+    r.add(request_of("a", [*PROMPT, 7], 1))
+    r.finish()
+    assert r.scheduler.reset_prefix_cache() == 3
+    r.add(request_of("b", [*PROMPT, 7], 1))
+    r.finish()
+    assert r.first["b"].num_cached_tokens == 0
+
+
+# ---- log-probabilities ----
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5, 64])
+def test_prompt_logprobs_come_in_chunks_and_cover_the_prompt_once(run, request_of, budget):
+    r = run(max_num_batched_tokens=budget)
+    r.add(request_of("a", PROMPT, 1))
+    r.finish()
+    r.add(request_of("b", PROMPT, 2, prompt_logprobs=1, logprobs=2))
+    r.finish()
+    assert r.first["b"].num_cached_tokens == 0, "cached positions have no logits"
+    assert [entry.token_ids[0] for entry in r.prompt_logprobs["b"]] == PROMPT[1:]
+    assert r.first["b"].new_token_ids == ([] if budget < 12 else r.tokens["b"][:1])
+    assert len(r.last["b"].logprobs) == 1
+
+
+def test_prompt_logprobs_are_not_sent_twice_after_a_preemption(run, request_of):
+    r = run(num_blocks=7, max_num_batched_tokens=4, enable_prefix_caching=False)
+    r.add(request_of("a", 4, 20))
+    r.step()
+    r.add(request_of("b", PROMPT, 6, prompt_logprobs=0))
+    r.finish()
+    assert r.last["b"].num_preemptions > 0
+    assert [entry.token_ids[0] for entry in r.prompt_logprobs["b"]] == PROMPT[1:]
+
+
+# ---- preemption ----
+
+
+def test_the_latest_is_preempted_and_resumed_first(run, request_of):
+    r = run(num_blocks=6)
+    r.add(request_of("a", 7, 12), request_of("b", 7, 8))
+    r.step()
+    r.add(request_of("c", 3, 1))
+    while not r.step().preempted_request_ids:
+        pass
+    plan = r.plans[-1]
+    assert plan.preempted_request_ids == ["b"]
+    assert list(plan.num_scheduled_tokens) == ["a"]
+    r.finish()
+    resumed = [new for later in r.plans for new in later.new_sequences if new.request_id == "b"][1]
+    assert resumed.num_prompt_tokens == 7
+    assert resumed.token_ids[7:] == r.tokens["b"][: len(resumed.token_ids) - 7] != []
+    assert list(r.last)[-1] == "c", "what was preempted goes before what has not begun"
+    assert r.last["b"].num_preemptions == 1
+    assert r.scheduler.stats().num_preemptions >= 1
+
+
+def test_a_resumed_sequence_finds_its_own_blocks_again(run, request_of):
+    r = run(num_blocks=6)
+    r.add(request_of("a", 7, 12), request_of("b", 7, 8))
+    r.finish()
+    resumed = [new for plan in r.plans for new in plan.new_sequences if new.request_id == "b"][1]
+    assert resumed.num_computed_tokens > 0
+    assert r.first["b"].num_cached_tokens == 0, "its own earlier work is no prefix hit for the caller"
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts(run, request_of):
+    r = run(num_blocks=6)
+    r.add(request_of("a", 8, 12), request_of("b", 8, 12))
+    r.step()
+    r.add(request_of("tiny", 1, 1))
+    while not r.step().preempted_request_ids:
+        pass
+    assert r.plans[-1].new_sequences == []
+    r.finish()
+
+
+def test_priority_decides_who_is_admitted_and_who_is_preempted(run, request_of):
+    r = run(num_blocks=6, policy="priority", max_num_seqs=2)
+    r.add(request_of("late", 7, 12, priority=5))
+    r.step()
+    r.add(request_of("mid", 7, 12, priority=3), request_of("first", 7, 12, priority=1))
+    assert list(r.step().num_scheduled_tokens) == ["late", "first"]
+    while not r.step().preempted_request_ids:
+        pass
+    assert r.plans[-1].preempted_request_ids == ["late"]
+    r.finish()
+    assert r.last["first"].num_preemptions == 0
+    admitted = [new.request_id for plan in r.plans for new in plan.new_sequences]
+    assert admitted[:3] == ["late", "first", "mid"], "the preempted one queues behind those before it"
+    assert admitted[-1] == "late"
+
+
+def test_a_preempted_one_does_not_eat_the_budget_of_the_step(run, request_of):
+    """The classic scheduler lost the seats and tokens of the sequences it preempted (features, row 22)."""
+    r = run(num_blocks=3, max_num_batched_tokens=2, max_num_seqs=2)
+    r.add(request_of("a", 2, 8), request_of("b", 2, 8))
+    while not r.step().preempted_request_ids:
+        pass
+    assert r.plans[-1].num_scheduled_tokens == {"a": 1}
+    assert r.plans[-1].total_num_scheduled_tokens == 1
+    r.finish()
+
+
+# ---- ends ----
+
+
+@pytest.mark.parametrize(("length", "fits"), [(15, True), (16, False), (40, False)])
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(run, request_of, length, fits):
+    r = run(num_blocks=4)
+    r.add(request_of("a", length, 1), request_of("b", 3, 1))
+    r.finish()
+    assert r.reason("b") == "length"
+    if fits:
+        assert r.reason("a") == "length"
+    else:
+        needed = -(-(length + 1) // 4)
+        assert r.reason("a") == "error"
+        assert f"{needed} KV blocks" in r.last["a"].error and "4 blocks of 4 tokens" in r.last["a"].error
+
+
+def test_a_refusal_alone_is_delivered(run, request_of):
+    r = run(num_blocks=4)
+    r.add(request_of("a", 50))
+    assert r.scheduler.has_unfinished()
+    r.finish()
+    assert r.reason("a") == "error"
+
+
+def test_a_refused_request_that_was_aborted_is_silent(run, request_of):
+    r = run(num_blocks=4)
+    r.add(request_of("a", 50))
+    r.scheduler.abort_requests(["a"])
+    assert not r.scheduler.has_unfinished()
+
+
+def test_a_sequence_ends_where_the_pool_ends(run, request_of, expected):
+    r = run(num_blocks=4)
+    r.add(request_of("a", 10, 50), request_of("b", 10, 50))
+    r.finish()
+    for name in "ab":
+        assert (len(r.tokens[name]), r.reason(name)) == (7, "length")  # 16 slots, and a last token that needs none
+        assert r.tokens[name] == expected(r.requests[name], 17)[0]
+
+
+def test_a_sequence_ends_where_the_context_ends(run, request_of):
+    r = run(max_model_len=14)
+    r.add(request_of("a", 10, 50), request_of("b", 13, 50), request_of("c", 14, 50))
+    r.finish()
+    assert [(len(r.tokens[name]), r.reason(name)) for name in "abc"] == [(4, "length"), (1, "length"), (0, "error")]
+
+
+def test_a_stop_token_ends_and_is_kept(run, request_of, expected):
+    r = run()
+    free = expected(request_of("a", PROMPT, 9), 128)[0]
+    r.add(request_of("a", PROMPT, 9, stop_ids=[free[3]], stop_token_ids=[free[3]]))
+    r.finish()
+    assert r.tokens["a"] == free[: free.index(free[3]) + 1]
+    assert (r.reason("a"), r.last["a"].stop_reason) == ("stop", free[3])
+
+
+def test_ends_are_told_to_the_worker_once_even_in_an_empty_step(run, request_of):
+    r = run()
+    r.add(request_of("a", 3, 1))
+    r.step()
+    assert r.scheduler.has_unfinished(), "the worker has not been told"
+    plan = r.step()
+    assert (plan.finished_request_ids, plan.total_num_scheduled_tokens) == (["a"], 0)
+    assert not r.scheduler.has_unfinished()
+    assert r.step().finished_request_ids == []
+
+
+def test_an_abort_frees_at_once_and_yields_nothing(run, request_of):
+    r = run()
+    r.add(request_of("running", 9, 9))
+    r.step()
+    r.add(request_of("waiting", 9, 9))
+    r.scheduler.abort_requests(["running", "waiting", "nobody"])
+    r.scheduler.check_integrity()
+    assert r.scheduler.kv.pool.num_free == 64
+    plan = r.step()
+    assert plan.finished_request_ids == ["running"], "the worker never heard of the other one"
+    assert len(r.tokens["running"]) == 1 and r.reason("running") is None and "waiting" not in r.last
+    assert r.scheduler.stats().num_waiting == 0
+
+
+def test_an_abort_while_the_step_runs_drops_its_result(run, request_of):
+    r = run()
+    r.add(request_of("a", 3, 5), request_of("b", 3, 5))
+    plan = r.scheduler.schedule()
+    output = r.worker.execute(plan)
+    r.scheduler.abort_requests(["a"])
+    r.scheduler.add_request(request_of("a", 5, 5))  # the same id again: the old result is not its own
+    assert [news.request_id for news in r.scheduler.update_from_output(plan, output)] == ["b"]
+    r.scheduler.check_integrity()
+    plan = r.scheduler.schedule()
+    assert plan.finished_request_ids == ["a"] and plan.num_scheduled_tokens == {"b": 1, "a": 5}
+
+
+def test_ids_can_be_used_again_but_not_twice_at_once(run, request_of):
+    r = run()
+    r.add(request_of("a", 3, 2))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        r.scheduler.add_request(request_of("a", 3, 2))
+    r.finish()
+    r.last.clear()
+    r.add(request_of("a", 3, 2))
+    r.finish()
+    assert len(r.tokens["a"]) == 2
+
+
+def test_a_broken_sequence_ends_with_an_error_and_its_kv_is_never_reused(run, request_of):
+    r = run()
+    r.add(request_of("a", [*PROMPT, 7], 5), request_of("b", 9, 5))
+    r.step(broken=lambda plan: ["a"])
+    assert (r.reason("a"), r.last["a"].error) == ("error", "the logits are not finite")
+    r.add(request_of("c", [*PROMPT, 7], 5))
+    r.finish()
+    assert r.first["c"].num_cached_tokens == 0
+    assert [r.reason(name) for name in "bc"] == ["length", "length"]
+
+
+@pytest.mark.parametrize("sampled", [{}, {"a": []}])
+def test_a_model_that_owes_a_token_is_noticed(run, request_of, sampled):
+    r = run()
+    r.add(request_of("a", 3))
+    with pytest.raises(QuireError, match="0 tokens"):
+        r.scheduler.update_from_output(r.scheduler.schedule(), ModelOutput(sampled))
+
+
+def test_news_of_the_first_output(run, request_of):
+    r = run(clock=lambda: 42.0)
+    r.add(request_of("a", 3, 2))
+    r.finish()
+    assert (r.first["a"].first_scheduled_time, r.first["a"].num_cached_tokens) == (42.0, 0)
+    assert (r.last["a"].first_scheduled_time, r.last["a"].num_cached_tokens) == (None, None)
+
+
+def test_an_empty_step_is_empty(run):
+    plan = run().step()
+    assert plan.total_num_scheduled_tokens == 0 and plan.num_scheduled_tokens == {}
+
+
+def test_the_plan_is_not_tied_to_the_scheduler(run, request_of):
+    """An inline worker appends to the token list it was given; that must not be the scheduler's own."""
+    r = run()
+    r.add(request_of("a", 3, 2))
+    plan = r.scheduler.schedule()
+    plan.new_sequences[0].token_ids.append(99)
+    plan.new_sequences[0].block_ids.append(99)
+    assert r.requests["a"].num_tokens == 3
+    r.scheduler.check_integrity()
+
+
+def test_an_empty_prompt_is_refused(request_of):
+    with pytest.raises(RequestError, match="at least one token"):
+        request_of("a", [])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_blocks", 0),
+        ("block_size", 0),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("long_prefill_token_threshold", -1),
+        ("policy", "lifo"),
+        ("watermark", 1.0),
+    ],
+)
+def test_bad_options_are_named(run, option, value):
+    with pytest.raises(ConfigError, match=option) as error:
+        run(**{option: value})
+    assert error.value.param == option
+
+
+# ---- cost ----
+
+
+class CountingList(list):
+    """A token list that counts how often it is read as a whole or by slice."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+    def __getitem__(self, index):
+        self.reads += isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+def test_a_decode_step_reads_tokens_only_when_a_block_fills_and_ignores_those_who_wait(run, request_of, monkeypatch):
+    r = run(max_num_seqs=1, max_model_len=1000, num_blocks=300, max_num_batched_tokens=1000)
+    r.add(request_of("a", 400, 50))
+    r.step()
+    tokens = r.requests["a"].token_ids = CountingList(r.requests["a"].token_ids)
+    r.add(request_of("b", 400, 50))
+    monkeypatch.setattr(type(r.scheduler._waiting), "peek", None)  # the seats are taken: nobody looks
+    for _ in range(40):
+        r.step()
+    assert tokens.reads == 10
+
+
+def test_a_request_that_waits_for_memory_is_not_looked_up_every_step(run, request_of, monkeypatch):
+    r = run(num_blocks=8)
+    r.add(request_of("a", 20, 8), request_of("b", 16, 1))
+    looked_up = []
+    get_computed_blocks = r.scheduler.kv.get_computed_blocks
+    monkeypatch.setattr(
+        r.scheduler.kv, "get_computed_blocks", lambda q: (looked_up.append(q.request_id), get_computed_blocks(q))[1]
+    )
+    r.finish()
+    assert looked_up == ["a", "b", "b"]
