@@ -77,7 +77,6 @@ def test_the_single_file_is_preferred_to_an_index_and_to_other_files(tmp_path: P
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names == ["a"]
     np.testing.assert_array_equal(checkpoint.read("a").array, one)
-    assert checkpoint.total_bytes() == 4
 
 
 def test_files_of_any_name_are_read_together_but_not_consolidated_copies(tmp_path: Path) -> None:

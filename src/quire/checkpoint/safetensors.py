@@ -178,10 +178,6 @@ class Checkpoint:
         """Return the tensor as a view of the mapped file."""
         return self._home[name].read(name)
 
-    def total_bytes(self) -> int:
-        """Bytes of tensor data in all files."""
-        return sum(home.entries[name].end - home.entries[name].begin for name, home in self._home.items())
-
     def _add(self, file: SafetensorsFile) -> None:
         for name in file.entries:
             if name in self._home:

@@ -1,0 +1,114 @@
+"""Loading whole models: formats, limits, name variants, and tensor-parallel ranks that agree with one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.helpers.checkpoints import PLAIN_CONFIG, write_checkpoint, write_plain
+from tests.helpers.model_driver import ModelDriver
+from tests.helpers.ranks import run_ranks
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.errors import ConfigError, ModelError
+from quire.kernels.create import create_backend
+from quire.layers.parallel import ParallelContext
+from quire.models.loader import load_model
+from quire.models.registry import MODELS, model_class
+from quire.step import LayerKVSpec
+
+BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
+PROMPT = np.random.default_rng(0).integers(0, 131, 19).tolist()
+
+
+def logits(folder: Path, **options: Any) -> np.ndarray:
+    model = load_model(load_model_info(folder), BACKEND, **options)
+    return ModelDriver(model, BACKEND).step({"a": PROMPT})["a"]
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_registry_names_a_class_for_each_architecture(architecture: str) -> None:
+    assert model_class(architecture).__name__ == architecture
+
+
+def test_dummy_weights_need_only_a_config_and_follow_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN_CONFIG))
+    first = logits(tmp_path, load_format="dummy")
+    assert first.shape == (19, 160)
+    assert np.isfinite(first).all()
+    assert np.abs(first).max() > 1e-3
+    np.testing.assert_array_equal(first, logits(tmp_path, load_format="dummy", seed=0))
+    assert not np.array_equal(first, logits(tmp_path, load_format="dummy", seed=1))
+    with pytest.raises(ModelError, match="no weights"):
+        logits(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "opt", "gpt2"])
+def test_dummy_weights_serve_every_family(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    (folder / "model.safetensors").unlink()
+    assert np.isfinite(logits(folder, load_format="dummy")).all()
+
+
+def test_options_out_of_range_are_named(tmp_path: Path) -> None:
+    write_plain(tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len is 257; this model can serve at most 256"):
+        logits(tmp_path, max_model_len=257)
+    with pytest.raises(ConfigError, match="load_format is 'pt'; it must be one of auto, safetensors, dummy"):
+        logits(tmp_path, load_format="pt")
+
+
+def test_cache_needs_follow_heads_windows_and_dtype(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path, "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1, num_key_value_heads=2
+    )
+    spec = load_model(load_model_info(folder), create_backend("reference", "float32", "bfloat16")).kv_cache_spec()
+    assert spec.layers == [LayerKVSpec(2, 8, "bfloat16", None), LayerKVSpec(2, 8, "bfloat16", 9)]
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_files_without_the_outermost_prefix_load_too(family: str, prefix: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert all(name.startswith(prefix) for name in tensors)
+    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)} if family == "gpt2" else {}
+    save_file(
+        {name.removeprefix(prefix): array for name, array in tensors.items()} | masks, folder / "model.safetensors"
+    )
+    np.testing.assert_array_equal(logits(folder), expected)
+
+
+def test_cross_attention_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "gpt2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "add_cross_attention": True}))
+    with pytest.raises(ModelError, match="add_cross_attention is True \\(expected false"):
+        logits(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"num_key_value_heads": 2, "vocab_size": 131, "attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 133}),
+        ("opt", {"word_embed_proj_dim": 24}),
+        ("gpt2", {"vocab_size": 131}),
+    ],
+)
+def test_ranks_together_compute_what_one_computes(
+    ranks: int, family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, family, **config)
+    expected = logits(folder)
+
+    def work(parallel: ParallelContext) -> np.ndarray:
+        return logits(folder, parallel=parallel)
+
+    for result in run_ranks(ranks, BACKEND, work):
+        np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())
