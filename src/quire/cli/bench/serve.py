@@ -1,0 +1,318 @@
+"""`quire bench serve`: load on a running server, at a given rate of arrivals, whatever the server makes of it.
+
+Requests go out at times drawn beforehand, not when earlier ones are answered, so that a slow server meets the load that
+users would put on it. Results have the keys of `vllm bench serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.bench.report import print_table, write_json
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import LogOptions, options_from
+from quire.config import option
+from quire.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:
+    from quire.cli.bench.dataset import Sample
+    from quire.cli.bench.http1 import HttpClient
+    from quire.cli.bench.load import Answer, LoadRequest
+    from quire.frontend.tokenizer import Tokenizer
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
+RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """Server under test"""
+
+    backend: str = option("openai", "API to use: completions or chat.", choices=tuple(ENDPOINTS))
+    base_url: str | None = option(None, "Address such as http://127.0.0.1:8000, instead of host and port.")
+    host: str = option("127.0.0.1", "Host of the server.")
+    port: int = option(8000, "Port of the server.", low=1, high=65535)
+    endpoint: str | None = option(None, "Path of the API; default: the usual one of the backend.")
+    api_key: str | None = option(None, "Key of the server.", secret=True)
+    model: str | None = option(None, "Model to ask for; default: the first that the server offers.")
+    tokenizer: str | None = option(None, "Folder or id of the tokenizer that makes prompts; default: the model's.")
+    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to answer; 0 does not wait.", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Load"""
+
+    num_prompts: int = option(1000, "Requests.", low=1)
+    request_rate: float = option(float("inf"), "Requests per second; inf sends all at once.", low=1e-6)
+    burstiness: float = option(
+        1.0, "Shape of the arrivals: 1 is Poisson, less is burstier, more is steadier.", low=1e-3
+    )
+    max_concurrency: int | None = option(None, "Most requests under way at once; default: no such bound.", low=1)
+    num_warmups: int = option(0, "Requests sent before measuring.", low=0)
+    dataset_name: str = option("random", "Where prompts come from.", choices=("random", "custom"))
+    dataset_path: str | None = option(None, 'JSON lines with "prompt" (and "output_tokens"), for custom.')
+    random_input_len: int = option(1024, "Tokens per random prompt.", low=1, metavar="TOKENS")
+    random_output_len: int = option(128, "Tokens to generate per request.", low=1, metavar="TOKENS")
+    random_range_ratio: float = option(0.0, "How far lengths may stray, as a share of them.", low=0.0, high=1.0)
+    random_prefix_len: int = option(0, "Tokens that all random prompts begin with.", low=0, metavar="TOKENS")
+    ignore_eos: bool = option(False, "Generate the whole length, whatever the model says.")
+    extra_body: dict[str, Any] = option({}, "JSON object of more request fields.", json=True)
+    seed: int = option(0, "Seed of prompts and arrival times.", low=0, high=2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Results"""
+
+    percentile_metrics: str = option("ttft,tpot,itl", "Metrics to report: of ttft, tpot, itl, e2el.")
+    metric_percentiles: str = option("99", "Percentiles to report, separated by commas.")
+    goodput: list[str] = option([], "Limit in milliseconds such as ttft:500 (or tpot, e2el) that counts for goodput.")
+    save_result: bool = option(False, "Write the result as JSON.")
+    save_detailed: bool = option(False, "Write each request's times and text too.")
+    result_dir: str = option(".", "Folder for the result.", metavar="FOLDER")
+    result_filename: str | None = option(None, "Name of the result file; default: made of label, rate, model, time.")
+    label: str | None = option(None, "Begins the name of the result file; default: the backend.")
+    disable_tqdm: bool = option(False, "Show no progress bar.")
+
+
+GROUPS = (TargetOptions, LoadOptions, ResultOptions, LogOptions)
+FLAGS = flags_of(GROUPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options of one run, checked."""
+
+    target: TargetOptions
+    load: LoadOptions
+    result: ResultOptions
+    limits: dict[str, float]
+    names: list[str]
+    percentiles: list[float]
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server, without the path of the API."""
+        return self.target.base_url or f"http://{self.target.host}:{self.target.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """Path of the API."""
+        return self.target.endpoint or ENDPOINTS[self.target.backend]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the benchmark."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "serve",
+        usage="quire bench serve [OPTIONS]",
+        help="a running server under load",
+        description="Measure a running server: requests arrive at a given rate, whether or not it keeps up.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark; return 0 if any request succeeded."""
+    values = given_values(args, FLAGS)
+    setup_logging(options_from(LogOptions, values).log_level)
+    plan = make_plan(values)
+    result, answers = asyncio.run(measure(plan))
+    show(plan, result)
+    for text in sorted({answer.error for answer in answers if answer.error})[:5]:
+        print(f"error: {text}", file=sys.stderr)
+    if plan.result.save_result:
+        save(plan, result, answers)
+    return 0 if result["completed"] else 1
+
+
+def make_plan(values: dict[str, Any]) -> Plan:
+    """Check what argument parsing alone cannot. Raises `ConfigError`."""
+    from quire.cli.bench.metrics import parse_goodput, parse_names, parse_percentiles
+
+    load: LoadOptions = options_from(LoadOptions, values)
+    result: ResultOptions = options_from(ResultOptions, values)
+    if (load.dataset_name == "custom") != (load.dataset_path is not None):
+        raise ConfigError("dataset_name custom and dataset_path need each other", param="dataset_path")
+    return Plan(
+        options_from(TargetOptions, values),
+        load,
+        result,
+        parse_goodput(result.goodput),
+        parse_names(result.percentile_metrics),
+        parse_percentiles(result.metric_percentiles),
+    )
+
+
+async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
+    """Put the load on the server; return the result and the answers it was made from."""
+    import numpy as np
+
+    from quire.cli.bench.http1 import HttpClient
+    from quire.cli.bench.load import arrival_times, run_load
+    from quire.cli.bench.metrics import summarize
+
+    key = plan.target.api_key
+    client = HttpClient(plan.base_url, {"authorization": f"Bearer {key}"} if key else {})
+    try:
+        offered = await wait_until_ready(client, plan.target.ready_check_timeout_sec)
+        model = plan.target.model or offered
+        tokenizer = load_tokenizer(plan.target.tokenizer or model)
+        rng = np.random.default_rng(plan.load.seed)
+        requests = make_requests(plan, model, tokenizer, make_samples(plan, tokenizer, rng))
+        times = arrival_times(rng, len(requests), plan.load.request_rate, plan.load.burstiness)
+        for _ in range(plan.load.num_warmups):
+            await run_load(client, plan.endpoint, requests[:1], [0.0])
+        with _progress(len(requests), plan.result.disable_tqdm) as on_done:
+            started = time.perf_counter()
+            answers = await run_load(client, plan.endpoint, requests, times, plan.load.max_concurrency, on_done)
+            duration = time.perf_counter() - started
+    finally:
+        await client.close()
+    figures = summarize(answers, duration, limits=plan.limits, names=plan.names, percentiles=plan.percentiles)
+    return describe(plan, model) | figures, answers
+
+
+async def wait_until_ready(client: HttpClient, seconds: float) -> str:
+    """Wait until the server names its models; return the first. Raises `QuireError` if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return str((await client.get_json("/v1/models"))["data"][0]["id"])
+        except QuireError:
+            if time.monotonic() + RETRY_SECONDS > deadline:
+                raise
+        except (LookupError, TypeError):
+            raise QuireError("the server offers no model at /v1/models") from None
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer that prompts are made with. Raises `ConfigError` naming --tokenizer."""
+    from quire.checkpoint.folder import resolve_model
+    from quire.frontend.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.from_folder(resolve_model(name))
+    except QuireError as error:
+        raise ConfigError(f"no tokenizer to make prompts with; give --tokenizer: {error.message}") from None
+
+
+def make_samples(plan: Plan, tokenizer: Tokenizer, rng: Any) -> list[Sample]:
+    """Make the prompts, as token ids."""
+    from quire.cli.bench.dataset import file_samples, random_samples
+
+    load = plan.load
+    if load.dataset_path is not None:
+        return file_samples(load.dataset_path, load.num_prompts, tokenizer=tokenizer, output_len=load.random_output_len)
+    return random_samples(
+        rng,
+        load.num_prompts,
+        vocab_size=tokenizer.vocab_size,
+        input_len=load.random_input_len,
+        output_len=load.random_output_len,
+        range_ratio=load.random_range_ratio,
+        prefix_len=load.random_prefix_len,
+    )
+
+
+def make_requests(plan: Plan, model: str, tokenizer: Tokenizer, samples: list[Sample]) -> list[LoadRequest]:
+    """Make the bodies: token ids for completions, so that lengths are exact; text for chat."""
+    from quire.cli.bench.load import LoadRequest, request_body
+
+    extra = ({"ignore_eos": True} if plan.load.ignore_eos else {}) | plan.load.extra_body
+    requests = []
+    for sample in samples:
+        ids = sample.prompt_token_ids
+        prompt = tokenizer.decode(ids) if plan.target.backend == "openai-chat" else ids
+        body = request_body(plan.target.backend, model, prompt, sample.output_len, extra)
+        requests.append(LoadRequest(body, len(ids)))
+    return requests
+
+
+def describe(plan: Plan, model: str) -> dict[str, Any]:
+    """Return the part of the result that says what was run."""
+    rate = plan.load.request_rate
+    return {
+        "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S"),
+        "backend": plan.target.backend,
+        "endpoint_type": plan.target.backend,
+        "label": plan.result.label,
+        "model_id": model,
+        "tokenizer_id": plan.target.tokenizer or model,
+        "num_prompts": plan.load.num_prompts,
+        "request_rate": "inf" if rate == float("inf") else rate,
+        "burstiness": plan.load.burstiness,
+        "max_concurrency": plan.load.max_concurrency,
+    }
+
+
+def show(plan: Plan, result: dict[str, Any]) -> None:
+    """Print the figures."""
+    from quire.cli.bench.metrics import NAMES
+
+    rows = {
+        "requests answered": result["completed"],
+        "requests failed": result["failed"],
+        "duration (s)": result["duration"],
+        "prompt tokens": result["total_input_tokens"],
+        "output tokens": result["total_output_tokens"],
+        "requests per second": result["request_throughput"],
+        "output tokens per second": result["output_throughput"],
+        "output tokens in the best second": result["max_output_tokens_per_s"],
+        "tokens per second, prompt and output": result["total_token_throughput"],
+        "most requests under way": result["max_concurrent_requests"],
+    }
+    if plan.limits:
+        rows["requests per second within limits"] = result["request_goodput"]
+    print_table(f"Load on {plan.base_url}{plan.endpoint}", rows)
+    for name in plan.names:
+        suffix = f"_{name}_ms"
+        rows = {key.removesuffix(suffix): value for key, value in result.items() if key.endswith(suffix)}
+        print_table(f"{NAMES[name].capitalize()} (ms)", rows)
+
+
+def save(plan: Plan, result: dict[str, Any], answers: list[Answer]) -> None:
+    """Write the result file, with one list entry per request if asked for."""
+    stored = dict(result)
+    if plan.result.save_detailed:
+        stored |= {
+            "input_lens": [answer.prompt_len for answer in answers],
+            "output_lens": [answer.output_len for answer in answers],
+            "ttfts": [answer.ttft for answer in answers],
+            "itls": [answer.itls for answer in answers],
+            "start_times": [answer.start for answer in answers],
+            "generated_texts": [answer.text for answer in answers],
+            "errors": [answer.error for answer in answers],
+        }
+    label = plan.result.label or plan.target.backend
+    model = Path(result["model_id"]).name
+    name = plan.result.result_filename or f"{label}-{result['request_rate']}qps-{model}-{result['date']}.json"
+    write_json(Path(plan.result.result_dir) / name, stored, "result_dir")
+
+
+@contextlib.contextmanager
+def _progress(total: int, disabled: bool) -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error if that is a terminal; yield what is to be called per answer."""
+    if disabled or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(bar)

@@ -1,0 +1,232 @@
+"""`quire chat`: a conversation in the terminal, with a model in this process or behind `--url`.
+
+At a terminal it prompts and knows a few /commands; with standard input from a pipe each line is a turn of the user and
+only the replies are written, so that it can be scripted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import (
+    MODEL_HELP,
+    OFFLINE_GROUPS,
+    LogOptions,
+    engine_config,
+    open_async_llm,
+    options_from,
+    recommended_sampling,
+)
+from quire.cli.sampling import sampling_flags, sampling_values
+from quire.config import EngineConfig, option, option_fields
+from quire.errors import ConfigError, QuireError
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+Message = dict[str, str]
+COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
+NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+class Partner(Protocol):
+    """Whoever answers."""
+
+    name: str
+
+    def reply(self, messages: list[Message]) -> Generator[str, None, None]:
+        """Yield the answer piece by piece. Raises `QuireError`."""
+
+    def close(self) -> None:
+        """Release the model or the connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Conversation"""
+
+    url: str | None = option(
+        None, "Talk to a server, such as http://127.0.0.1:8000/v1, instead of loading a model.", metavar="URL"
+    )
+    api_key: str | None = option(None, "Key for the server at --url.", secret=True, metavar="KEY")
+    system: str | None = option(None, "System message at the start of the conversation.")
+
+
+FLAGS = [
+    *flags_of((ChatOptions,)),
+    *sampling_flags(exclude=NOT_FOR_CHAT, defaults={"max_tokens": "as many as fit"}),
+    *flags_of(OFFLINE_GROUPS),
+]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "chat",
+        usage="quire chat [OPTIONS] [MODEL]",
+        help="talk to a model",
+        description="Talk to a model. With input from a pipe, each line is a turn and only the replies are written.",
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until /exit or the end of input."""
+    values = given_values(args, FLAGS)
+    options: ChatOptions = options_from(ChatOptions, values)
+    sampling = {"max_tokens": None, **sampling_values(values)}
+    SamplingParams(**sampling)  # contradictions come to light before a model is loaded
+    setup_logging(options_from(LogOptions, values).log_level)
+    if options.url is None:
+        if options.api_key is not None:
+            raise ConfigError("api_key is of use only together with url", param="api_key")
+        config = engine_config(values)
+        partner: Partner = LocalModel(config, sampling)
+    else:
+        _refuse_engine_options(values)
+        from quire.cli.remote import RemoteModel
+
+        partner = RemoteModel(options.url, values.get("model"), options.api_key, sampling)
+    with contextlib.closing(partner):
+        talk = _talk_at_terminal if sys.stdin.isatty() else _talk_through_pipe
+        talk(partner, Conversation(options.system))
+    return 0
+
+
+def _refuse_engine_options(values: dict[str, Any]) -> None:
+    for item in option_fields(OFFLINE_GROUPS):
+        if item.name in values and item.name not in ("model", "log_level"):
+            raise ConfigError(f"{item.name} contradicts url: the server has its own", param=item.name)
+
+
+class Conversation:
+    """The messages so far."""
+
+    def __init__(self, system: str | None) -> None:
+        self._start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._start)
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = list(self._start)
+
+    def turn(self, text: str, partner: Partner) -> Generator[str, None, None]:
+        """Say `text` and yield the reply piece by piece; a turn that fails without a word of reply is forgotten."""
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            with contextlib.closing(partner.reply(list(self.messages))) as reply:
+                for piece in reply:
+                    pieces.append(piece)
+                    yield piece
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()
+
+
+class LocalModel:
+    """A model in this process. Its event loop runs only while a reply is awaited."""
+
+    def __init__(self, config: EngineConfig, sampling: dict[str, Any]) -> None:
+        self.name = config.model.model
+        self._runner = asyncio.Runner()
+        self._llm = open_async_llm(config)
+        try:
+            self._runner.run(self._llm.start())
+        except BaseException:
+            self.close()
+            raise
+        values = {**recommended_sampling(self._llm), **sampling, "output_kind": RequestOutputKind.DELTA}
+        self._params = SamplingParams(**values)
+
+    def reply(self, messages: list[Message]) -> Generator[str, None, None]:
+        """Yield the reply; the request is aborted if the caller stops early."""
+
+        async def start() -> Any:
+            return await self._llm.submit(await self._llm.chat_prompt(messages), self._params)
+
+        stream = self._runner.run(start())
+        try:
+            while (output := self._runner.run(_next(stream))) is not None:
+                if output.outputs[0].text:
+                    yield output.outputs[0].text
+        finally:
+            self._runner.run(stream.aclose())
+
+    def close(self) -> None:
+        """End the engine and the event loop."""
+        self._runner.run(self._llm.close())
+        self._runner.close()
+
+
+async def _next(stream: Any) -> Any:
+    return await anext(stream, None)
+
+
+def _talk_through_pipe(partner: Partner, conversation: Conversation) -> None:
+    for line in sys.stdin:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            for piece in conversation.turn(text, partner):
+                print(piece, end="", flush=True)
+            print()
+
+
+def _talk_at_terminal(partner: Partner, conversation: Conversation) -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives input() its line editing and history
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{partner.name}[/bold]  [dim]/help shows the commands[/dim]")
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if text == "/exit":
+            return
+        if text.startswith("/"):
+            _obey(text, conversation, console)
+        elif text:
+            _show_reply(text, partner, conversation, console)
+
+
+def _obey(command: str, conversation: Conversation, console: Any) -> None:
+    if command == "/reset":
+        conversation.reset()
+        console.print("[dim]the conversation starts anew[/dim]")
+        return
+    for name, effect in COMMANDS.items():
+        console.print(f"[dim]{name:8} {effect}[/dim]")
+
+
+def _show_reply(text: str, partner: Partner, conversation: Conversation, console: Any) -> None:
+    """Print the reply as it comes; Ctrl-C stops it and keeps what was said so far."""
+    pieces = conversation.turn(text, partner)
+    try:
+        for piece in pieces:
+            console.out(piece, end="")
+        console.print()
+    except KeyboardInterrupt:
+        pieces.close()
+        console.print("\n[dim]stopped[/dim]")
+    except QuireError as error:
+        console.print(f"\n[red]error:[/red] {error.message}", markup=True)

@@ -1,0 +1,224 @@
+"""`quire generate`: completes one prompt to the terminal as it comes, or many to JSON lines in the order they stood.
+
+Everything goes through one `AsyncLLM` with its engine in this process, so that many prompts share steps and the first
+result is written while others still run. A prompt that cannot be served becomes a line with an error; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import (
+    MODEL_HELP,
+    OFFLINE_GROUPS,
+    LogOptions,
+    engine_config,
+    open_async_llm,
+    options_from,
+    recommended_sampling,
+)
+from quire.cli.prompts import PromptLine, error_line, read_prompts, result_line
+from quire.cli.sampling import sampling_flags, sampling_values
+from quire.config import EngineConfig, option
+from quire.errors import ConfigError, RequestError
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.frontend.async_llm import AsyncLLM
+
+MAX_TOKENS = 256
+# Enough prompts in the engine that its batch never runs dry while results are collected.
+READY_PER_RUNNING = 2
+STDIN = "standard input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Input and output"""
+
+    prompt: str | None = option(None, "One prompt; its completion streams to standard output as plain text.")
+    input: str | None = option(
+        None, "File of prompts, one per line, or JSON lines; default: standard input.", metavar="FILE"
+    )
+    output: str | None = option(None, "File for results, as JSON lines; default: standard output.", metavar="FILE")
+
+
+FLAGS = [
+    *flags_of((GenerateOptions,)),
+    *sampling_flags(defaults={"max_tokens": MAX_TOKENS}),
+    *flags_of(OFFLINE_GROUPS),
+]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "generate",
+        usage="quire generate [OPTIONS] [MODEL]",
+        help="complete prompts",
+        description='Complete prompts. A line of input is a prompt, or JSON with "prompt", "messages" or '
+        '"prompt_token_ids" (and, if wanted, "id" and "sampling_params").',
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, FLAGS, short={"prompt": "-p", "input": "-i", "output": "-o"})
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; return 0, or 1 if any prompt failed."""
+    values = given_values(args, FLAGS)
+    config = engine_config(values)
+    options: GenerateOptions = options_from(GenerateOptions, values)
+    sampling = sampling_values(values)
+    SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})  # contradictions come to light before a model is loaded
+    setup_logging(options_from(LogOptions, values).log_level)
+    if options.prompt is not None and options.input is not None:
+        raise ConfigError("prompt contradicts input; give one of them", param="prompt")
+    if options.prompt is not None and options.output is None and not _needs_lines(sampling):
+        return asyncio.run(_stream(config, options.prompt, sampling))
+    prompts = _prompts(options)
+    with _open_output(options.output) as output:
+        failed = asyncio.run(_batch(config, prompts, sampling, output))
+    if failed:
+        print(f"error: {failed} of {len(prompts)} prompts failed; their lines say why", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _needs_lines(sampling: dict[str, Any]) -> bool:
+    """Whether the result is more than one text."""
+    return sampling.get("n", 1) > 1 or "logprobs" in sampling or "prompt_logprobs" in sampling
+
+
+def _prompts(options: GenerateOptions) -> list[PromptLine]:
+    if options.prompt is not None:
+        return [PromptLine(index=0, source={"prompt": options.prompt}, key="prompt", value=options.prompt, params={})]
+    if options.input is None:
+        if sys.stdin.isatty():
+            raise ConfigError("there is nothing to complete: give --prompt TEXT, --input FILE, or lines on stdin")
+        return read_prompts(sys.stdin, STDIN)
+    try:
+        with open(options.input, encoding="utf-8") as lines:
+            return read_prompts(lines, options.input)
+    except OSError as error:
+        raise ConfigError(f"input: cannot read {options.input!r}: {error.strerror}", param="input") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"input: {options.input!r} is not UTF-8 text: {error}", param="input") from None
+
+
+@contextlib.contextmanager
+def _open_output(path: str | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes one line; each line is flushed, so that a reader sees results as they come."""
+    if path is None:
+        yield lambda line: print(line, flush=True)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"output: cannot write {path!r}: {error.strerror}", param="output") from None
+        yield lambda line: print(line, file=file, flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _started(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
+    llm = open_async_llm(config)
+    try:
+        await llm.start()
+        yield llm
+    finally:
+        await llm.close()
+
+
+def _merged(llm: AsyncLLM, *layers: dict[str, Any]) -> SamplingParams:
+    """Build parameters: the model's recommended values, overridden by each layer in turn."""
+    values: dict[str, Any] = {"max_tokens": MAX_TOKENS, **recommended_sampling(llm)}
+    for layer in layers:
+        values |= layer
+    return SamplingParams(**values)
+
+
+async def _stream(config: EngineConfig, prompt: str, sampling: dict[str, Any]) -> int:
+    """Write the completion of one prompt to standard output while it is generated."""
+    async with _started(config) as llm:
+        params = _merged(llm, sampling, {"output_kind": RequestOutputKind.DELTA})
+        async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
+            async for output in stream:
+                sys.stdout.write(output.outputs[0].text)
+                sys.stdout.flush()
+    print()
+    return 0
+
+
+async def _batch(
+    config: EngineConfig, prompts: list[PromptLine], sampling: dict[str, Any], write: Callable[[str], None]
+) -> int:
+    """Complete all prompts, write their results in order, and return how many failed."""
+    async with _started(config) as llm:
+        room = asyncio.Semaphore(_prompts_at_once(config, sampling.get("n", 1)))
+
+        async def complete(prompt: PromptLine) -> RequestOutput | RequestError:
+            async with room:
+                try:
+                    return await _complete(llm, prompt, sampling)
+                except RequestError as error:
+                    return error
+
+        failed = 0
+        tasks = [asyncio.create_task(complete(prompt)) for prompt in prompts]
+        try:
+            with _progress(tasks):
+                for prompt, task in zip(prompts, tasks, strict=True):
+                    result = await task
+                    if isinstance(result, RequestError):
+                        failed += 1
+                        write(error_line(prompt, result))
+                    else:
+                        write(result_line(prompt, result))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return failed
+
+
+def _prompts_at_once(config: EngineConfig, n: int) -> int:
+    most = READY_PER_RUNNING * config.scheduler.max_num_seqs
+    if config.scheduler.max_num_queued_reqs is not None:
+        most = min(most, config.scheduler.max_num_queued_reqs)
+    return max(1, most // n)
+
+
+async def _complete(llm: AsyncLLM, prompt: PromptLine, sampling: dict[str, Any]) -> RequestOutput:
+    params = _merged(llm, sampling, prompt.params, {"output_kind": RequestOutputKind.FINAL_ONLY})
+    asked = await llm.chat_prompt(prompt.value) if prompt.key == "messages" else prompt.value
+    async with contextlib.aclosing(await llm.submit(asked, params)) as stream:
+        async for output in stream:
+            final = output
+    return final
+
+
+@contextlib.contextmanager
+def _progress(tasks: list[asyncio.Task[Any]]) -> Iterator[None]:
+    """Show a bar on standard error while the tasks run, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("prompts", total=len(tasks))
+        for task in tasks:
+            task.add_done_callback(lambda _: progress.advance(bar))
+        yield

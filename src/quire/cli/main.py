@@ -1,0 +1,83 @@
+"""Entry point of the `quire` command: picks the command, and turns every failure into one line and an exit code.
+
+A command is a module with `add_parser(subparsers)` and `run(args) -> int`; only the chosen one is imported, and it
+imports what is heavy after its arguments are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from quire.cli.parser import Parser, nearest, printable
+from quire.errors import ConfigError, QuireError
+from quire.version import __version__
+
+COMMANDS = {
+    "serve": ("quire.cli.serve", "Serve a model over HTTP, with the OpenAI API."),
+    "chat": ("quire.cli.chat", "Talk to a model in the terminal."),
+    "generate": ("quire.cli.generate", "Complete prompts from a file, standard input, or the command line."),
+    "bench": ("quire.cli.bench", "Measure latency, throughput, or a running server."),
+    "train": ("quire.cli.train", "Train a small model from scratch."),
+}
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; argparse's --help and --version raise SystemExit(0)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone (`quire generate | head`); keep Python from complaining again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except QuireError as error:
+        return _report(error, error.message, error.exit_code, words)
+    except Exception as error:  # the boundary of the process: a bug, reported as one
+        text = f"unexpected {type(error).__name__}: {error}; --debug shows where"
+        return _report(error, text, QuireError.exit_code, words)
+
+
+def _run(words: list[str]) -> int:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        raise ConfigError(f"unknown command {printable(name)}{nearest(name, list(COMMANDS))}")
+    args = _build_parser(name).parse_args(words)
+    if args.command is None:
+        _build_parser(None).print_help(sys.stderr)
+        return ConfigError.exit_code
+    return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+
+
+def _build_parser(chosen: str | None) -> Parser:
+    """Build the parser with the arguments of the chosen command; the others appear by name only."""
+    parser = Parser(prog="quire", description="An LLM inference and serving engine in pure Python.")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (module, summary) in COMMANDS.items():
+        if name == chosen:
+            command = importlib.import_module(module).add_parser(commands)
+            command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+        else:
+            commands.add_parser(name, help=summary)
+    return parser
+
+
+def _report(error: Exception, message: str, exit_code: int, words: list[str]) -> int:
+    if "--debug" in words:
+        traceback.print_exception(error, file=sys.stderr)
+    print("error: " + " ".join(message.splitlines()), file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

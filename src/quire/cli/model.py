@@ -1,0 +1,59 @@
+"""What `chat`, `generate` and the offline benchmarks share: their engine options, and an engine made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.config import CONFIG_GROUPS, EngineConfig, ServerConfig, option, option_fields
+
+if TYPE_CHECKING:
+    from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.llm import LLM
+
+MODEL_HELP = "model folder, Hugging Face id, or quire-demo (default); the same as --model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """Logging"""
+
+    log_level: str = option("warning", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
+
+
+OFFLINE_GROUPS = (*CONFIG_GROUPS, LogOptions)
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """Build the config from those of `values` that are engine options; the engine runs in this process."""
+    names = {item.name for item in option_fields(CONFIG_GROUPS)}
+    config = EngineConfig.from_kwargs(**{name: value for name, value in values.items() if name in names})
+    return dataclasses.replace(config, server=ServerConfig(engine="inline"))
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    """Load a model for synchronous use."""
+    from quire.frontend.llm import LLM
+
+    return LLM(config)
+
+
+def open_async_llm(config: EngineConfig) -> AsyncLLM:
+    """Make an engine for use from one event loop; the caller awaits `start`."""
+    from quire.frontend.async_llm import AsyncLLM
+
+    return AsyncLLM(config)
+
+
+def options_from(group: type, values: Mapping[str, Any]) -> Any:
+    """Build one option dataclass from checked values, ignoring those that belong to others."""
+    names = {item.name for item in dataclasses.fields(group)}
+    return group(**{name: value for name, value in values.items() if name in names})
+
+
+def recommended_sampling(llm: AsyncLLM) -> dict[str, Any]:
+    """Return the sampling values that the model's generation_config.json recommends, unless told to ignore it."""
+    front = llm.front_model
+    return dict(front.info.sampling_defaults) if front.use_sampling_defaults else {}

@@ -1,0 +1,84 @@
+"""`quire serve`: checks options and addresses in milliseconds, then hands over to the server."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import MODEL_HELP
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.errors import ConfigError, QuireError
+
+FLAGS = flags_of(SERVER_GROUPS)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "serve",
+        usage="quire serve [OPTIONS] [MODEL]",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP, with the OpenAI API. Without MODEL it serves the built-in one.",
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that needs no model, then serve until told to stop; return the exit code."""
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
+    check_server(config)
+    setup_logging(config.server.log_level)
+    from quire.server.run import run_server  # heavy: only once the options are known to be good
+
+    return run_server(config)
+
+
+def check_server(config: EngineConfig) -> None:
+    """Check names, files and the address.
+
+    Raises:
+        ConfigError: a repeated model name, a file that cannot be read, an address that is not this machine's.
+        QuireError: the port is taken; exit code 1, because trying again later may succeed.
+    """
+    names = config.model.served_model_name
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"served_model_name: {name!r} is given twice", param="served_model_name")
+    files = {
+        "ssl_certfile": config.server.ssl_certfile,
+        "ssl_keyfile": config.server.ssl_keyfile,
+        "chat_template": config.model.chat_template,
+    }
+    for option, path in files.items():
+        if path is not None and not os.access(path, os.R_OK):
+            reason = "cannot be read" if Path(path).exists() else "does not exist"
+            raise ConfigError(f"{option}: {path!r} {reason}", param=option)
+    check_address(config.server.host, config.server.port)
+
+
+def check_address(host: str, port: int) -> None:
+    """Bind to the address and let go of it again, so that a bad one is reported before a model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host: {host!r} is not an address: {error}", param="host") from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise QuireError(f"address already in use: {host}:{port}", param="port") from None
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="host") from None

@@ -1,0 +1,146 @@
+"""Options from flags and YAML: spelling, types, precedence, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cli.flags import add_flags, flags_of, given_values, read_yaml
+from quire.cli.parser import Parser
+from quire.config import SERVER_GROUPS, EngineConfig, option_fields
+from quire.errors import ConfigError
+
+FLAGS = flags_of(SERVER_GROUPS)
+
+
+def parse(*words: str) -> dict:
+    parser = Parser()
+    parser.add_argument("model_argument", nargs="?")
+    parser.add_argument("--config")
+    add_flags(parser, FLAGS)
+    return given_values(parser.parse_args(words), FLAGS)
+
+
+def test_nothing_given_means_nothing_set():
+    assert parse() == {}
+
+
+def test_values_get_their_types():
+    values = parse(
+        *("folder", "--port", "9000", "--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "2GiB"),
+        *("--no-enable-prefix-caching", "--hf-overrides", '{"a": {"b": 1}}', "--api-key", "x", "--api-key", "y"),
+    )
+    assert values == {
+        "model": "folder",
+        "port": 9000,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 2**31,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"a": {"b": 1}},
+        "api_key": ["x", "y"],
+    }
+    assert EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values).server.port == 9000
+
+
+def test_every_option_has_a_flag_that_sets_it():
+    samples = {int: "2", float: "0.5", str: "text", dict: "{}"}
+    for flag in FLAGS:
+        word = flag.choices[-1] if flag.choices else samples.get(flag.kind, "")
+        if flag.name in ("tensor_parallel_size", "max_body_bytes"):
+            word = {"tensor_parallel_size": "1", "max_body_bytes": "2kib"}[flag.name]
+        words = [flag.option] if flag.kind is bool else [flag.option, word]
+        assert set(parse(*words)) == {flag.name}
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "options.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path):
+    config = write(tmp_path, "port: 9000\nmax-num-seqs: 8\nmax_model_len: 64\nkv-cache-memory-bytes: 1MiB\n")
+    assert parse("--config", config, "--max-num-seqs", "4") == {
+        "port": 9000,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**20,
+    }
+
+
+def test_an_empty_yaml_file_sets_nothing(tmp_path):
+    assert parse("--config", write(tmp_path, "# nothing\n")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("prot: 1\n", ["unknown option prot", "did you mean port?"]),
+        ("port: 99999\n", ["port", "99999", "at most 65535"]),
+        ("port: '8000'\n", ["port", "integer"]),
+        ("port: true\n", ["port", "integer"]),
+        ("port: 1\nport: 2\n", ["port", "twice"]),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ["max_num_seqs", "twice"]),
+        ("dtype: banana\n", ["dtype", "banana"]),
+        ("api_key: ''\n", ["api_key"]),
+        ("enable_prefix_caching: 1\n", ["enable_prefix_caching", "true or false"]),
+        ("- port\n", ["mapping"]),
+        ("port: [\n", ["not valid YAML"]),
+        ("!!python/object/apply:os.system ['true']\n", ["not valid YAML"]),
+        ("1: 2\n", ["unknown option 1"]),
+    ],
+)
+def test_mistakes_in_yaml_are_named_with_the_file(tmp_path, text, parts):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", path)
+    for part in [path, *parts]:
+        assert part in caught.value.message
+
+
+def test_a_missing_yaml_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no\.yaml"):
+        parse("--config", str(tmp_path / "no.yaml"))
+
+
+WORDS = st.text("abc01 :{}[]'\"-#\u00e9")
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "port": st.integers(0, 65535),
+        "model": st.text("abc/. \u00e9", min_size=1),
+        "max_num_seqs": st.integers(1, 65536),
+        "gpu_memory_utilization": st.floats(0.01, 1.0),
+        "enable_prefix_caching": st.booleans(),
+        "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+        "api_key": st.lists(st.text("abc-\u00e9", min_size=1).filter(lambda key: key != "--"), min_size=1),
+        "hf_overrides": st.dictionaries(WORDS, st.integers() | st.none() | WORDS),
+    },
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(VALUES)
+def test_flags_and_yaml_mean_the_same(tmp_path_factory, values):
+    words: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                words.append(f"{flag}={json.dumps(item) if isinstance(item, dict) else item}")
+    path = tmp_path_factory.mktemp("yaml") / "options.yaml"
+    path.write_text(yaml.safe_dump(values, allow_unicode=True), "utf-8")
+    assert parse(*words) == values
+    assert read_yaml(path, FLAGS) == values
+
+
+def test_defaults_in_help_are_those_of_the_config():
+    shown = {flag.name: flag.default for flag in FLAGS}
+    assert shown == {item.name: item.default for item in option_fields(SERVER_GROUPS)}

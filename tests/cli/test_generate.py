@@ -1,0 +1,166 @@
+"""`quire generate`: what goes in, what comes out, what happens to bad prompts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.cli.prompts import read_prompts
+from quire.errors import ModelError, RequestError
+from quire.sampling_params import SamplingParams
+
+
+def lines_of(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_one_prompt_streams_plain_text(quire, fake_llm):
+    result = quire("generate", "--prompt", "there and", "--temperature", "0")
+    assert (result.code, result.out, result.err) == (0, "there and back\n", "")
+    assert fake_llm.closed and fake_llm.closed_streams == 1
+    (_, params), *_ = fake_llm.requests
+    assert (params.temperature, params.max_tokens) == (0.0, 256)
+
+
+def test_the_engine_runs_in_this_process_with_the_given_options(quire, fake_llm):
+    quire("generate", "folder", "-p", "x", "--max-num-seqs", "3")
+    assert fake_llm.config.model.model == "folder"
+    assert fake_llm.config.server.engine == "inline"
+    assert fake_llm.config.scheduler.max_num_seqs == 3
+
+
+def test_recommended_sampling_is_taken_unless_overridden(quire, fake_llm):
+    fake_llm.recommended = {"temperature": 0.6, "top_k": 20}
+    quire("generate", "-p", "x", "--top-k", "5")
+    (_, params), *_ = fake_llm.requests
+    assert (params.temperature, params.top_k) == (0.6, 5)
+
+
+def test_seed_serves_for_sampling_unless_it_has_its_own(quire, fake_llm):
+    quire("generate", "-p", "x", "--seed", "3")
+    quire("generate", "-p", "x", "--seed", "3", "--sampling-seed", "4")
+    assert [params.seed for _, params in fake_llm.requests] == [3, 4]
+
+
+def test_lines_of_text_become_lines_of_json_in_order(quire, fake_llm, type_in):
+    type_in("one", "", "two {", "three")
+    result = quire("generate")
+    results = lines_of(result.out)
+    assert [item["index"] for item in results] == [0, 1, 2]
+    assert [item["outputs"][0]["text"] for item in results] == ["one back", "two { back", "three back"]
+    assert results[0]["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0}
+    assert results[0]["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_json_lines_with_messages_ids_and_their_own_sampling(quire, fake_llm, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"prompt": "one", "id": "a"}\n'
+        '{"messages": [{"role": "user", "content": "hi"}], "sampling_params": {"max_tokens": 3, "n": 2}}\n'
+        '{"prompt_token_ids": [5, 6]}\n'
+    )
+    target = tmp_path / "out.jsonl"
+    result = quire("generate", "--input", str(source), "-o", str(target), "--max-tokens", "9")
+    assert (result.code, result.out) == (0, "")
+    first, second, third = lines_of(target.read_text())
+    assert (first["id"], first["prompt"]) == ("a", "one")
+    assert second["messages"] == [{"role": "user", "content": "hi"}]
+    assert len(second["outputs"]) == 2
+    assert third["prompt_token_ids"] == [5, 6]
+    asked = {str(prompt): params for prompt, params in fake_llm.requests}
+    assert asked["user:hi"].max_tokens == 3
+    assert asked["one"].max_tokens == 9
+
+
+def test_a_prompt_that_fails_is_reported_in_its_line_and_the_others_go_on(quire, fake_llm, type_in):
+    type_in("one", "too long", "three")
+    result = quire("generate")
+    assert result.code == 1
+    assert result.err == "error: 1 of 3 prompts failed; their lines say why\n"
+    first, second, third = lines_of(result.out)
+    assert second["error"] == {
+        "message": "the prompt does not fit",
+        "param": "prompt",
+        "code": "context_length_exceeded",
+    }
+    assert first["outputs"] and third["outputs"]
+
+
+def test_several_completions_of_one_prompt_come_as_json(quire, fake_llm):
+    (item,) = lines_of(quire("generate", "-p", "x", "--n", "2").out)
+    assert len(item["outputs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["-p", "x", "-i", "y"], "prompt contradicts input"),
+        (["-i", "/no/such/file"], "/no/such/file"),
+        (["-p", ""], "--prompt"),
+        (["-p", "x", "--temperature", "3"], "temperature"),
+        (["-p", "x", "--top-p", "0"], "top_p"),
+        (["-p", "x", "--min-tokens", "9", "--max-tokens", "3"], "min_tokens"),
+        (["-p", "x", "--stop", ""], "stop"),
+        (["-p", "x", "--logit-bias", '{"a": 1}'], "logit_bias"),
+        (["-p", "x", "--port", "3"], "unknown option --port"),
+        (["-p", "x", "-o", "/no/such/folder/out"], "/no/such/folder/out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_end_with_code_2_before_a_model_is_loaded(quire, fake_llm, words, part):
+    result = quire("generate", *words)
+    assert result.code == 2
+    assert part in result.err and result.err.count("\n") == 1
+    assert not fake_llm.started
+
+
+def test_nothing_to_complete_at_a_terminal_is_an_error(quire, fake_llm, type_in):
+    type_in(tty=True)
+    result = quire("generate")
+    assert result.code == 2
+    assert "--prompt" in result.err
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command(quire, fake_llm):
+    fake_llm.fail_start = ModelError("config.json is missing")
+    result = quire("generate", "-p", "x")
+    assert (result.code, result.err) == (2, "error: config.json is missing\n")
+    assert fake_llm.closed
+
+
+@pytest.mark.parametrize(
+    ("second", "part"),
+    [
+        ("plain", "not valid JSON"),
+        ("[1]", "JSON object"),
+        ('{"text": "x"}', "'text'"),
+        ('{"id": "x"}', "exactly one of"),
+        ('{"prompt": "x", "messages": []}', "exactly one of"),
+        ('{"prompt": 3}', "must be a string"),
+        ('{"messages": "x"}', "must be a list"),
+        ('{"prompt": "x", "sampling_params": 3}', "must be an object"),
+        ('{"prompt": "x", "sampling_params": {"temp": 3}}', "'temp'"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_runs(second, part):
+    with pytest.raises(RequestError) as caught:
+        read_prompts(['{"prompt": "x"}\n', "\n", second + "\n"], "in.jsonl")
+    assert caught.value.message.startswith("in.jsonl: line 3: ")
+    assert part in caught.value.message
+
+
+def test_braces_in_plain_text_stay_plain_text():
+    prompts = read_prompts(["{a}\n", '{"b": 1}\n'], "in.txt")
+    assert [prompt.value for prompt in prompts] == ["{a}", '{"b": 1}']
+
+
+def test_an_input_without_a_prompt_is_refused():
+    with pytest.raises(RequestError, match="no prompt"):
+        read_prompts(["\n", "  \n"], "in.txt")
+
+
+def test_every_sampling_field_is_offered_or_left_out_on_purpose():
+    from quire.cli.sampling import HELP
+
+    assert set(SamplingParams.__struct_fields__) - set(HELP) == {"detokenize", "output_kind"}

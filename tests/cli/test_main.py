@@ -1,0 +1,180 @@
+"""Bad command lines: one line on standard error, exit code 2, nothing heavy imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli import main as cli_main
+from quire.errors import EngineDeadError, ModelError
+
+HEAVY = ("torch", "numba", "numpy", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "rich", "yaml")
+
+BAD_FLAGS = [
+    (["--port", "99999"], ["--port", "99999", "65535"]),
+    (["--port", "-1"], ["--port", "-1"]),
+    (["--port", "abc"], ["--port", "'abc'", "integer"]),
+    (["--port"], ["--port", "expected"]),
+    (["--port", "1", "--port", "2"], ["--port", "more than once"]),
+    (["--port=1", "--port=8000"], ["--port", "more than once"]),
+    (["--host", "192.0.2.1"], ["192.0.2.1:8000"]),
+    (["--host", "no.such.host.invalid"], ["no.such.host.invalid"]),
+    (["--max-model-len", "0"], ["--max-model-len", "at least 1"]),
+    (["--max-model-len", "-1"], ["--max-model-len", "at least 1"]),
+    (["--max-num-seqs", "0"], ["--max-num-seqs", "at least 1"]),
+    (["--max-num-seqs", "1e3"], ["--max-num-seqs", "integer"]),
+    (["--dtype", "banana"], ["--dtype", "banana", "bfloat16"]),
+    (["--tensor-parallel-size", "3"], ["--tensor-parallel-size", "3"]),
+    (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "at most 1"]),
+    (["--gpu-memory-utilization", "nan"], ["--gpu-memory-utilization", "nan"]),
+    (["--kv-cache-memory-bytes", "1XB"], ["--kv-cache-memory-bytes", "1XB"]),
+    (["--kv-cache-memory-bytes", "1GiB", "--num-gpu-blocks-override", "3"], ["contradicts"]),
+    (["--api-key", ""], ["--api-key", "non-empty"]),
+    (["--api-key=--"], ["--api-key", "'--'"]),
+    (["--model", ""], ["--model", "non-empty"]),
+    (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
+    (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON object"]),
+    (["--unknown-flag"], ["--unknown-flag"]),
+    (["--max-model-length", "7"], ["--max-model-length", "did you mean --max-model-len?"]),
+    (["--max-model", "7"], ["unknown option --max-model"]),
+    (["--evil\x1b[31m"], ["\\x1b"]),
+    (["one", "two"], ["unexpected argument 'two'"]),
+    (["one", "--model", "two"], ["twice"]),
+    (["--served-model-name", "a", "--served-model-name", "a"], ["'a'", "twice"]),
+    (["--enable-prefix-caching", "--no-enable-prefix-caching"], ["more than once"]),
+    (["--no-port"], ["unknown option --no-port"]),
+    (["--ssl-certfile", "cert.pem"], ["ssl_keyfile"]),
+    (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], ["no.pem", "does not exist"]),
+    (["--chat-template", "no.jinja"], ["no.jinja", "does not exist"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), BAD_FLAGS, ids=lambda value: " ".join(value) if value else "")
+def test_bad_serve_flags_are_refused_in_one_line(quire, flags, parts):
+    result = quire("serve", *flags)
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert result.err.rstrip("\n").isprintable()
+    for part in parts:
+        assert part in result.err
+
+
+def test_a_secret_is_not_repeated_in_an_error(quire, tmp_path: Path):
+    config = tmp_path / "serve.yaml"
+    config.write_text("api_key: [hunter2, '']\n")
+    assert "hunter2" not in quire("serve", "--config", str(config)).err
+
+
+def test_a_port_in_use_is_reported_before_the_model_loads(quire):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = quire("serve", "--port", str(port))
+    assert result.code == 1
+    assert result.err == f"error: address already in use: 127.0.0.1:{port}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["serve", "--help"],
+        ["chat", "--help"],
+        ["generate", "--help"],
+        ["bench", "serve", "--help"],
+        ["serve", "--port", "abc"],
+        ["serve", "--host", "192.0.2.1"],
+        ["generate", "--temperature", "3"],
+        ["bench", "throughput", "--num-prompts", "0"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported_before_arguments_are_checked(words):
+    code = f"""
+import sys
+from quire.cli.main import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_the_commands_are_listed(quire, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        quire("--help")
+    assert leaving.value.code == 0
+    shown = capsys.readouterr().out
+    for name in ("serve", "chat", "generate", "bench", "train"):
+        assert name in shown
+
+
+def test_no_command_shows_help_and_fails(quire):
+    result = quire()
+    assert result.code == 2
+    assert "usage: quire" in result.err
+
+
+def test_an_unknown_command_names_the_nearest(quire):
+    result = quire("serv")
+    assert (result.code, result.err) == (2, "error: unknown command serv; did you mean serve?\n")
+
+
+def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("quire.cli.serve.run", run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (ModelError("model.safetensors: is cut short"), 2, "error: model.safetensors: is cut short\n"),
+        (EngineDeadError("two\nlines"), 1, "error: two lines\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (ZeroDivisionError("oops"), 1, "error: unexpected ZeroDivisionError: oops; --debug shows where\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_failure_has_an_exit_code_and_at_most_one_line(quire, monkeypatch, error, code, shown):
+    _fail_with(monkeypatch, error)
+    result = quire("serve")
+    assert (result.code, result.err) == (code, shown)
+
+
+@pytest.mark.parametrize("words", [["--debug", "serve"], ["serve", "--debug"]], ids=" ".join)
+def test_debug_shows_the_traceback(quire, monkeypatch, words):
+    _fail_with(monkeypatch, ModelError("bad"))
+    result = quire(*words)
+    assert result.code == 2
+    assert "Traceback" in result.err
+    assert result.err.endswith("error: bad\n")
+
+
+def test_a_reader_that_went_away_is_no_error():
+    code = "from quire.cli import main; import sys; main.COMMANDS and sys.exit(main.main(['--help']))"
+    done = subprocess.run(
+        f"{sys.executable} -c {code!r} | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_every_command_module_has_the_two_functions():
+    import importlib
+
+    for module, _ in cli_main.COMMANDS.values():
+        loaded = importlib.import_module(module)
+        assert callable(loaded.add_parser) and callable(loaded.run)
