@@ -265,7 +265,8 @@ def test_pickles_are_named_and_never_opened(folder: Path, name: str, tmp_path: P
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     assert refusal(folder) == (
-        "FOLDER: no weights (expected model.safetensors or model.safetensors.index.json and its shards)"
+        "FOLDER: no safetensors weights (expected model.safetensors, or model.safetensors.index.json and its shards; "
+        "pickle weights are not supported)"
     )
 
 

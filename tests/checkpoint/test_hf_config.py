@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.helpers.checkpoints import PLAIN_CONFIG
 
 from quire.checkpoint.families import FAMILIES
@@ -16,6 +18,17 @@ from quire.errors import ModelError
 from quire.models.registry import MODELS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+ROPE_KEYS = {"rope_type", "type", "factor", "rope_theta", "short_factor", "full_attention", "low_freq_factor"}
+CONFIG_KEYS = sorted(
+    {
+        *PLAIN_CONFIG,
+        *ROPE_KEYS,
+        *("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "max_window_layers", "dtype"),
+        *("torch_dtype", "quantization_config", "auto_map", "head_dim", "num_key_value_heads", "n_inner", "ffn_dim"),
+        *("original_max_position_embeddings", "partial_rotary_factor", "tie_word_embeddings", "hidden_act"),
+    }
+)
 
 
 @pytest.fixture
@@ -191,6 +204,8 @@ def test_rope_given_per_layer_type_must_agree(read: Any) -> None:
         ({"rope_type": "linear"}, "rope_scaling.factor is missing (expected a number above 0)"),
         ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor is -2 (expected a number above 0)"),
         ({"rope_type": "yarn", "factor": 1e999}, "rope_scaling.factor is inf"),
+        ({"rope_type": "linear", "factor": 1e30}, "rope_scaling.factor is 1e+30 (expected a stretch to a context of 1"),
+        ({"rope_type": "yarn", "factor": 1e-3}, "rope_scaling.factor is 0.001 (expected a stretch to a context of 1"),
         ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
         (
             {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4},
@@ -275,3 +290,25 @@ def test_family_options_are_read_with_their_type(read: Any) -> None:
     assert fields.integer("n_ctx") == 3
     with pytest.raises(ModelError, match=r"config\.json: n_ctx is 3 \(expected true or false\)"):
         fields.flag("n_ctx")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("sliding_attention"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(ROPE_KEYS)), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(architecture=st.sampled_from(sorted(FAMILIES)), key=st.sampled_from(CONFIG_KEYS), value=JSON, use=st.booleans())
+def test_any_value_is_understood_or_refused(
+    architecture: str, key: str, value: Any, use: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    config = {**PLAIN_CONFIG, "architectures": [architecture], "ffn_dim": 48, "use_sliding_window": use, key: value}
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    (folder / "config.json").write_text(json.dumps({**gpt2, **config}))
+    try:
+        assert load_model_info(folder).max_model_len >= 1
+    except ModelError as error:
+        assert "\n" not in error.message

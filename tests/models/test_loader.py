@@ -43,7 +43,7 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(tmp_path: Path) ->
     assert np.abs(first).max() > 1e-3
     np.testing.assert_array_equal(first, logits(tmp_path, load_format="dummy", seed=0))
     assert not np.array_equal(first, logits(tmp_path, load_format="dummy", seed=1))
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="no safetensors weights"):
         logits(tmp_path)
 
 

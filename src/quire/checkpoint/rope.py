@@ -12,6 +12,7 @@ from quire.checkpoint.fields import Fields
 from quire.errors import ModelError, echo
 
 DEFAULT_THETA = 10000.0
+MAX_CONTEXT = 2**27
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ALIASES = {"su": "longrope"}
 
@@ -99,7 +100,10 @@ def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
     )
-    return _with_type_fields(common, rope)
+    parsed = _with_type_fields(common, rope)
+    if not 1 <= parsed.longest_max_len <= MAX_CONTEXT:
+        raise rope.error("factor", f"a stretch to a context of 1 to {MAX_CONTEXT} tokens")
+    return parsed
 
 
 def _rope_object(config: Fields) -> Fields:

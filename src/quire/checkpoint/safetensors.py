@@ -215,6 +215,9 @@ class Checkpoint:
                 raise ModelError(
                     f"{self.folder / pickles[0]}: pickle weights are not supported (expected *.safetensors files)"
                 )
-            raise ModelError(f"{self.folder}: no weights (expected {SINGLE_FILE} or {INDEX_FILE} and its shards)")
+            raise ModelError(
+                f"{self.folder}: no safetensors weights (expected {SINGLE_FILE}, or {INDEX_FILE} and its shards; "
+                f"pickle weights are not supported)"
+            )
         for path in files:
             self._add(SafetensorsFile(path))
