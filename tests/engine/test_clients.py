@@ -88,6 +88,31 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["process", "inline"])
+def test_the_front_hears_that_nothing_runs_any_more(folder: Path, kind: str) -> None:
+    async def scenario() -> None:
+        client = create_client(config_for(folder, max_num_seqs=1), kind)
+        try:
+            await client.start()
+            for request_id in ("running", "waiting"):
+                client.send(request(request_id, max_tokens=100_000))
+            await client.receive()
+            client.send(AbortRequests(request_ids=["running", "waiting"]))
+            # Added and aborted in one go: no step ever sees this one.
+            client.send(request("brief"))
+            client.send(AbortRequests(request_ids=["brief"]))
+            while True:
+                news = await client.receive()
+                assert isinstance(news, EngineOutputs)
+                if news.stats.num_running == news.stats.num_waiting == 0:
+                    assert news.stats.num_free_blocks == 64
+                    return
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("kind", ["process", "inline"])
 def test_a_model_that_cannot_be_loaded_is_reported_at_start(tmp_path: Path, kind: str) -> None:
     async def scenario() -> None:
         client = create_client(config_for(tmp_path / "nowhere"), kind)

@@ -114,6 +114,10 @@ class EngineCore:
             outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
         return EngineOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=self.clock())
 
+    def snapshot(self) -> EngineOutputs:
+        """Return the current stats, without news of any request."""
+        return EngineOutputs(outputs=[], stats=self.scheduler.stats(), timestamp=self.clock())
+
     def call(self, method: str) -> dict[str, int | float | str | bool]:
         """Run an operation between steps. Raises `ConfigError` for an unknown one."""
         if method == "reset_prefix_cache":

@@ -9,20 +9,13 @@ import threading
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import (
-    AbortRequests,
-    AddRequest,
-    Call,
-    CallResult,
-    EngineOutputs,
-    FromEngine,
-    Ready,
-    Shutdown,
-    ToEngine,
-)
+from quire.engine.loop import apply, run
+from quire.engine.messages import CallResult, EngineOutputs, FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 60.0
 
 
 class InlineEngine:
@@ -51,23 +44,6 @@ class InlineEngine:
     def close(self) -> None:
         """Release model and memory."""
         self.core.close()
-
-
-def apply(core: EngineCore, message: ToEngine) -> CallResult | None:
-    """Carry out one message on the core; return the answer to a `Call`."""
-    match message:
-        case AddRequest():
-            core.add(message)
-        case AbortRequests():
-            core.abort(message)
-        case Call():
-            try:
-                return CallResult(call_id=message.call_id, value=core.call(message.method))
-            except QuireError as error:
-                return CallResult(call_id=message.call_id, error=error.message)
-        case Shutdown():
-            raise AssertionError("the loops handle Shutdown themselves")
-    return None
 
 
 class ThreadClient:
@@ -126,7 +102,7 @@ class ThreadClient:
         try:
             core = EngineCore(self._config)
             self._deliver(core.ready)
-            self._serve(core)
+            run(core, self._receive, self._deliver)
             self._deliver(EngineDeadError("the engine was closed"))
         except Exception as error:  # thread boundary: the front must hear of whatever ended the engine
             if not isinstance(error, QuireError):
@@ -136,15 +112,8 @@ class ThreadClient:
             if core is not None:
                 core.close()
 
-    def _serve(self, core: EngineCore) -> None:
-        while True:
-            while not (core.has_unfinished() and self._inbox.empty()):
-                message = self._inbox.get()
-                if isinstance(message, Shutdown):
-                    return
-                answer = apply(core, message)
-                if answer is not None:
-                    self._deliver(answer)
-            outputs = core.step()
-            if outputs.outputs:
-                self._deliver(outputs)
+    def _receive(self, wait: bool) -> ToEngine | None:
+        try:
+            return self._inbox.get(block=wait, timeout=_IDLE_SECONDS if wait else None)
+        except queue.Empty:
+            return None

@@ -200,7 +200,7 @@ def _die_with_parent() -> None:
 def serve(directory: str, config: EngineConfig) -> int:
     """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
     from quire.engine.core import EngineCore
-    from quire.engine.inline import apply
+    from quire.engine.loop import run
 
     encoder = msgspec.msgpack.Encoder()
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -213,31 +213,24 @@ def serve(directory: str, config: EngineConfig) -> int:
         socket.setsockopt(zmq.LINGER, 2000)
     inbox.bind(f"ipc://{directory}/to-engine")
     outbox.connect(f"ipc://{directory}/from-engine")
+
+    def receive(wait: bool) -> ToEngine | None:
+        return decoder.decode(inbox.recv()) if inbox.poll(_IDLE_MILLISECONDS if wait else 0) else None
+
+    def send(message: FromEngine) -> None:
+        outbox.send(encoder.encode(message))
+
     try:
         core = EngineCore(config)
-        outbox.send(encoder.encode(core.ready))
-        while True:
-            busy = core.has_unfinished()
-            while inbox.poll(0 if busy else _IDLE_MILLISECONDS):
-                message = decoder.decode(inbox.recv())
-                if isinstance(message, Shutdown):
-                    return 0
-                answer = apply(core, message)
-                if answer is not None:
-                    outbox.send(encoder.encode(answer))
-                busy = core.has_unfinished()
-            if busy:
-                outputs = core.step()
-                if outputs.outputs:
-                    outbox.send(encoder.encode(outputs))
-            elif os.getppid() != parent:
-                return 0
+        send(core.ready)
+        run(core, receive, send, alive=lambda: os.getppid() == parent)
+        return 0
     except QuireError as error:
-        outbox.send(encoder.encode(Failed(error.message, error.param, error.exit_code)))
+        send(Failed(error.message, error.param, error.exit_code))
         return error.exit_code
     except Exception as error:  # process boundary: the front must hear of whatever ended the engine
         logger.exception("the engine process failed")
-        outbox.send(encoder.encode(Failed(f"the engine failed: {type(error).__name__}", None, 1)))
+        send(Failed(f"the engine failed: {type(error).__name__}", None, 1))
         return 1
     finally:
         inbox.close()

@@ -1,0 +1,63 @@
+"""The engine's main loop, the same in a thread and in a process: apply messages, step, send the news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, FromEngine, Shutdown, ToEngine
+from quire.errors import QuireError
+
+
+def apply(core: EngineCore, message: ToEngine) -> CallResult | None:
+    """Carry out one message on the core; return the answer to a `Call`. `Shutdown` is the loop's own business."""
+    match message:
+        case AddRequest():
+            core.add(message)
+        case AbortRequests():
+            core.abort(message)
+        case Call():
+            try:
+                return CallResult(call_id=message.call_id, value=core.call(message.method))
+            except QuireError as error:
+                return CallResult(call_id=message.call_id, error=error.message)
+        case Shutdown():
+            raise AssertionError("Shutdown ends the loop and is never applied")
+    return None
+
+
+def run(
+    core: EngineCore,
+    receive: Callable[[bool], ToEngine | None],
+    send: Callable[[FromEngine], None],
+    alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Serve until a `Shutdown` arrives or `alive` says that nobody is left to serve.
+
+    Args:
+        receive: return the next message, or None. With True, wait for one, though not forever.
+        send: deliver to the front.
+    """
+    told_idle = True  # whether the front knows that nothing runs
+    while True:
+        message = receive(not core.has_unfinished())
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            told_idle = told_idle and not isinstance(message, AddRequest)
+            answer = apply(core, message)
+            if answer is not None:
+                send(answer)
+            message = receive(False)
+        if core.has_unfinished():
+            outputs = core.step()
+            idle = not core.has_unfinished()
+            if outputs.outputs or idle:
+                send(outputs)
+            told_idle = idle
+        elif not told_idle:
+            # The last requests were aborted before a step saw them: the front's gauges would keep showing them.
+            send(core.snapshot())
+            told_idle = True
+        elif not alive():
+            return
