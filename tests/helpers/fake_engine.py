@@ -367,4 +367,4 @@ def fake_llm(
     engine = FakeEngine(
         vocab_size=front.info.vocab_size, max_model_len=front.info.max_model_len, reply=reply or letters
     )
-    return LLM(engine=engine, front_model=front, **options), engine
+    return LLM.from_parts(EngineConfig.from_kwargs(**options), engine, front), engine

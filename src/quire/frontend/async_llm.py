@@ -71,11 +71,11 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         while True:
-            if self._state.error is not None:
-                raise self._state.error
             output = self._state.take()
             if output is not None:
                 return output
+            if self._state.error is not None:
+                raise self._state.error
             if self._state.finished:
                 raise StopAsyncIteration
             self._news.clear()
@@ -138,7 +138,7 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._num_admitting = 0
-        self._dead: EngineDeadError | None = None
+        self._dead: QuireError | None = None
         self._stats = SchedulerStats()
         limits = self.config.scheduler
         self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
@@ -149,9 +149,10 @@ class AsyncLLM:
         Raises:
             QuireError: the options or the model are unusable.
         """
+        if self._receiver is not None:
+            return
         async with self._starting:
-            if self._dead is not None:
-                raise self._dead
+            await self.check_health()
             if self._receiver is not None:
                 return
             self._loop = asyncio.get_running_loop()
@@ -162,7 +163,8 @@ class AsyncLLM:
                     self._front = await self._in_thread(lambda: load_front_model(self.config))
                 ready = await engine
                 self._processor = self._front.processor(ready)
-            except BaseException:
+            except BaseException as error:
+                self._dead = error if isinstance(error, QuireError) else EngineDeadError("the engine did not start")
                 engine.cancel()
                 await asyncio.gather(engine, return_exceptions=True)
                 await self._client.close()
@@ -268,7 +270,7 @@ class AsyncLLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                variables=chat_template_kwargs,
             )
 
         return await self._in_thread(render) if text_size(messages) > THREAD_CHARS else render()
@@ -319,7 +321,7 @@ class AsyncLLM:
         await self.call("reset_prefix_cache")
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine is gone."""
+        """Raise `EngineDeadError` if the engine is gone, or what kept it from starting."""
         if self._dead is not None:
             raise self._dead
 
@@ -366,7 +368,7 @@ class AsyncLLM:
         else:
             answer.set_result(result.value or {})
 
-    def _die(self, error: EngineDeadError) -> None:
+    def _die(self, error: QuireError) -> None:
         if self._dead is None:
             self._dead = error
         self._outputs.fail_all(self._dead)

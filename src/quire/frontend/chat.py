@@ -87,10 +87,11 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         processor: Processor | None = None,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, in which every control token is the template's.
 
@@ -100,7 +101,7 @@ class ChatTemplate:
         Raises:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
         """
-        options = _Options(messages, add_generation_prompt, continue_final_message, tools, variables)
+        options = _Options(messages, add_generation_prompt, continue_final_message, tools, variables or {})
         seen = _Seen(self._first_chars)
         text = self._render(options, seen)
         if processor is not None:

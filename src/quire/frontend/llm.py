@@ -12,6 +12,7 @@ from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
 from quire.errors import EngineDeadError, RequestError
+from quire.frontend.interrupt import deferred_interrupt
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Prompt, prompt_text
@@ -29,38 +30,44 @@ Message = Mapping[str, Any]
 class LLM:
     """A model, its memory, and everything to generate with it. Use it as a context manager, or call `close`.
 
+    One thread at a time may use it.
+
     Args:
         model: folder, Hugging Face id, or "quire-demo".
         options: any option of `EngineConfig`, by name.
-        engine, front_model: what would be made from the options otherwise (for tests and for embedding).
 
     Raises:
         ConfigError: an unknown option (the message has the nearest known one), or a bad value.
         ModelError: the model cannot be served; the message names file and field.
     """
 
-    def __init__(
-        self,
-        model: str = DEMO_MODEL,
-        *,
-        engine: InlineEngine | None = None,
-        front_model: FrontModel | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
         self._engine: InlineEngine | None = None
-        self.config = EngineConfig.from_kwargs(model=model, **options)
-        self._front = front_model or load_front_model(self.config)
-        self._engine = engine or create_inline_engine(self.config)
-        self._processor = self._front.processor(self._engine.ready)
-        self._outputs = OutputProcessor(self._front.tokenizer)
+        config = EngineConfig.from_kwargs(model=model, **options)
+        front_model = load_front_model(config)  # first, since a bad folder shows here without loading weights
+        self._set_up(config, create_inline_engine(config), front_model)
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, engine: InlineEngine, front_model: FrontModel) -> LLM:
+        """Put an `LLM` together from parts made elsewhere; it closes the engine when it is closed."""
+        llm = cls.__new__(cls)
+        llm._set_up(config, engine, front_model)
+        return llm
+
+    def _set_up(self, config: EngineConfig, engine: InlineEngine, front_model: FrontModel) -> None:
+        self.config = config
+        self._engine = engine
+        self._front = front_model
+        self._processor = front_model.processor(engine.ready)
+        self._outputs = OutputProcessor(front_model.tokenizer)
         self._num_requests = 0
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as the engine sees fit; return the outputs in the order of the prompts.
@@ -82,8 +89,8 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -109,7 +116,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                variables=chat_template_kwargs,
             )
             for conversation in conversations
         ]
@@ -127,9 +134,17 @@ class LLM:
         priorities = _one_each(priority, len(prompts), "priority")
         states = self._admit(prompts, params, priorities)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
-        with self._aborting(states), progress_bar(len(states), num_prompt_tokens, enabled=use_tqdm) as progress:
-            while any(not state.finished for state in states):
-                self._step(engine, progress)
+        left = len(states)
+        with (
+            deferred_interrupt() as check_interrupt,
+            self._aborting(states),
+            progress_bar(left, num_prompt_tokens, enabled=use_tqdm) as progress,
+        ):
+            while left:
+                check_interrupt()
+                if not engine.has_unfinished():
+                    raise EngineDeadError(f"the engine lost {left} requests")
+                left -= self._step(engine, progress)
         outputs = [state.take() for state in states]
         return [output for output in outputs if output is not None]
 
@@ -169,13 +184,15 @@ class LLM:
                 engine.send(add)
         return states
 
-    def _step(self, engine: InlineEngine, progress: Progress) -> None:
+    def _step(self, engine: InlineEngine, progress: Progress) -> int:
+        """Run a step; return how many requests it finished."""
         outputs = engine.step()
         updated, aborts = self._outputs.process(outputs)
         if aborts:
             engine.send(AbortRequests(request_ids=aborts))
-        num_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
-        progress.advance(sum(state.finished for state in updated), num_tokens)
+        num_finished = sum(state.finished for state in updated)
+        progress.advance(num_finished, sum(len(output.new_token_ids) for output in outputs.outputs))
+        return num_finished
 
     @contextlib.contextmanager
     def _aborting(self, states: Sequence[RequestState]) -> Iterator[None]:

@@ -184,9 +184,10 @@ class RequestState:
             self.notify()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error instead of an output."""
+        """End the request with an error, which comes after what `take` still has."""
         self.error = error
-        self.touch()
+        if self.notify is not None:
+            self.notify()
 
     def take(self) -> RequestOutput | None:
         """Return the next output, or None if there is nothing new yet."""

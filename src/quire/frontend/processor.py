@@ -19,7 +19,7 @@ from typing import Any
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, echo
 from quire.frontend.tokenizer import Tokenizer, check_text
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
 
@@ -198,6 +198,8 @@ class Processor:
         ]
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.output_kind not in list(RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {echo(params.output_kind)}")
         check_ids(params.stop_token_ids or [], self.vocab_size, "stop_token_ids")
         if params.allowed_token_ids is not None:
             check_ids(params.allowed_token_ids, self.vocab_size, "allowed_token_ids")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,20 @@ def _read_text(path: Path, most: int) -> str:
 
 def _load(path: Path) -> tokenizers.Tokenizer:
     regular_file_size(path)
+    return _build(lambda: tokenizers.Tokenizer.from_file(str(path)), f"{path}: not a tokenizer this version can read")
+
+
+def _build(make: Callable[[], tokenizers.Tokenizer], complaint: str) -> tokenizers.Tokenizer:
+    """Call into the library; whatever it raises becomes a `ModelError`."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ModelError(f"{path}: not a tokenizer this version can read ({_first_line(error)})") from None
+        return make()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # it raises plain Exception, and its panics are not even that
+        raise ModelError(f"{complaint} ({_first_line(error)})") from None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -113,15 +121,15 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str
         if len(pair) != 2:
             raise ModelError(f"{merges_path}: line {number} is not a pair of tokens")
         merges.append((pair[0], pair[1]))
-    try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # the library raises nothing more precise
-        raise ModelError(f"{folder}: {VOCAB_FILE} and {MERGES_FILE} do not fit ({_first_line(error)})") from None
+    backend = _build(
+        lambda: tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges)),
+        f"{folder}: {VOCAB_FILE} and {MERGES_FILE} do not fit",
+    )
     prefix_space = config.get("add_prefix_space") is True
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
     texts = dict.fromkeys(text for text in special.values() if text in vocab)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=True) for text in texts])
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
     bos = special.get("bos_token")
     if config.get("add_bos_token") is True and bos in vocab:
         backend.post_processor = processors.TemplateProcessing(
