@@ -40,13 +40,6 @@ def test_names_depend_on_the_key_and_random_keys_differ():
     assert name(BlockHasher(), [1, 2]) != name(BlockHasher(), [1, 2])
 
 
-def test_a_new_epoch_renames_everything():
-    hasher = BlockHasher(b"k")
-    before = name(hasher, [1, 2], "salt")
-    hasher.new_epoch()
-    assert name(hasher, [1, 2], "salt") != before
-
-
 def test_thousands_of_blocks_have_as_many_names():
     hasher = BlockHasher(b"k")
     assert len({hasher.extend(b"\0" * 16, [i, j]) for i in range(60) for j in range(60)}) == 3600

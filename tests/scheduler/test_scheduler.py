@@ -216,7 +216,27 @@ def test_a_resumed_sequence_finds_its_own_blocks_again(run, request_of):
     r.finish()
     resumed = [new for plan in r.plans for new in plan.new_sequences if new.request_id == "b"][1]
     assert resumed.num_computed_tokens > 0
-    assert r.first["b"].num_cached_tokens == 0, "its own earlier work is no prefix hit for the caller"
+    stats = r.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (14, 0), "its own earlier work is no prefix hit"
+
+
+def test_a_prefill_preempted_before_any_output_does_not_report_its_own_work_as_cached(run, request_of):
+    r = run(num_blocks=8, max_num_batched_tokens=4)
+    r.add(request_of("a", 4, 28))
+    r.step()
+    r.add(request_of("b", 24, 1))
+    r.finish()
+    assert r.last["b"].num_preemptions > 0
+    assert r.first["b"].num_cached_tokens == 0
+
+
+def test_after_its_prompt_logprobs_are_sent_a_resumed_sequence_reads_the_cache(run, request_of):
+    r = run(num_blocks=6)
+    r.add(request_of("a", 7, 12), request_of("b", 7, 8, prompt_logprobs=1))
+    r.finish()
+    resumed = [new for plan in r.plans for new in plan.new_sequences if new.request_id == "b"][1]
+    assert resumed.num_computed_tokens > 0
+    assert len(r.prompt_logprobs["b"]) == 6
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts(run, request_of):

@@ -21,23 +21,17 @@ class BlockHasher:
         key: up to 64 bytes; None draws a random one, right unless several processes must agree on names.
     """
 
-    __slots__ = ("_epoch", "_key")
+    __slots__ = ("_key",)
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
-        self._epoch = 0
 
     def root(self, cache_salt: str | None) -> bytes:
         """Return the parent of a sequence's first block; sequences share blocks only below the same root."""
-        salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
-        message = self._epoch.to_bytes(8, "little") + salt
+        message = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"root").digest()
 
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
         """Return the name of the block holding `token_ids`, which follows the block (or root) named `parent`."""
         message = parent + array("I", token_ids).tobytes()
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key).digest()
-
-    def new_epoch(self) -> None:
-        """Make all names given so far unreachable: chains that start from now on have other roots."""
-        self._epoch += 1

@@ -25,8 +25,7 @@ class CachedSequence(Protocol):
 
     Attributes:
         token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block table.
-        block_hashes: the root of the hash chain, then the names of the first full blocks as far as they were needed;
-            outlives the block table.
+        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block table.
         reads_prefix_cache: False when the sequence needs the logits of its whole prompt, and so must compute it.
     """
 
@@ -81,15 +80,9 @@ class KVCacheManager:
 
         At least one token is left to compute, since the next one is sampled from its logits; the number is a multiple
         of the block size. Takes no references: use the result in `allocate_slots` before anything else is allocated.
-        Every sequence passes here before its first allocation, and again after it was freed.
         """
         blocks: list[Block] = []
-        if not self.enable_prefix_caching:
-            return blocks, 0
-        root = self._hasher.root(request.cache_salt)
-        if request.block_hashes[:1] != [root]:  # first time, or the cache was reset since
-            request.block_hashes[:] = [root]
-        if request.reads_prefix_cache:
+        if self.enable_prefix_caching and request.reads_prefix_cache:
             for index in range((len(request.token_ids) - 1) // self.block_size):
                 block = self.pool.lookup(self._block_hash(request, index))
                 if block is None:
@@ -151,10 +144,9 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; return how many blocks had some.
 
-        Nothing computed before the reset, or from it, can be hit afterwards: sequences that hold blocks keep them,
-        but share neither these nor what they add to them, and the names of all others start from a new root.
+        Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
+        but share neither these nor what they add to them.
         """
-        self._hasher.new_epoch()
         self._unshared.update(self._tables)
         return self.pool.unregister_all()
 
@@ -175,7 +167,8 @@ class KVCacheManager:
     def _block_hash(self, request: CachedSequence, index: int) -> bytes:
         """Return the name of block `index`, which is full; blocks are asked for in order, each hashed once."""
         hashes = request.block_hashes
-        if index + 1 == len(hashes):
+        if index == len(hashes):
+            parent = hashes[-1] if hashes else self._hasher.root(request.cache_salt)
             start = index * self.block_size
-            hashes.append(self._hasher.extend(hashes[-1], request.token_ids[start : start + self.block_size]))
-        return hashes[index + 1]
+            hashes.append(self._hasher.extend(parent, request.token_ids[start : start + self.block_size]))
+        return hashes[index]
