@@ -52,11 +52,10 @@ def run_training(config: TrainConfig, progress: Callable[[str], None] | None = N
             began = time.monotonic()
             loss = train_step(config, model, optimizer, make_step_batch(config, sources, shares, step), step)
             row: dict[str, Any] = {"step": step + 1, "train_loss": loss}
-            is_last = step + 1 == stop
-            if (step + 1) % config.eval_every == 0 or is_last:
+            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 row["val_loss"] = {source.name: validation_loss(config, model, source) for source in sources}
             history.append(row)
-            if (step + 1) % config.save_every == 0 or is_last:
+            if (step + 1) % config.save_every == 0 or step + 1 == stop:
                 save_state(folder, config, model, optimizer, step + 1, history)
                 export_checkpoint(model, tokenizer, folder)
             report(row, config.batch_tokens / (time.monotonic() - began))

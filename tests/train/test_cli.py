@@ -1,0 +1,67 @@
+"""`quire train`: options come from TrainConfig, missing packages are named, a run leaves a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.train import add_parser, config_from_args, run
+from quire.train.config import TrainConfig, config_from_preset
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["train", *words])
+
+
+def test_no_options_give_the_defaults() -> None:
+    assert config_from_args(parse()) == TrainConfig()
+
+
+def test_every_field_can_be_set_and_only_that_one_changes() -> None:
+    values = {"str": "char", "int": "7", "float": "0.25"}
+    for field in dataclasses.fields(TrainConfig):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type == "bool":
+            words, expected = [flag], True
+        else:
+            word = "fp32" if field.name == "precision" else values[str(field.type).split(" ")[0]]
+            words, expected = [flag, word], {"7": 7, "0.25": 0.25}.get(word, word)
+        assert config_from_args(parse(*words)) == dataclasses.replace(TrainConfig(), **{field.name: expected})
+
+
+def test_options_override_the_preset_whatever_the_order() -> None:
+    expected = config_from_preset("shakespeare-char", steps=3)
+    assert config_from_args(parse("--steps", "3", "--preset", "shakespeare-char")) == expected
+
+
+def test_missing_packages_are_named_with_the_extra_that_brings_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    assert run(parse()) == 2
+    assert capsys.readouterr().err == "quire train needs torch: pip install quire[train]\n"
+
+
+def test_building_the_parser_does_not_import_torch() -> None:
+    code = "import sys, quire.cli.train, quire.demo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_writes_a_checkpoint_and_says_what_it_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 60)
+    sizes = "--hidden-size 16 --intermediate-size 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --steps 2"
+    words = f"--preset shakespeare-char --data {text} --out {tmp_path / 'out'} {sizes}".split()
+    assert run(parse(*words)) == 0
+    output = capsys.readouterr().out
+    assert "perplexity" in output and str(tmp_path / "out") in output
+    assert (tmp_path / "out" / "model.safetensors").is_file()
