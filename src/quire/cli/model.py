@@ -37,7 +37,8 @@ def open_llm(config: EngineConfig) -> LLM:
     """Load a model for synchronous use."""
     from quire.frontend.llm import LLM
 
-    return LLM(config)
+    values = config.to_kwargs()
+    return LLM(**{item.name: values[item.name] for item in option_fields(CONFIG_GROUPS)})
 
 
 def open_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -96,5 +96,5 @@ def run_batch(llm: LLM, options: LatencyOptions, rng: np.random.Generator) -> fl
         detokenize=not options.disable_detokenize,
     )
     started = time.perf_counter()
-    llm.generate(prompts, params)
+    llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - started

@@ -13,7 +13,6 @@ from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
 from quire.config import option
-from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -111,18 +110,14 @@ def make_samples(llm: LLM, options: ThroughputOptions, rng: np.random.Generator)
             range_ratio=options.random_range_ratio,
             prefix_len=options.random_prefix_len,
         )
-    if llm.tokenizer is None:
-        raise ConfigError("dataset_path contradicts skip_tokenizer_init: its prompts are texts", param="dataset_path")
-    return file_samples(
-        options.dataset_path, options.num_prompts, tokenizer=llm.tokenizer, output_len=options.output_len
-    )
+    tokenizer = llm.get_tokenizer()
+    return file_samples(options.dataset_path, options.num_prompts, tokenizer=tokenizer, output_len=options.output_len)
 
 
 def warm_up(llm: LLM, samples: list[Sample]) -> None:
     """Run a few tokens, so that nothing is compiled or loaded while time is taken, and forget their prefixes."""
-    llm.generate(
-        [{"prompt_token_ids": samples[0].prompt_token_ids}], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True)
-    )
+    params = SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": samples[0].prompt_token_ids}], params, use_tqdm=False)
     llm.reset_prefix_cache()
 
 

@@ -1,0 +1,55 @@
+"""The source files of the package as syntax trees, for the tests of this folder."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "quire"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return path within the package -> syntax tree."""
+    return {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8"), str(path))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    """Yield every function, methods and nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            yield node
+
+
+def public_definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef | Function]]:
+    """Yield (dotted name, node) of classes and functions that a reader may use: no underscore, not nested."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node, f"{prefix}{node.name}.")
+
+
+def top_level_imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of modules that importing this module imports; those for type checkers only do not count."""
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+        elif isinstance(node, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(node.test):
+                stack.extend(node.body)
+            stack.extend(node.orelse)
+        elif isinstance(node, ast.Try | ast.With | ast.ClassDef):
+            stack.extend(ast.iter_child_nodes(node))

@@ -1,0 +1,138 @@
+"""Rules of the source code that no linter checks: sizes, docstrings, annotations, what may not appear."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+
+from tests.meta.source import PACKAGE, functions, modules, public_definitions, top_level_imports
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+# Where torch tensors live; everything else runs without PyTorch.
+TORCH_ROOMS = ("kernels/reference", "kernels/gpu", "train", "distributed", "multimodal")
+# Compiled by Numba, which infers the types.
+NUMBA_ROOM = "kernels/cpu"
+# Broad handlers are for the boundaries of processes, threads and tasks; each says so beside it.
+BROAD = {"Exception", "BaseException"}
+
+# Quire has no variables of its own; these hand down, read or set those of others.
+ENVIRONMENT_READERS = {"engine/process.py": "PYTHONPATH, for the child"}
+
+
+def offences(rule: Callable[[str, ast.Module], Iterator[str]], skip: tuple[str, ...] = ()) -> list[str]:
+    """Apply a rule to every module outside the rooms in `skip`; return "file: what is wrong"."""
+    return [
+        f"{name}: {offence}"
+        for name, tree in modules().items()
+        if not name.startswith(skip or ("-",))
+        for offence in rule(name, tree)
+    ]
+
+
+def test_the_package_is_found():
+    assert len(modules()) > 40
+
+
+def test_files_and_functions_are_short():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        lines = (PACKAGE / name).read_text("utf-8").count("\n")
+        if lines > MAX_FILE_LINES:
+            yield f"{lines} lines"
+        for function in functions(tree):
+            length = (function.end_lineno or function.lineno) - function.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{function.name} has {length} lines"
+
+    assert offences(rule) == []
+
+
+def test_modules_and_public_definitions_say_what_they_are_for():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        if not ast.get_docstring(tree):
+            yield "no module docstring"
+        yield from (dotted for dotted, node in public_definitions(tree) if not ast.get_docstring(node))
+
+    assert offences(rule) == []
+
+
+def test_functions_are_annotated():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        for function in functions(tree):
+            arguments = function.args
+            for item in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+                if item.annotation is None and item.arg not in ("self", "cls", "__self"):
+                    yield f"{function.name}({item.arg})"
+            if function.returns is None:
+                yield f"{function.name}() -> ?"
+
+    assert offences(rule, skip=(NUMBA_ROOM,)) == []
+
+
+def test_nothing_executes_data():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            found = set()
+            if isinstance(node, ast.Import):
+                found = {item.name.partition(".")[0] for item in node.names} & FORBIDDEN_MODULES
+            elif isinstance(node, ast.ImportFrom):
+                found = {(node.module or "").partition(".")[0]} & FORBIDDEN_MODULES
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                found = {node.func.id} & FORBIDDEN_CALLS
+            yield from (f"line {node.lineno}: {word}" for word in found)
+
+    assert offences(rule) == []
+
+
+def test_nothing_is_left_unfinished():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        text = (PACKAGE / name).read_text("utf-8")
+        yield from re.findall(r"\b(?:TODO|FIXME|XXX|HACK)\b|NotImplementedError", text)
+
+    assert offences(rule) == []
+
+
+def test_comments_are_ascii():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        source = io.StringIO((PACKAGE / name).read_text("utf-8"))
+        for token in tokenize.generate_tokens(source.readline):
+            if token.type == tokenize.COMMENT and not token.string.isascii():
+                yield f"line {token.start[0]}"
+
+    assert offences(rule) == []
+
+
+def test_torch_is_imported_only_where_it_lives():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        roots = {module.partition(".")[0] for module in top_level_imports(tree)}
+        yield from roots & {"torch", "transformers", "triton"}
+
+    assert offences(rule, skip=TORCH_ROOMS) == []
+
+
+def test_broad_handlers_stand_at_boundaries_and_say_so():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        lines = (PACKAGE / name).read_text("utf-8").splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = {item.id for item in ast.walk(node.type) if isinstance(item, ast.Name)} if node.type else BROAD
+            reraised = isinstance(node.body[-1], ast.Raise)
+            if caught & BROAD and not reraised and "boundary" not in lines[node.lineno - 1]:
+                yield f"line {node.lineno}: a broad except without a reason"
+
+    assert offences(rule) == []
+
+
+def test_environment_variables_are_not_options():
+    def rule(name: str, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                yield f"line {node.lineno}"
+
+    assert offences(rule, skip=tuple(ENVIRONMENT_READERS)) == []
