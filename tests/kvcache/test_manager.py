@@ -245,10 +245,13 @@ def test_after_a_reset_nothing_computed_before_is_found():
     assert kv.allocate_slots(running, 3) is not None  # fills a block whose prefix is from before the reset
     running.num_computed_tokens += 3
     kv.check_integrity()
-    assert start(kv, Sequence("b", list(range(13)))) == 0
+    assert start(kv, Sequence("b", list(range(9)))) == 0
     kv.free(running)
     assert kv.get_computed_blocks(running)[1] == 8  # only what b computed since
     assert kv.get_computed_blocks(gone)[1] == 0
+    running.num_computed_tokens = 0
+    assert start(kv, running) == 8  # begun anew, it shares again
+    assert kv.get_computed_blocks(Sequence("c", list(range(13))))[1] == 12
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (16, True), (17, False)])

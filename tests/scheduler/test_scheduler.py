@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.step import ModelOutput
+from quire.step import ModelOutput, TokenTopLogprobs
 
 # ---- budget and chunks ----
 
@@ -78,6 +78,15 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_others_were_pro
     assert r.step().num_scheduled_tokens == {"a": 4}
     r.finish()
     assert r.scheduler.stats().num_preemptions == 0
+
+
+def test_the_promise_holds_for_all_steps_of_a_long_prompt(run, request_of):
+    r = run(num_blocks=10, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    r.add(request_of("a", 24, 1))
+    for _ in range(2):
+        r.step()
+    r.add(request_of("b", 24, 1))
+    assert r.step().num_scheduled_tokens == {"a": 4}
 
 
 @pytest.mark.parametrize(("watermark", "admitted"), [(0.0, ["a", "b"]), (0.2, ["a"])])
@@ -393,6 +402,16 @@ def test_a_broken_sequence_ends_with_an_error_and_its_kv_is_never_reused(run, re
     r.finish()
     assert r.first["c"].num_cached_tokens == 0
     assert [r.reason(name) for name in "bc"] == ["length", "length"]
+
+
+def test_tokens_after_a_stop_are_dropped_with_their_logprobs(run, request_of):
+    """A model may return several tokens for one sequence; those behind the stop were never generated."""
+    scheduler = run().scheduler
+    scheduler.add_request(request_of("a", 3, 9, stop_ids=[7], logprobs=0))
+    logprobs = [TokenTopLogprobs([token], [-1.0], 1) for token in (5, 7, 6)]
+    (news,) = scheduler.update_from_output(scheduler.schedule(), ModelOutput({"a": [5, 7, 6]}, {"a": logprobs}))
+    assert (news.new_token_ids, news.finish_reason) == ([5, 7], "stop")
+    assert news.logprobs == logprobs[:2]
 
 
 @pytest.mark.parametrize("sampled", [{}, {"a": []}])
