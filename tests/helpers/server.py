@@ -1,0 +1,100 @@
+"""A real `quire serve` process for tests: started on a free port, waited for, and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
+
+
+@dataclass
+class Server:
+    """A running server. `log` is its standard error, a file."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
+        """Return status and body of a GET."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def post(self, path: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
+        """Return status and decoded JSON of a POST."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric (summed over its labels)."""
+        text = self.get("/metrics")[1].decode()
+        values = [line.rsplit(" ", 1)[1] for line in text.splitlines() if re.match(re.escape(name) + r"[{ ]", line)]
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+    def children(self) -> list[int]:
+        """Process ids of the server's children."""
+        return [
+            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
+
+@contextlib.contextmanager
+def serve(log: Path, *arguments: str, seconds: float = 120.0) -> Iterator[Server]:
+    """Run `quire serve --port 0 ARGUMENTS` until the block ends; fail if it is not healthy within `seconds`."""
+    path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+            stdout=stderr,
+            stderr=stderr,
+            env=dict(os.environ, PYTHONPATH=path, PYTHONUNBUFFERED="1"),
+        )
+        try:
+            yield _wait(process, log, time.monotonic() + seconds)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(60)
+                finally:
+                    process.kill()
+                    process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> Server:
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        found = ADDRESS.search(log.read_text(errors="replace"))
+        if found:
+            server = Server(process, found[0], log)
+            with contextlib.suppress(OSError):
+                if server.get("/health", 2.0)[0] == 200:
+                    return server
+        time.sleep(0.05)
+    raise AssertionError(f"the server was not ready in time:\n{log.read_text()[-4000:]}")
