@@ -1,0 +1,379 @@
+"""CPUBackend: the Backend ops on numpy arrays. Kernels do the work; this file checks shapes and feeds them.
+
+Kernels take flat, contiguous, writable arrays and Python numbers, always of the same types (see jit.py), so inputs
+that are views are copied here, and outputs are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor
+from quire.errors import ConfigError
+from quire.kernels.backend import AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.cpu import attention, elementwise, linear, sampling
+from quire.kernels.cpu.cache import CPUKVCache
+from quire.kernels.cpu.formats import STORAGE, CPULinear, pack
+from quire.kernels.cpu.jit import is_cached, refresh_cache
+from quire.kernels.cpu.simd import TILE_ROWS
+from quire.kernels.cpu.threads import Launcher
+from quire.kernels.memory import available_memory
+
+LINEAR = {
+    "float32": linear.linear_float32,
+    "bfloat16": linear.linear_bfloat16,
+    "float16": linear.linear_float16,
+}
+WRITE = {
+    "float32": attention.write_float32,
+    "bfloat16": attention.write_bfloat16,
+    "float16": attention.write_float16,
+}
+ATTEND = {
+    "float32": attention.attend_float32,
+    "bfloat16": attention.attend_bfloat16,
+    "float16": attention.attend_float16,
+}
+ACTIVATIONS = {
+    "relu": elementwise.RELU,
+    "silu": elementwise.SILU,
+    "gelu": elementwise.GELU,
+    "gelu_tanh": elementwise.GELU_TANH,
+    "quick_gelu": elementwise.QUICK_GELU,
+}
+NO_FLOATS = np.empty(0, np.float32)
+
+
+def _array(values: np.ndarray, dtype: type) -> np.ndarray:
+    """Return `values` as kernels want them: this dtype, contiguous, aligned, writable; a copy only where needed."""
+    if values.dtype == dtype and values.flags.carray:
+        return values
+    return np.require(values, dtype, ["C", "A", "W"])
+
+
+def _flat(values: np.ndarray) -> np.ndarray:
+    """Return float32 values as a flat array for a kernel."""
+    return _array(values, np.float32).reshape(-1)
+
+
+class CPUBackend:
+    """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: str = "float32", kv_dtype: str = "float32", num_threads: int | None = None) -> None:
+        """Hold weights in `dtype` and keys and values in `kv_dtype`; use `num_threads`, None for all cores."""
+        self.dtype = dtype
+        self.kv_dtype = kv_dtype
+        self._launcher = Launcher(num_threads)
+        refresh_cache(linear.linear_float32)
+        self._linear, self._write, self._attend = LINEAR[dtype], WRITE[kv_dtype], ATTEND[kv_dtype]
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that kernels use."""
+        return self._launcher.num_threads
+
+    def compiled_before(self) -> bool:
+        """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
+        return all(is_cached(kernel) for kernel in (self._linear, self._write, self._attend, elementwise.rms_norm))
+
+    # Arrays
+
+    def from_numpy(self, array: np.ndarray) -> np.ndarray:
+        """See `Backend.from_numpy`."""
+        return np.require(array, requirements=["C", "A", "W"])
+
+    def to_numpy(self, array: np.ndarray) -> np.ndarray:
+        """See `Backend.to_numpy`."""
+        return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+        """See `Backend.zeros`."""
+        return np.zeros(shape, dtype)
+
+    def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """See `Backend.concat`."""
+        return np.concatenate(arrays, axis=-1)
+
+    def available_memory(self) -> int:
+        """See `Backend.available_memory`."""
+        return available_memory()
+
+    def synchronize(self) -> None:
+        """See `Backend.synchronize`: every op here is done when it returns."""
+
+    # Weights
+
+    def vector(self, tensor: HostTensor) -> np.ndarray:
+        """See `Backend.vector`."""
+        return np.array(tensor.to_float32(), np.float32, order="C")
+
+    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> CPULinear:
+        """See `Backend.pack_linear`."""
+        return pack(parts, biases, self.dtype, self._launcher)
+
+    # Model ops
+
+    def embedding(self, ids: np.ndarray, weight: CPULinear) -> np.ndarray:
+        """See `Backend.embedding`."""
+        return weight.rows(ids)
+
+    def linear(self, x: np.ndarray, weight: CPULinear) -> np.ndarray:
+        """See `Backend.linear`."""
+        rows, depth, width = x.shape[0], weight.inputs, weight.padded
+        if x.shape[1] != depth:
+            raise ValueError(f"linear: x is {x.shape}, the weight has {depth} inputs")
+        out = np.empty((rows, width), np.float32)
+        if rows == 0:
+            return out[:, : weight.outputs]
+        flat, blocks = _flat(x), rows // TILE_ROWS
+        packed = np.empty(blocks * TILE_ROWS * depth, np.float32)
+        if blocks:
+            run = self._launcher.run
+            run(packed.size, linear.interleave_float32, flat, packed, TILE_ROWS, depth, blocks, 0)
+        items = width // linear.COLUMNS * -(-rows // linear.ROW_GROUP)
+        work = rows * width * depth
+        self._launcher.run(
+            work, self._linear, weight.data, weight.bias, flat, packed, out.reshape(-1), rows, depth, items
+        )
+        return out if width == weight.outputs else np.ascontiguousarray(out[:, : weight.outputs])
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        """See `Backend.rms_norm`."""
+        out = np.empty(x.shape, np.float32)
+        flat = _flat(x)
+        self._launcher.run(
+            2 * x.size, elementwise.rms_norm, flat, flat, weight, out.reshape(-1), x.shape[-1], float(eps), 0
+        )
+        return out
+
+    def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        """See `Backend.add_rms_norm`."""
+        if not residual.flags.carray:
+            residual += x
+            return self.rms_norm(residual, weight, eps)
+        out = np.empty(x.shape, np.float32)
+        self._launcher.run(
+            3 * x.size,
+            elementwise.rms_norm,
+            _flat(x),
+            residual.reshape(-1),
+            weight,
+            out.reshape(-1),
+            x.shape[-1],
+            float(eps),
+            1,
+        )
+        return out
+
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
+        """See `Backend.layer_norm`."""
+        out = np.empty(x.shape, np.float32)
+        self._launcher.run(
+            8 * x.size,
+            elementwise.layer_norm,
+            _flat(x),
+            weight,
+            NO_FLOATS if bias is None else bias,
+            out.reshape(-1),
+            x.shape[-1],
+            float(eps),
+        )
+        return out
+
+    def rotary_embedding(
+        self,
+        positions: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        cos_sin: np.ndarray,
+        head_size: int,
+        interleaved: bool,
+    ) -> None:
+        """See `Backend.rotary_embedding`."""
+        positions, table, size = _array(positions, np.int64), _flat(cos_sin), cos_sin.shape[1]
+        step, apart = (2, 1) if interleaved else (1, size // 2)
+        for x in (q, k):
+            rows = _array(x, np.float32)
+            self._launcher.run(
+                8 * x.size,
+                elementwise.rotary,
+                positions,
+                rows.reshape(-1),
+                table,
+                x.shape[1],
+                head_size,
+                size,
+                step,
+                apart,
+            )
+            if rows is not x:
+                x[...] = rows
+
+    def silu_and_mul(self, x: np.ndarray) -> np.ndarray:
+        """See `Backend.silu_and_mul`."""
+        return self._activate(x, elementwise.SILU, 1)
+
+    def gelu_and_mul(self, x: np.ndarray, approximate: bool) -> np.ndarray:
+        """See `Backend.gelu_and_mul`."""
+        return self._activate(x, elementwise.GELU_TANH if approximate else elementwise.GELU, 1)
+
+    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """See `Backend.activation`."""
+        if kind not in ACTIVATIONS:
+            raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
+        return self._activate(x, ACTIVATIONS[kind], 0)
+
+    def _activate(self, x: np.ndarray, kind: int, gated: int) -> np.ndarray:
+        width = x.shape[-1] // 2 if gated else x.shape[-1]
+        out = np.empty((*x.shape[:-1], width), np.float32)
+        self._launcher.run(16 * out.size, elementwise.activation, _flat(x), out.reshape(-1), width, kind, gated)
+        return out
+
+    # KV cache and attention
+
+    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> CPUKVCache:
+        """See `Backend.new_kv_cache`."""
+        return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, STORAGE[self.kv_dtype])
+
+    def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
+        """See `Backend.write_kv`."""
+        size = cache.keys.shape[2]
+        self._launcher.run(
+            8 * k.size,
+            self._write,
+            _flat(k),
+            _flat(v),
+            cache.flat_keys,
+            cache.flat_values,
+            _array(slot_mapping, np.int64),
+            cache.heads,
+            size,
+            cache.block_size,
+        )
+
+    def paged_attention(
+        self, q: np.ndarray, cache: CPUKVCache, metadata: AttentionMetadata, params: AttentionParams
+    ) -> np.ndarray:
+        """See `Backend.paged_attention`."""
+        out = np.empty(q.shape, np.float32)
+        self._launcher.run(
+            q.size * metadata.max_seq_len,
+            self._attend,
+            _flat(q),
+            out.reshape(-1),
+            cache.flat_keys,
+            cache.flat_values,
+            _array(metadata.cu_query_lens, np.int32),
+            _array(metadata.seq_lens, np.int32),
+            _array(metadata.block_tables, np.int32),
+            np.array([params.num_heads, params.num_kv_heads, params.head_size], np.int64),
+            cache.block_size,
+            float(params.scale),
+            int(params.sliding_window or 0),
+            float(params.softcap or 0.0),
+            NO_FLOATS if params.sinks is None else _flat(params.sinks),
+            NO_FLOATS if params.alibi_slopes is None else _flat(params.alibi_slopes),
+        )
+        return out
+
+    def copy_blocks(self, cache: CPUKVCache, pairs: np.ndarray) -> None:
+        """See `Backend.copy_blocks`."""
+        source, destination = pairs[:, 0], pairs[:, 1]
+        for side in (cache.keys, cache.values):
+            side[destination] = side[source]
+
+    # Logits and sampling
+
+    def apply_penalties(
+        self,
+        logits: np.ndarray,
+        rows: np.ndarray,
+        prompt_mask: np.ndarray,
+        output_counts: np.ndarray,
+        repetition: np.ndarray,
+        presence: np.ndarray,
+        frequency: np.ndarray,
+    ) -> None:
+        """See `Backend.apply_penalties`."""
+        target = _array(logits, np.float32)
+        self._launcher.run(
+            prompt_mask.size,
+            sampling.penalize,
+            target.reshape(-1),
+            _array(rows, np.int64),
+            _array(prompt_mask, np.bool_),
+            _array(output_counts, np.int32),
+            _array(repetition, np.float32),
+            _array(presence, np.float32),
+            _array(frequency, np.float32),
+            logits.shape[1],
+        )
+        if target is not logits:
+            logits[...] = target
+
+    def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.add_bias`."""
+        np.add.at(logits, (rows, tokens), values)
+
+    def keep_only(self, logits: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> None:
+        """See `Backend.keep_only`."""
+        for row, allowed in zip(rows.tolist(), mask, strict=True):
+            np.copyto(logits[row], -np.inf, where=~allowed)
+
+    def rows_finite(self, logits: np.ndarray) -> np.ndarray:
+        """See `Backend.rows_finite`."""
+        return np.isfinite(logits.max(axis=-1))
+
+    def sample(
+        self,
+        logits: np.ndarray,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniforms: np.ndarray,
+    ) -> np.ndarray:
+        """See `Backend.sample`."""
+        rows, size = logits.shape
+        tokens = np.empty(rows, np.int64)
+        flat = _flat(logits)
+        work = flat.size * (64 if temperature.any() else 1)
+        self._launcher.run(
+            work if rows > 1 else 0,
+            sampling.sample,
+            flat,
+            flat.view(np.uint32),
+            _array(temperature, np.float64),
+            _array(top_k, np.int64),
+            _array(top_p, np.float64),
+            _array(min_p, np.float64),
+            _array(uniforms, np.float64),
+            tokens,
+            size,
+        )
+        return tokens
+
+    def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
+        """See `Backend.top_logprobs`; k is at most V."""
+        rows, size = logits.shape
+        k = min(int(k), size)
+        ids, logprobs = np.empty((rows, 1 + k), np.int64), np.empty((rows, 1 + k), np.float32)
+        ranks = np.empty(rows, np.int64)
+        flat = _flat(logits)
+        self._launcher.run(
+            flat.size * 8 if rows > 1 else 0,
+            sampling.logprobs_of,
+            flat,
+            flat.view(np.uint32),
+            _array(chosen, np.int64),
+            ids,
+            logprobs,
+            ranks,
+            size,
+            k,
+        )
+        return TopLogprobs(ids, logprobs, ranks)

@@ -1,0 +1,223 @@
+"""Norms, activations and rotary embedding: ops whose rows have nothing to do with one another.
+
+Arrays are flat and contiguous, `width` is the length of a row; a kernel cuts its rows into `chunks` parts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+
+from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.simd import (
+    add,
+    div,
+    exp,
+    get,
+    lane_sum,
+    load,
+    load_some,
+    maximum,
+    mul,
+    multiply_add,
+    put,
+    splat,
+    store,
+    store_some,
+    sub,
+)
+
+RELU, SILU, GELU, GELU_TANH, QUICK_GELU = range(5)
+
+
+@part
+def zero():
+    """Sixteen zeros."""
+    return splat(np.float32(0))
+
+
+# Norms
+
+
+@part
+def rms_norm_row(source, weight, out, at, width, eps):
+    """One row of `rms_norm`: sixteen sums of squares, added as a tree at the end."""
+    squares = zero()
+    whole = width // 16 * 16
+    for i in range(0, whole, 16):
+        v = load(source, at + i)
+        squares = multiply_add(v, v, squares)
+    if whole < width:
+        v = load_some(source, at + whole, width - whole)
+        squares = multiply_add(v, v, squares)
+    mean = lane_sum(squares) / np.float32(width)
+    factor = splat(np.float32(1) / np.float32(math.sqrt(mean + np.float32(eps))))
+    for i in range(0, whole, 16):
+        store(out, at + i, mul(mul(load(source, at + i), factor), load(weight, i)))
+    if whole < width:
+        rest = width - whole
+        v = mul(mul(load_some(source, at + whole, rest), factor), load_some(weight, whole, rest))
+        store_some(out, at + whole, v, rest)
+
+
+@part
+def add_row(x, residual, at, width):
+    """residual += x, for one row."""
+    for i in range(width):
+        put(residual, at + i, get(residual, at + i) + get(x, at + i))
+
+
+@part
+def rms_norm_rows(x, source, weight, out, width, eps, adds, first, last):
+    """Rows first..last of `rms_norm`."""
+    for row in range(first, last):
+        if adds:
+            add_row(x, source, row * width, width)
+        rms_norm_row(source, weight, out, row * width, width, eps)
+
+
+@kernel
+def rms_norm(x, source, weight, out, width, eps, adds, chunks):
+    """out = rms_norm(source); `adds` = 1 first adds x to source in place. eps float64."""
+    rows = source.shape[0] // width
+    if chunks == 1:
+        rms_norm_rows(x, source, weight, out, width, eps, adds, 0, rows)
+    else:
+        for c in prange(chunks):
+            rms_norm_rows(x, source, weight, out, width, eps, adds, rows * c // chunks, rows * (c + 1) // chunks)
+
+
+@part
+def layer_norm_row(x, weight, bias, out, at, width, eps):
+    """One row of `layer_norm`, in float64: the mean first, then the variance around it."""
+    mean = 0.0
+    for i in range(width):
+        mean += x[at + i]
+    mean /= width
+    variance = 0.0
+    for i in range(width):
+        variance += (x[at + i] - mean) ** 2
+    factor = 1.0 / math.sqrt(variance / width + eps)
+    for i in range(width):
+        value = (x[at + i] - mean) * factor * weight[i]
+        out[at + i] = value + bias[i] if bias.shape[0] > 0 else value
+
+
+@part
+def layer_norm_rows(x, weight, bias, out, width, eps, first, last):
+    """Rows first..last of `layer_norm`."""
+    for row in range(first, last):
+        layer_norm_row(x, weight, bias, out, row * width, width, eps)
+
+
+@kernel
+def layer_norm(x, weight, bias, out, width, eps, chunks):
+    """out = layer_norm(x); an empty bias is none."""
+    rows = x.shape[0] // width
+    if chunks == 1:
+        layer_norm_rows(x, weight, bias, out, width, eps, 0, rows)
+    else:
+        for c in prange(chunks):
+            layer_norm_rows(x, weight, bias, out, width, eps, rows * c // chunks, rows * (c + 1) // chunks)
+
+
+# Activations
+
+
+@part
+def error_function(x):
+    """erf(x) to 2e-7: Abramowitz and Stegun 7.1.26 on |x|, erf being odd."""
+    size = maximum(x, sub(zero(), x))
+    one = splat(np.float32(1))
+    t = div(one, multiply_add(size, splat(np.float32(0.3275911)), one))
+    series = splat(np.float32(1.061405429))
+    series = multiply_add(series, t, splat(np.float32(-1.453152027)))
+    series = multiply_add(series, t, splat(np.float32(1.421413741)))
+    series = multiply_add(series, t, splat(np.float32(-0.284496736)))
+    series = multiply_add(series, t, splat(np.float32(0.254829592)))
+    tail = mul(mul(series, t), exp(sub(zero(), mul(size, size))))
+    positive = sub(one, tail)
+    sign = div(x, maximum(size, splat(np.float32(1e-30))))
+    return mul(sign, positive)
+
+
+@part
+def activate(x, kind):
+    """Apply one of the five activations; three of them are x * sigmoid(f(x))."""
+    one = splat(np.float32(1))
+    if kind == RELU:
+        return maximum(x, zero())
+    if kind == GELU:
+        half = mul(x, splat(np.float32(0.5)))
+        return multiply_add(half, error_function(mul(x, splat(np.float32(0.7071067811865476)))), half)
+    argument = x
+    if kind == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
+        cube = mul(mul(x, x), x)
+        inner = multiply_add(cube, splat(np.float32(0.044715)), x)
+        argument = mul(inner, splat(np.float32(1.5957691216057308)))
+    elif kind == QUICK_GELU:
+        argument = mul(x, splat(np.float32(1.702)))
+    return div(x, add(one, exp(sub(zero(), argument))))
+
+
+@part
+def activation_rows(x, out, width, kind, gated, first, last):
+    """Rows first..last of `activation`."""
+    stride = 2 * width if gated else width
+    for row in range(first, last):
+        source, target = row * stride, row * width
+        for i in range(0, width, 16):
+            rest = min(16, width - i)
+            if rest == 16:
+                v = activate(load(x, source + i), kind)
+                if gated:
+                    v = mul(v, load(x, source + width + i))
+                store(out, target + i, v)
+            else:
+                v = activate(load_some(x, source + i, rest), kind)
+                if gated:
+                    v = mul(v, load_some(x, source + width + i, rest))
+                store_some(out, target + i, v, rest)
+
+
+@kernel
+def activation(x, out, width, kind, gated, chunks):
+    """out [T, width] = f(x); gated: x is [T, 2 * width] and the second half multiplies the result."""
+    rows = out.shape[0] // width
+    if chunks == 1:
+        activation_rows(x, out, width, kind, gated, 0, rows)
+    else:
+        for c in prange(chunks):
+            activation_rows(x, out, width, kind, gated, rows * c // chunks, rows * (c + 1) // chunks)
+
+
+# Rotary embedding
+
+
+@part
+def rotate_rows(positions, x, cos_sin, width, head_size, rotary, step, apart, first, last):
+    """Rows first..last of `rotary`: pair i of a head is elements i * step and i * step + apart."""
+    half = rotary // 2
+    for row in range(first, last):
+        angles = positions[row] * rotary
+        for head in range(row * width, (row + 1) * width, head_size):
+            for i in range(half):
+                cos, sin = get(cos_sin, angles + i), get(cos_sin, angles + half + i)
+                at = head + i * step
+                a, b = get(x, at), get(x, at + apart)
+                put(x, at, a * cos - b * sin)
+                put(x, at + apart, b * cos + a * sin)
+
+
+@kernel
+def rotary(positions, x, cos_sin, width, head_size, rotary_size, step, apart, chunks):
+    """Rotate x [T, width] in place; see `rotate_rows` for step and apart."""
+    rows = positions.shape[0]
+    if chunks == 1:
+        rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, 0, rows)
+    else:
+        for c in prange(chunks):
+            low, high = rows * c // chunks, rows * (c + 1) // chunks
+            rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, low, high)

@@ -1,0 +1,120 @@
+"""Matrix products with packed weights: out = x @ weight.T (+ bias), one kernel per storage format.
+
+A weight [N, K] is packed as [N/16][K][16]: sixteen output features lie side by side and go into the lanes of one
+vector, so that an output is a plain sum over k, in order, whatever the number of rows. The blocking follows Goto and
+van de Geijn (2008). N is padded to a multiple of 32 with zeros.
+"""
+
+from __future__ import annotations
+
+from numba import prange
+
+from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.simd import TILE_ROWS, load, store, tile_four, tile_many, tile_one
+
+COLUMNS = 32  # columns of a tile: two vectors
+ROW_GROUP = 64  # rows that one work item computes, so that wide machines find enough items
+
+
+@part
+def fill_bias(bias, column, out, at, stride, rows):
+    """Start `rows` rows of a tile with the bias."""
+    low, high = load(bias, column), load(bias, column + 16)
+    for r in range(rows):
+        store(out, at + r * stride, low)
+        store(out, at + r * stride + 16, high)
+
+
+@part
+def product_item(w, bias, x, packed, out, rows, depth, item):
+    """Compute 32 columns of up to ROW_GROUP rows: by full tiles from `packed`, then by fours and ones from `x`."""
+    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
+    column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
+    last = min(row + ROW_GROUP, rows)
+    stride = out.shape[0] // rows
+    at, next_vector, resume = column * depth, 16 * depth, 0
+    if bias.shape[0] > 0:
+        fill_bias(bias, column, out, row * stride + column, stride, last - row)
+        resume = 1
+    while row + TILE_ROWS <= last:
+        to = row * stride + column
+        tile_many(w, at, 16, next_vector, packed, row * depth, TILE_ROWS, 1, depth, out, to, stride, resume)
+        row += TILE_ROWS
+    while row + 4 <= last:
+        to = row * stride + column
+        tile_four(w, at, 16, next_vector, x, row * depth, 1, depth, depth, out, to, stride, resume)
+        row += 4
+    while row < last:
+        to = row * stride + column
+        tile_one(w, at, 16, next_vector, x, row * depth, 1, depth, depth, out, to, stride, resume)
+        row += 1
+
+
+@part
+def product(w, bias, x, packed, out, rows, depth, first, last):
+    """Compute work items first..last."""
+    for item in range(first, last):
+        product_item(w, bias, x, packed, out, rows, depth, item)
+
+
+@kernel
+def linear_float32(w, bias, x, packed, out, rows, depth, items, chunks):
+    """x [M*K] times w (packed) -> out [M*N]. `packed` is x by `interleave_float32`; bias float32 [N] or empty."""
+    if chunks == 1:
+        product(w, bias, x, packed, out, rows, depth, 0, items)
+    else:
+        for item in prange(items):
+            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+
+
+@kernel
+def linear_bfloat16(w, bias, x, packed, out, rows, depth, items, chunks):
+    """Like `linear_float32`, the bits of bfloat16 in w."""
+    if chunks == 1:
+        product(w, bias, x, packed, out, rows, depth, 0, items)
+    else:
+        for item in prange(items):
+            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+
+
+@kernel
+def linear_float16(w, bias, x, packed, out, rows, depth, items, chunks):
+    """Like `linear_float32`, the bits of float16 in w."""
+    if chunks == 1:
+        product(w, bias, x, packed, out, rows, depth, 0, items)
+    else:
+        for item in prange(items):
+            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+
+
+@part
+def interleave(source, target, width, depth, at, first, last):
+    """target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k], blocks first..last."""
+    for block in range(first, last):
+        for k in range(depth):
+            for r in range(width):
+                target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k]
+
+
+@kernel
+def interleave_float32(source, target, width, depth, blocks, at, chunks):
+    """Turn rows [blocks * width][depth] into [blocks][depth][width]: of weights, or of the activations of a tile.
+
+    The tile reads one x of every row for each k: side by side they are one cache line. Row after row they lie K
+    apart, which, when K is a power of two, maps all of them to the same few cache sets.
+    """
+    if chunks == 1:
+        interleave(source, target, width, depth, at, 0, blocks)
+    else:
+        for block in prange(blocks):
+            interleave(source, target, width, depth, at, block, block + 1)
+
+
+@kernel
+def interleave_16(source, target, width, depth, blocks, at, chunks):
+    """Like `interleave_float32` for uint16 elements."""
+    if chunks == 1:
+        interleave(source, target, width, depth, at, 0, blocks)
+    else:
+        for block in prange(blocks):
+            interleave(source, target, width, depth, at, block, block + 1)

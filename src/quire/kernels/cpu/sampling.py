@@ -1,0 +1,296 @@
+"""Penalties, choosing tokens, and log-probabilities, without sorting the vocabulary.
+
+`sample` needs an order only around two places: where top-k or top-p cut, and where the draw falls. So each row's
+probability is first gathered in bins by logit (1/16 of a temperature wide); bins are walked from the top, and only the
+bin in question is sorted. Weights and sums are float64, which makes the choice the same on every backend: two ways of
+adding up a vocabulary differ by some 1e-13.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+
+from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.simd import add, exp, lane_max, lane_sum, load, maximum, splat, sub
+
+BINS = 1024
+BINS_PER_UNIT = 16.0
+
+
+@part
+def penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, first, last):
+    """Rows first..last of `penalize`."""
+    for p in range(first, last):
+        at = rows[p] * size
+        for i in range(size):
+            count, value = counts[p, i], logits[at + i]
+            if count > 0 or prompt_mask[p, i]:
+                value = value / repetition[p] if value > 0 else value * repetition[p]
+                if count > 0:
+                    value -= frequency[p] * np.float32(count) + presence[p]
+                logits[at + i] = value
+
+
+@kernel
+def penalize(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, chunks):
+    """See `Backend.apply_penalties`; logits flat, `size` = V."""
+    if chunks == 1:
+        penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, 0, rows.shape[0])
+    else:
+        for p in prange(rows.shape[0]):
+            penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, p, p + 1)
+
+
+# One row: its largest logit, an order for its tokens, bins
+
+
+@part
+def row_max(logits, at, size):
+    """Return the largest logit."""
+    if size < 16:
+        top = logits[at]
+        for i in range(1, size):
+            top = max(top, logits[at + i])
+        return top
+    best = load(logits, at)
+    for i in range(16, size - 15, 16):
+        best = maximum(best, load(logits, at + i))
+    return lane_max(maximum(best, load(logits, at + size - 16)))
+
+
+@part
+def first_equal(logits, at, size, value):
+    """Return the lowest token with this logit, or 0."""
+    for i in range(size):
+        if logits[at + i] == value:
+            return i
+    return 0
+
+
+@part
+def order_key(logits, bits, at, token):
+    """Return a uint64 that is smaller for a larger logit, and among equal logits for a lower token."""
+    word = bits[at + token]
+    if logits[at + token] == 0:
+        word = np.uint32(0)  # -0.0 equals 0.0
+    if word >> np.uint32(31) == 0:
+        word = np.uint32(0x7FFFFFFF) - word
+    return (np.uint64(word) << np.uint64(32)) | np.uint64(token)
+
+
+@part
+def key_token(key):
+    """Return the token of an `order_key`."""
+    return np.int64(key & np.uint64(0xFFFFFFFF))
+
+
+@part
+def sift(keys, root, count):
+    """Restore the heap below `root`."""
+    while 2 * root + 1 < count:
+        child = 2 * root + 1
+        if child + 1 < count and keys[child] < keys[child + 1]:
+            child += 1
+        if keys[root] >= keys[child]:
+            return
+        keys[root], keys[child] = keys[child], keys[root]
+        root = child
+
+
+@part
+def sort_keys(keys, count):
+    """Sort keys[:count], rising (heapsort: in place, n log n for any input, and quick to compile)."""
+    for root in range(count // 2 - 1, -1, -1):
+        sift(keys, root, count)
+    for last in range(count - 1, 0, -1):
+        keys[0], keys[last] = keys[last], keys[0]
+        sift(keys, 0, last)
+
+
+@part
+def bin_of(distance):
+    """Return the bin of a token whose logit is `distance` temperatures below the largest; any bin for NaN."""
+    scaled = distance * BINS_PER_UNIT
+    return np.int64(scaled) if 0 <= scaled < BINS - 1 else (0 if scaled < 0 else BINS - 1)
+
+
+@part
+def collect(logits, bits, at, size, top, temperature, first, last, keys):
+    """Put the tokens of bins first..last into keys, in order; return how many."""
+    count = 0
+    for i in range(size):
+        b = bin_of((np.float64(top) - np.float64(logits[at + i])) / temperature)
+        if first <= b < last:
+            keys[count] = order_key(logits, bits, at, i)
+            count += 1
+    sort_keys(keys, count)
+    return count
+
+
+@part
+def nth_logit(logits, bits, at, size, top, temperature, counts, n, keys):
+    """Return the n-th largest logit, n >= 1; counts [BINS] says how many tokens each bin has."""
+    b, before = 0, 0
+    while before + counts[b] < n:
+        before += counts[b]
+        b += 1
+    collect(logits, bits, at, size, top, temperature, b, b + 1, keys)
+    return logits[at + key_token(keys[n - 1 - before])]
+
+
+# Drawing
+
+
+@part
+def fill_bins(logits, at, size, top, temperature, threshold, min_p, weights, mass, counts):
+    """Set weights [V], 0 for tokens below the logit threshold or below min_p, and each bin's weight and count."""
+    mass[:] = 0.0
+    counts[:] = 0
+    for i in range(size):
+        distance = (np.float64(top) - np.float64(logits[at + i])) / temperature
+        weight = math.exp(-distance)
+        b = bin_of(distance)
+        kept = logits[at + i] >= threshold and weight >= min_p
+        weights[i] = weight if kept else 0.0
+        mass[b] += weights[i]
+        counts[b] += 1
+
+
+@part
+def walk(logits, bits, at, size, top, temperature, weights, mass, goal, inclusive, keys):
+    """Walk tokens in falling order until the sum of weights exceeds the goal (or equals it, if `inclusive`).
+
+    Returns that token and the sum with it; the last token with a weight where the goal is beyond all.
+    """
+    b, before, last = 0, 0.0, 0
+    for i in range(BINS):
+        if mass[i] > 0:
+            last = i
+    while b < last and not (before + mass[b] > goal or (inclusive and before + mass[b] == goal)):
+        before += mass[b]
+        b += 1
+    count = collect(logits, bits, at, size, top, temperature, b, b + 1, keys)
+    token = 0
+    for i in range(count):
+        candidate = key_token(keys[i])
+        if weights[candidate] > 0:
+            token = candidate
+            before += weights[token]
+            if before > goal or (inclusive and before == goal):
+                break
+    return token, before
+
+
+@part
+def draw(logits, bits, at, size, top, options, weights, mass, counts, keys):
+    """Choose a token of one row with temperature > 0, see `Backend.sample`."""
+    temperature, top_k, top_p, min_p, uniform = options
+    fill_bins(logits, at, size, top, temperature, -np.inf, min_p, weights, mass, counts)
+    if 0 < top_k < size:
+        threshold = nth_logit(logits, bits, at, size, top, temperature, counts, top_k, keys)
+        fill_bins(logits, at, size, top, temperature, threshold, min_p, weights, mass, counts)
+    kept = 0.0
+    for b in range(BINS):
+        kept += mass[b]
+    if top_p < 1:
+        _, kept = walk(logits, bits, at, size, top, temperature, weights, mass, top_p * kept, True, keys)
+    goal = min(uniform * kept, kept * (1 - 2.0**-53))  # rounding must not push the goal past the last token
+    token, _ = walk(logits, bits, at, size, top, temperature, weights, mass, goal, False, keys)
+    return token
+
+
+@part
+def sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, first, last):
+    """Rows first..last of `sample`."""
+    scratch = 0
+    for r in range(first, last):
+        if temperature[r] > 0:
+            scratch = size
+    weights, keys = np.empty(scratch, np.float64), np.empty(scratch, np.uint64)
+    mass, counts = np.empty(BINS, np.float64), np.empty(BINS, np.int64)
+    for r in range(first, last):
+        at = r * size
+        top = row_max(logits, at, size)
+        if temperature[r] > 0 and math.isfinite(top):
+            options = (temperature[r], top_k[r], top_p[r], min_p[r], uniforms[r])
+            tokens[r] = draw(logits, bits, at, size, top, options, weights, mass, counts, keys)
+        else:
+            tokens[r] = first_equal(logits, at, size, top)
+
+
+@kernel
+def sample(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, chunks):
+    """tokens int64 [R]; logits flat, `bits` the same as uint32; options float64 and int64 [R]."""
+    rows = tokens.shape[0]
+    if chunks == 1:
+        sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, 0, rows)
+    else:
+        for c in prange(chunks):
+            low, high = rows * c // chunks, rows * (c + 1) // chunks
+            sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, low, high)
+
+
+# Log-probabilities
+
+
+@part
+def log_sum_exp(logits, at, size, top):
+    """log(sum(exp(logits))): exponentials in float32, a thousand at a time added up in float64."""
+    total, shift = 0.0, splat(top)
+    for start in range(0, size, 1024):
+        some = splat(np.float32(0))
+        stop = min(start + 1024, size)
+        for i in range(start, stop - 15, 16):
+            some = add(some, exp(sub(load(logits, at + i), shift)))
+        total += lane_sum(some)
+        for i in range(start + (stop - start) // 16 * 16, stop):
+            total += math.exp(np.float64(logits[at + i]) - np.float64(top))
+    return np.float64(top) + math.log(total)
+
+
+@part
+def best_tokens(logits, bits, at, size, top, k, counts, keys):
+    """Put the k tokens with the largest logits first into keys, in order."""
+    counts[:] = 0
+    for i in range(size):
+        counts[bin_of(np.float64(top) - np.float64(logits[at + i]))] += 1
+    last, found = 0, 0
+    while found < k:
+        found += counts[last]
+        last += 1
+    collect(logits, bits, at, size, top, 1.0, 0, last, keys)
+
+
+@part
+def logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, first, last):
+    """Rows first..last of `logprobs_of`."""
+    keys, counts = np.empty(size if k > 0 else 0, np.uint64), np.empty(BINS, np.int64)
+    for r in range(first, last):
+        at, token = r * size, chosen[r]
+        top = row_max(logits, at, size)
+        norm = log_sum_exp(logits, at, size, top)
+        rank, own = 1, logits[at + token]
+        for i in range(size):
+            if logits[at + i] > own:
+                rank += 1
+        ranks[r], ids[r, 0], logprobs[r, 0] = rank, token, np.float64(own) - norm
+        if k > 0:
+            best_tokens(logits, bits, at, size, top, k, counts, keys)
+        for j in range(k):
+            token = key_token(keys[j])
+            ids[r, j + 1], logprobs[r, j + 1] = token, np.float64(logits[at + token]) - norm
+
+
+@kernel
+def logprobs_of(logits, bits, chosen, ids, logprobs, ranks, size, k, chunks):
+    """See `Backend.top_logprobs`; ids int64 and logprobs float32 [R, 1+k], ranks int64 [R]."""
+    rows = chosen.shape[0]
+    if chunks == 1:
+        logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, 0, rows)
+    else:
+        for c in prange(chunks):
+            low, high = rows * c // chunks, rows * (c + 1) // chunks
+            logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, low, high)

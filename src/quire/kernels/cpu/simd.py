@@ -1,0 +1,376 @@
+"""The vocabulary of the CPU kernels: sixteen float32 lanes as a Numba type, and LLVM instructions on it.
+
+Only generic LLVM vector operations, so the same kernel compiles for AVX-512, AVX2, NEON or plain SSE2. Arrays come in
+three storage formats told apart by their dtype, so that `load` and `get` widen and `put` narrows without a flag:
+float32 as it is, uint16 for the bits of bfloat16, int16 for the bits of float16. Offsets count elements of the flat,
+contiguous array. No algorithm lives here, except the exponential function and the inner loop of all matrix products.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+I16, I32, F16, F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+F32V, I32V, I16V = (ir.VectorType(element, LANES) for element in (F32, I32, I16))
+
+
+def has_feature(name: str) -> bool:
+    """Say whether kernels are compiled for a CPU with this LLVM feature; Numba's own overrides count."""
+    if numba.config.CPU_FEATURES is not None:
+        return f"+{name}" in numba.config.CPU_FEATURES.split(",")
+    if numba.config.CPU_NAME is not None:
+        return False
+    return bool(llvm.get_host_cpu_features().get(name, False))
+
+
+# Rows of the register tile in `matmul_tile`: 8 x 2 sixteen-lane sums fill AVX-512's 32 registers; half as wide
+# registers, or half as many, hold 2 x 2.
+TILE_ROWS = 8 if has_feature("avx512f") else 2
+
+
+class VecType(types.Type):
+    """Sixteen float32 lanes, held in a register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+@register_model(VecType)
+class VecModel(PrimitiveModel):
+    """Lower VecType to the LLVM vector."""
+
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, F32V)
+
+
+f32x16 = VecType()
+
+
+# Building blocks of the intrinsics: functions from LLVM values to LLVM values
+
+
+def _constant(value):
+    return ir.Constant(F32V, [value] * LANES)
+
+
+def _integers(value):
+    return ir.Constant(I32V, [value] * LANES)
+
+
+def _splat(b, scalar, vector):
+    undef = ir.Constant(vector, ir.Undefined)
+    one = b.insert_element(undef, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, undef, _integers(0))
+
+
+def _call(b, name, result, args):
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return b.call(function, args)
+
+
+def _multiply_add(b, x, y, z):
+    return _call(b, "llvm.fmuladd.v16f32", F32V, [x, y, z])
+
+
+def _storage(array_type):
+    """Return "f32", "bf16" or "f16" for a Numba array type."""
+    return {types.float32: "f32", types.uint16: "bf16", types.int16: "f16"}[array_type.dtype]
+
+
+def _data(ctx, b, array_type, array):
+    return ctx.make_array(array_type)(ctx, b, array).data
+
+
+def _load(b, storage, data, offset):
+    """Load sixteen elements at `data + offset` and widen them."""
+    address = b.gep(data, [offset])
+    if storage == "f32":
+        value = b.load(b.bitcast(address, F32V.as_pointer()))
+        value.align = 4
+        return value
+    value = b.load(b.bitcast(address, I16V.as_pointer()))
+    value.align = 2
+    if storage == "bf16":
+        return b.bitcast(b.shl(b.zext(value, I32V), _integers(16)), F32V)
+    return b.fpext(b.bitcast(value, ir.VectorType(F16, LANES)), F32V)
+
+
+def _store(b, value, data, offset):
+    b.store(value, b.bitcast(b.gep(data, [offset]), F32V.as_pointer())).align = 4
+
+
+def _exp(b, x):
+    """e^x to about two units in the last place; exactly 1 at 0, 0 below -87, finite above 88.
+
+    x = n ln 2 + r with |r| <= ln(2)/2 and e^r by its Taylor series to degree 7 (remainder 5e-9). Adding 1.5 * 2^23
+    rounds to an integer that can then be read from the low bits.
+    """
+    magic = 12582912.0
+    x = b.select(b.fcmp_ordered(">", x, _constant(88.0)), _constant(88.0), x)
+    shifted = _multiply_add(b, x, _constant(1.4426950408889634), _constant(magic))
+    n = b.fsub(shifted, _constant(magic))
+    r = _multiply_add(b, n, _constant(-0.693359375), x)
+    r = _multiply_add(b, n, _constant(2.12194440e-4), r)
+    series = _constant(1 / 5040)
+    for factor in (720, 120, 24, 6, 2, 1, 1):
+        series = _multiply_add(b, series, r, _constant(1 / factor))
+    exponent = b.shl(b.add(b.bitcast(shifted, I32V), _integers(127)), _integers(23))
+    result = b.fmul(series, b.bitcast(exponent, F32V))
+    return b.select(b.fcmp_unordered("<", x, _constant(-87.0)), _flush(b, x), result)
+
+
+def _flush(b, x):
+    """0 in every lane, NaN where x is."""
+    return b.select(b.fcmp_unordered("uno", x, x), x, _constant(0.0))
+
+
+def _fold(b, x, combine):
+    """Combine the lanes as a binary tree, halves first; the order is part of every result that is a sum."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        undef = ir.Constant(x.type, ir.Undefined)
+        halves = [
+            b.shuffle_vector(x, undef, ir.Constant(ir.VectorType(I32, width), list(range(start, start + width))))
+            for start in (0, width)
+        ]
+        x = combine(*halves)
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+def _maximum(b, x, y):
+    return b.select(b.fcmp_ordered("<", x, y), y, x)
+
+
+# Memory
+
+
+@intrinsic
+def load(ty, array, offset):
+    """Return array[offset : offset + 16] widened to float32."""
+
+    def code(ctx, b, sig, a):
+        return _load(b, _storage(sig.args[0]), _data(ctx, b, sig.args[0], a[0]), a[1])
+
+    return f32x16(array, offset), code
+
+
+@intrinsic
+def store(ty, array, offset, value):
+    """Write the lanes to the float32 array[offset : offset + 16]."""
+
+    def code(ctx, b, sig, a):
+        _store(b, a[2], _data(ctx, b, sig.args[0], a[0]), a[1])
+        return ctx.get_dummy_value()
+
+    return types.void(array, offset, value), code
+
+
+@intrinsic
+def get(ty, array, offset):
+    """Return array[offset] widened to float32."""
+
+    def code(ctx, b, sig, a):
+        value = b.load(b.gep(_data(ctx, b, sig.args[0], a[0]), [a[1]]))
+        storage = _storage(sig.args[0])
+        if storage == "f32":
+            return value
+        if storage == "bf16":
+            return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), F32)
+        return b.fpext(b.bitcast(value, F16), F32)
+
+    return types.float32(array, offset), code
+
+
+@intrinsic
+def put(ty, array, offset, value):
+    """Set array[offset] to the float32 value, rounded to nearest even in the array's format; NaN stays NaN."""
+
+    def code(ctx, b, sig, a):
+        storage, value = _storage(sig.args[0]), a[2]
+        if storage == "bf16":
+            bits = b.bitcast(value, I32)
+            odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+            rounded = b.lshr(b.add(b.add(bits, ir.Constant(I32, 0x7FFF)), odd), ir.Constant(I32, 16))
+            is_nan = b.fcmp_unordered("uno", value, value)
+            value = b.trunc(b.select(is_nan, ir.Constant(I32, 0x7FC0), rounded), I16)
+        elif storage == "f16":
+            value = b.bitcast(b.fptrunc(value, F16), I16)
+        b.store(value, b.gep(_data(ctx, b, sig.args[0], a[0]), [a[1]]))
+        return ctx.get_dummy_value()
+
+    return types.void(array, offset, types.float32), code
+
+
+@intrinsic
+def load_some(ty, array, offset, count):
+    """Return array[offset : offset + count] in the first lanes, count <= 16, and 0 in the others."""
+
+    def code(ctx, b, sig, a):
+        storage, data = _storage(sig.args[0]), _data(ctx, b, sig.args[0], a[0])
+        lanes = ir.ArrayType(F32 if storage == "f32" else I16, LANES)
+        place, index = cgutils.alloca_once(b, lanes), a[1].type
+        b.store(ir.Constant(lanes, None), place)
+        first = b.bitcast(place, data.type)
+        with cgutils.for_range(b, a[2], intp=index) as loop:
+            b.store(b.load(b.gep(data, [b.add(a[1], loop.index)])), b.gep(first, [loop.index]))
+        return _load(b, storage, first, index(0))
+
+    return f32x16(array, types.int64, types.int64), code
+
+
+@intrinsic
+def store_some(ty, array, offset, value, count):
+    """Write the first count <= 16 lanes to the float32 array[offset : offset + count]."""
+
+    def code(ctx, b, sig, a):
+        data = _data(ctx, b, sig.args[0], a[0])
+        place = cgutils.alloca_once(b, F32V)
+        b.store(a[2], place)
+        first = b.bitcast(place, F32.as_pointer())
+        with cgutils.for_range(b, a[3], intp=a[1].type) as loop:
+            b.store(b.load(b.gep(first, [loop.index])), b.gep(data, [b.add(a[1], loop.index)]))
+        return ctx.get_dummy_value()
+
+    return types.void(array, types.int64, value, types.int64), code
+
+
+# Arithmetic
+
+
+@intrinsic
+def splat(ty, x):
+    """Return the float32 scalar in every lane."""
+    return f32x16(types.float32), lambda ctx, b, sig, a: _splat(b, a[0], F32V)
+
+
+@intrinsic
+def add(ty, x, y):
+    """x + y."""
+    return f32x16(x, y), lambda ctx, b, sig, a: b.fadd(a[0], a[1])
+
+
+@intrinsic
+def sub(ty, x, y):
+    """x - y."""
+    return f32x16(x, y), lambda ctx, b, sig, a: b.fsub(a[0], a[1])
+
+
+@intrinsic
+def mul(ty, x, y):
+    """x * y."""
+    return f32x16(x, y), lambda ctx, b, sig, a: b.fmul(a[0], a[1])
+
+
+@intrinsic
+def div(ty, x, y):
+    """x / y."""
+    return f32x16(x, y), lambda ctx, b, sig, a: b.fdiv(a[0], a[1])
+
+
+@intrinsic
+def multiply_add(ty, x, y, z):
+    """x * y + z, fused where the CPU can."""
+    return f32x16(x, y, z), lambda ctx, b, sig, a: _multiply_add(b, *a)
+
+
+@intrinsic
+def maximum(ty, x, y):
+    """The larger of each pair of lanes."""
+    return f32x16(x, y), lambda ctx, b, sig, a: _maximum(b, *a)
+
+
+@intrinsic
+def exp(ty, x):
+    """e^x in every lane."""
+    return f32x16(x), lambda ctx, b, sig, a: _exp(b, a[0])
+
+
+@intrinsic
+def lane_sum(ty, x):
+    """Add the lanes, as a tree."""
+    return types.float32(x), lambda ctx, b, sig, a: _fold(b, a[0], b.fadd)
+
+
+@intrinsic
+def lane_max(ty, x):
+    """Return the largest lane."""
+    return types.float32(x), lambda ctx, b, sig, a: _fold(b, a[0], lambda x, y: _maximum(b, x, y))
+
+
+@intrinsic
+def lane_indices(ty):
+    """0.0, 1.0, ... 15.0."""
+    return f32x16(), lambda ctx, b, sig, a: ir.Constant(F32V, [float(i) for i in range(LANES)])
+
+
+@intrinsic
+def keep_lanes(ty, x, first, stop, other):
+    """Return x in lanes first <= i < stop and the scalar `other` elsewhere; the bounds are int64 and may be outside."""
+
+    def code(ctx, b, sig, a):
+        wide = ir.VectorType(ir.IntType(64), LANES)
+        lanes = ir.Constant(wide, list(range(LANES)))
+        inside = b.and_(
+            b.icmp_signed(">=", lanes, _splat(b, a[1], wide)), b.icmp_signed("<", lanes, _splat(b, a[2], wide))
+        )
+        return b.select(inside, a[0], _splat(b, a[3], F32V))
+
+    return f32x16(x, types.int64, types.int64, types.float32), code
+
+
+def _tile(rows):
+    @intrinsic
+    def tile(ty, w, w_at, w_step, w_next, x, x_at, x_step, x_next, depth, out, out_at, out_next, start):
+        def code(ctx, b, sig, a):
+            arrays = {i: _data(ctx, b, sig.args[i], a[i]) for i in (0, 4, 9)}
+            w_at, w_step, w_next, x_at, x_step, x_next = a[1], a[2], a[3], a[5], a[6], a[7]
+            index = a[1].type
+            places = [
+                (r, b.add(a[10], b.add(b.mul(a[11], index(r)), index(LANES * c)))) for r in range(rows) for c in (0, 1)
+            ]
+            sums = [cgutils.alloca_once(b, F32V) for _ in places]
+            with b.if_else(b.icmp_signed("!=", a[12], a[12].type(0))) as (resume, fresh):
+                with resume:
+                    for total, (_, place) in zip(sums, places, strict=True):
+                        b.store(_load(b, "f32", arrays[9], place), total)
+                with fresh:
+                    for total in sums:
+                        b.store(_constant(0.0), total)
+            with cgutils.for_range(b, a[8], intp=index) as loop:
+                step = b.add(w_at, b.mul(loop.index, w_step))
+                weights = [_load(b, _storage(sig.args[0]), arrays[0], b.add(step, o)) for o in (index(0), w_next)]
+                x_row = b.add(x_at, b.mul(loop.index, x_step))
+                for r in range(rows):
+                    factor = b.load(b.gep(arrays[4], [b.add(x_row, b.mul(x_next, index(r)))]))
+                    factor = _splat(b, factor, F32V)
+                    for c in (0, 1):
+                        total = sums[2 * r + c]
+                        b.store(_multiply_add(b, weights[c], factor, b.load(total)), total)
+            for total, (_, place) in zip(sums, places, strict=True):
+                _store(b, b.load(total), arrays[9], place)
+            return ctx.get_dummy_value()
+
+        n = types.int64
+        return types.void(w, n, n, n, x, n, n, n, n, out, n, n, n), code
+
+    tile.__doc__ = f"""The inner loop of every matrix product here, for {rows} rows and 32 columns:
+
+    out[r, c] = (out[r, c] if start else 0) + sum over k < depth of w[k, c] * x[r, k], added in the order of k,
+    so that an element's bits do not depend on how many rows are computed together. Strides, in elements:
+
+    w[k, c]   at w_at + k * w_step + (c // 16) * w_next + c % 16; any storage format
+    x[r, k]   at x_at + k * x_step + r * x_next; float32
+    out[r, c] at out_at + r * out_next + c; float32
+    """
+    return tile
+
+
+tile_many, tile_four, tile_one = _tile(TILE_ROWS), _tile(4), _tile(1)
