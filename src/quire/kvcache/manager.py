@@ -26,7 +26,7 @@ class CachedSequence(Protocol):
     Attributes:
         token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block table.
         block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block table.
-        reads_prefix_cache: False when the sequence needs the logits of its whole prompt, and so must compute it.
+        reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
     """
 
     request_id: str
@@ -36,7 +36,8 @@ class CachedSequence(Protocol):
     cache_salt: str | None
 
     @property
-    def reads_prefix_cache(self) -> bool: ...
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand in for computing the sequence's first tokens."""
 
 
 class KVCacheManager:
