@@ -65,9 +65,7 @@ def train_byte_fallback(style: str) -> tokenizers.Tokenizer:
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", vocab["<s>"])]
     )
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
-    )
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
     return backend
 
 

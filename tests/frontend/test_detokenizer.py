@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -95,7 +95,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
     bounds = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     checker = StopChecker(stops, include)
     out = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         out += checker.add(text[start:end])
         if checker.matched is not None:
             break

