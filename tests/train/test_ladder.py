@@ -1,0 +1,45 @@
+"""The ladder from a perceptron to a Llama: exact sizes, and each component that should help does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.train.ladder import CONTEXT, climb, main, rungs
+
+# Which letter follows depends on the one two places back, so one character of context is not enough.
+PATTERN = "abcacbbcabacaabbcc\n" * 80
+
+
+def test_the_perceptron_on_65_characters_has_33217_parameters() -> None:
+    model = rungs(65)["perceptron"]()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 33_217
+
+
+def test_every_rung_is_larger_than_the_one_below_and_sees_no_future() -> None:
+    torch.manual_seed(0)
+    sizes = []
+    for build in rungs(65).values():
+        model = build().eval()
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
+        ids = torch.randint(0, 65, (1, CONTEXT))
+        changed = ids.clone()
+        changed[0, 9] = (changed[0, 9] + 1) % 65
+        with torch.inference_mode():
+            torch.testing.assert_close(model(ids)[0, :9], model(changed)[0, :9])
+    assert sizes == sorted(set(sizes))
+
+
+def test_context_lowers_the_loss_where_the_text_needs_it() -> None:
+    by_name = {rung.name: rung.val_loss for rung in climb(PATTERN, steps=30)}
+    perceptron, *_, complete = by_name.values()
+    assert complete < by_name["+ attention with RoPE"] < perceptron
+    assert complete < 0.5 * perceptron
+
+
+def test_the_command_prints_one_line_per_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text(PATTERN)
+    assert main(["--data", str(tmp_path / "text"), "--steps", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(rungs(4))
