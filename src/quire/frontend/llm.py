@@ -205,6 +205,16 @@ class LLM:
                 self._engine.send(AbortRequests(request_ids=aborts))
             raise
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding table."""
+        return self._processor.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length [tokens]."""
+        return self._processor.max_model_len
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `RequestError` if the engine runs without one."""
         if self._front.tokenizer is None:
