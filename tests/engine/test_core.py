@@ -9,7 +9,8 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest
+from quire.engine.loop import run as run_loop
+from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, FromEngine, Shutdown, ToEngine
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
@@ -103,3 +104,18 @@ def test_reset_prefix_cache_forgets(folder: Path) -> None:
     core.add(request("again", list(range(64))))
     run(core)
     assert core.call("stats")["prefix_cache_hits"] == hits
+
+
+def test_a_message_the_scheduler_refuses_gets_an_error_and_does_not_end_the_loop(folder: Path) -> None:
+    core = make_core(folder, num_gpu_blocks_override=8)
+    messages: list[ToEngine] = [request("empty", []), request("fine", [1], max_tokens=2), Shutdown()]
+    sent: list[FromEngine] = []
+
+    def receive(wait: bool) -> ToEngine | None:
+        if isinstance(messages[0], Shutdown) and core.has_unfinished():
+            return None
+        return messages.pop(0)
+
+    run_loop(core, receive, sent.append)
+    ends = {o.request_id: o.finish_reason for m in sent if isinstance(m, EngineOutputs) for o in m.outputs}
+    assert ends == {"empty": "error", "fine": "length"}

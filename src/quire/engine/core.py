@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire.step import ModelOutput
+from quire.step import ModelOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class EngineCore:
             outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
         return EngineOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=self.clock())
 
-    def snapshot(self) -> EngineOutputs:
-        """Return the current stats, without news of any request."""
-        return EngineOutputs(outputs=[], stats=self.scheduler.stats(), timestamp=self.clock())
+    def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
+        """Return the current stats, with news that no step has made, if any."""
+        return EngineOutputs(outputs=outputs or [], stats=self.scheduler.stats(), timestamp=self.clock())
 
     def call(self, method: str) -> dict[str, int | float | str | bool]:
         """Run an operation between steps. Raises `ConfigError` for an unknown one."""

@@ -9,8 +9,17 @@ import threading
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.loop import apply, run
-from quire.engine.messages import CallResult, EngineOutputs, FromEngine, Ready, Shutdown, ToEngine
+from quire.engine.loop import run
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    CallResult,
+    EngineOutputs,
+    FromEngine,
+    Ready,
+    Shutdown,
+    ToEngine,
+)
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
@@ -26,8 +35,14 @@ class InlineEngine:
         self.ready: Ready = core.ready
 
     def send(self, message: ToEngine) -> None:
-        """Apply an `AddRequest` or `AbortRequests` at once."""
-        apply(self.core, message)
+        """Apply an `AddRequest` or `AbortRequests` at once. Raises `RequestError` if the scheduler refuses it."""
+        match message:
+            case AddRequest():
+                self.core.add(message)
+            case AbortRequests():
+                self.core.abort(message)
+            case _:
+                raise TypeError(f"an inline engine has methods for {type(message).__name__}")
 
     def call(self, method: str) -> dict[str, int | float | str | bool]:
         """Run an engine operation."""

@@ -5,15 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, FromEngine, Shutdown, ToEngine
-from quire.errors import QuireError
+from quire.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineOutputs,
+    FromEngine,
+    Shutdown,
+    ToEngine,
+)
+from quire.errors import QuireError, RequestError
+from quire.step import SequenceOutput
 
 
-def apply(core: EngineCore, message: ToEngine) -> CallResult | None:
-    """Carry out one message on the core; return the answer to a `Call`. `Shutdown` is the loop's own business."""
+def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | None:
+    """Carry out one message on the core; return what is to be answered at once, if anything.
+
+    A request that the scheduler refuses gets its "error" here: one bad message must not end the loop. `Shutdown` is
+    the loop's own business.
+    """
     match message:
         case AddRequest():
-            core.add(message)
+            try:
+                core.add(message)
+            except RequestError as error:
+                refusal = SequenceOutput(message.request_id, [], finish_reason="error", error=error.message)
+                return core.snapshot([refusal])
         case AbortRequests():
             core.abort(message)
         case Call():
