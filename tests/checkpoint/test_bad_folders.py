@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers.checkpoints import PLAIN_CONFIG, plain_tensors, safetensors_bytes, write_plain
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ModelError
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
+from tests.helpers.checkpoints import PLAIN_CONFIG, plain_tensors, safetensors_bytes, write_plain
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 WEIGHTS = "model.safetensors"

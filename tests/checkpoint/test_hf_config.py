@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.checkpoints import PLAIN_CONFIG
 
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.errors import ModelError
 from quire.models.registry import MODELS
+from tests.helpers.checkpoints import PLAIN_CONFIG
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 

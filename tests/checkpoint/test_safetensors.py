@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from tests.helpers.checkpoints import safetensors_bytes
 
 from quire.checkpoint.safetensors import Checkpoint, SafetensorsFile
 from quire.checkpoint.tensor import HostTensor, count_nonfinite
 from quire.checkpoint.weights import DummyWeights
 from quire.errors import ModelError
+from tests.helpers.checkpoints import safetensors_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool"])

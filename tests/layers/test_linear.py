@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers.ranks import run_ranks
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
@@ -15,6 +14,7 @@ from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.parallel import ParallelContext
+from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 RNG = np.random.default_rng(0)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.helpers.checkpoints import PLAIN_CONFIG, write_checkpoint, write_plain
-from tests.helpers.model_driver import ModelDriver
-from tests.helpers.ranks import run_ranks
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ConfigError, ModelError
@@ -20,6 +18,9 @@ from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from quire.models.registry import MODELS, model_class
 from quire.step import LayerKVSpec
+from tests.helpers.checkpoints import PLAIN_CONFIG, write_checkpoint, write_plain
+from tests.helpers.model_driver import ModelDriver
+from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 PROMPT = np.random.default_rng(0).integers(0, 131, 19).tolist()
@@ -45,6 +46,16 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(tmp_path: Path) ->
     assert not np.array_equal(first, logits(tmp_path, load_format="dummy", seed=1))
     with pytest.raises(ModelError, match="no safetensors weights"):
         logits(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_a_loaded_model_no_longer_needs_its_files(device: str, tmp_path: Path) -> None:
+    folder = write_plain(tmp_path)
+    backend = create_backend(device, "float32", "float32", num_threads=1)
+    driver = ModelDriver(load_model(load_model_info(folder), backend), backend)
+    before = driver.step({"a": PROMPT})["a"]
+    os.truncate(folder / "model.safetensors", 0)
+    np.testing.assert_allclose(driver.step({"b": PROMPT})["b"], before, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "opt", "gpt2"])

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers.checkpoints import oracle_logits, write_checkpoint
-from tests.helpers.model_driver import ModelDriver
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
+from tests.helpers.checkpoints import oracle_logits, write_checkpoint
+from tests.helpers.model_driver import ModelDriver
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 LONG, SHORT = [1.0 + 0.5 * i for i in range(4)], [1.0 + 0.1 * i for i in range(4)]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
 }
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "cpu"]
 
 
 @pytest.fixture(scope="session")
@@ -156,14 +156,15 @@ def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint:
     assert text == choices.tolist()
 
 
+@pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "max_model_len", "length"), [("llama-dynamic", 300, 300), ("llama-longrope", 160, 140)]
 )
 def test_stretched_contexts_match_transformers_where_one_table_can(
-    case: str, max_model_len: int, length: int, checkpoint: Any
+    case: str, max_model_len: int, length: int, device: str, checkpoint: Any
 ) -> None:
     folder, prompt = checkpoint(case), tokens(length, seed=3)
-    model = driver(folder, "reference", max_model_len=max_model_len)
+    model = driver(folder, device, max_model_len=max_model_len)
     assert_close(model.step({"a": prompt})["a"], oracle_logits(folder, prompt))
 
 
