@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.meta.source import ROOT
 
 import quire
+from tests.meta.source import ROOT
 
 HEAVY = ["torch", "numpy", "numba", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "jinja2", "asyncio"]
 

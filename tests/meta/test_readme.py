@@ -1,0 +1,133 @@
+"""README.md: its code runs, its commands are the ones CI runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.server import Server, serve
+from tests.meta.source import ROOT
+
+README = (ROOT / "README.md").read_text("utf-8")
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def block(marker: str) -> str:
+    """Return the code block that follows the comment `marker`."""
+    found = re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)\n```\n", README, re.DOTALL)
+    assert found, marker
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the built-in model, as README starts it."""
+    with serve(tmp_path_factory.mktemp("readme") / "log.txt") as running:
+        yield running
+
+
+def run(*words: str, text: str = "") -> str:
+    done = subprocess.run([sys.executable, *words], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_offline_code_generates():
+    output = run("-c", block("runs"))
+    assert "The king said ->" in output and "Once upon a time ->" in output
+    assert output.strip().splitlines()[-1]
+
+
+def test_the_client_code_streams_an_answer(server):
+    output = run("-c", block("runs with a server").replace(ADDRESS, server.url))
+    assert len(output.split()) > 3
+
+
+def test_the_curl_command_is_answered(server):
+    found = re.fullmatch(r"curl (\S+) -H 'content-type: application/json' \\\n  -d '(.*)'", block("curl"))
+    assert found
+    status, answer = server.post(found[1].removeprefix(ADDRESS), json.loads(found[2]))
+    assert status == 200
+    assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("script", ["chat_client.py", "streaming_client.py"])
+def test_the_client_examples_run_against_a_server(server, script):
+    output = run(str(ROOT / "examples" / script), server.url + "/v1", text="Hello!\nWhat is Quire?\n")
+    assert len(output.splitlines()) >= 4
+
+
+def test_the_offline_example_runs():
+    output = run(str(ROOT / "examples" / "offline.py"))
+    assert output.count("->") == 3 and output.count("answer") >= 2
+
+
+def test_examples_are_short():
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text("utf-8").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("marker", ["serve", "test"])
+def test_the_two_commands_are_one_line_each(marker):
+    assert "\n" not in block(marker)
+    assert block(marker).startswith("python3 -m venv ")
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    extraction = re.search(r"command=\$\((awk '.*?' README\.md)\)", script)
+    assert extraction
+    done = subprocess.run(["bash", "-c", extraction[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == block("test")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "benchmarks/README.md"])
+def test_paths_in_the_docs_exist(page):
+    text = (ROOT / page).read_text("utf-8")
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert (folder / target).exists(), target
+    for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md))`", text):
+        assert any((base / path).exists() for base in (ROOT, ROOT / "src/quire", folder)), path
+
+
+def test_the_documented_options_are_the_ones_there_are():
+    from quire.cli.options_doc import document
+
+    assert (ROOT / "docs" / "options.md").read_text("utf-8") == document(), (
+        "run: python -m quire.cli.options_doc > docs/options.md"
+    )
+
+
+def test_every_pin_satisfies_the_declared_range():
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {}
+    for line in Path(ROOT, "constraints.txt").read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert version, line
+            pins[canonicalize_name(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *(item for extra in extras.values() for item in extra)]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+def test_the_step_benchmark_prints_its_table():
+    words = ("--steps", "3", "--warmup", "1", "--running", "1", "2", "--waiting", "0", "5")
+    output = run(str(ROOT / "benchmarks" / "step_overhead.py"), *words)
+    rows = [line for line in output.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
+    assert len(rows) == 4
+    assert "commit" in output
