@@ -217,6 +217,8 @@ def test_whoever_leaves_is_aborted_in_the_engine(leave: Callable[[AsyncLLM], Awa
         assert len(client.engine.aborted) == 1
         assert client.engine.live == []
         assert llm.num_unfinished == 0
+        await settle()
+        assert (llm.stats.num_running, llm.stats.num_free_blocks) == (0, 64), "numbers of an idle engine are kept fresh"
 
     on_fake(test)
 
@@ -268,6 +270,8 @@ def test_a_stop_string_ends_the_request_in_the_engine_within_a_step() -> None:
         assert await text_of(llm.generate("x", params, "r")) == "hell"
         assert client.engine.aborted == ["r"]
         assert client.engine.num_steps <= 3
+        await settle()
+        assert llm.stats.num_running == 0
 
     on_fake(test, reply_text="hello world and much more text than anybody wants to read")
 
@@ -371,7 +375,7 @@ def test_operations_of_the_engine() -> None:
         await llm.reset_prefix_cache()
         assert client.engine.num_resets == 1
         results = await asyncio.gather(llm.call("stats"), llm.call("check_integrity"))
-        assert results == [{"num_running": 0}, {"ok": True}]
+        assert (results[0]["num_running"], results[1]) == (0, {"ok": True})
         with pytest.raises(QuireError, match="unknown engine operation"):
             await llm.call("explode")
         await llm.check_health()

@@ -139,10 +139,11 @@ def test_parts_are_joined_for_templates_that_know_only_text() -> None:
     oracle = oracle_of("parts").apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     assert template_of("parts").render([message]) == oracle
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
-    with pytest.raises(RequestError) as caught:
-        template_of("qwen").render([image])
-    assert caught.value.code == "unsupported_content_type"
-    assert caught.value.param == "messages[0].content[0]"
+    for style in ("qwen", "parts"):
+        with pytest.raises(RequestError) as caught:
+            template_of(style).render([image])
+        assert caught.value.code == "unsupported_content_type"
+        assert caught.value.param == "messages[0].content[0]"
 
 
 def test_what_the_template_raises_is_a_request_error() -> None:

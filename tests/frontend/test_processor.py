@@ -222,7 +222,8 @@ def test_without_a_seed_every_request_draws_its_own() -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
 def test_bad_words_are_barred_in_every_spelling(kind: str) -> None:
     tokenizer = Tokenizer(MAKERS[kind](), special_tokens=NAMED[kind])
-    barred = make(tokenizer).bad_words_ids(["quick"])
+    processor = Processor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64)
+    barred = processor.bad_words_ids(["quick"])
     for text in ("quick", " quick", "The quick fox", "\nquick", "fox.quick dog"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         hit = any(ids[i : i + len(word)] == word for word in barred for i in range(len(ids)))

@@ -78,6 +78,7 @@ def test_ids_without_a_token_decode_to_nothing(folders: dict[str, Path]) -> None
     ids = tokenizer.encode("fox")
     assert tokenizer.decode([*ids, tokenizer.vocab_size + 7]) == "fox"
     assert tokenizer.token_bytes(tokenizer.vocab_size + 7) == b""
+    assert tokenizer.decode([-1, *ids, 2**70]) == "fox"
 
 
 def test_token_bytes_join_to_the_text(folders: dict[str, Path]) -> None:

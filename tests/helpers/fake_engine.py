@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -194,7 +195,7 @@ class FakeEngine:
             self.num_resets += 1
             return {"reset": True}
         if method == "stats":
-            return {"num_running": len(self._live)}
+            return msgspec.to_builtins(self.stats())
         if method == "check_integrity":
             return {"ok": True}
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
@@ -209,14 +210,18 @@ class FakeEngine:
         now = time.monotonic()
         running = list(self._live.values())[: self.max_num_seqs]
         outputs = [self._advance(item, now) for item in running]
-        stats = SchedulerStats(
-            num_running=min(len(self._live), self.max_num_seqs),
-            num_waiting=max(0, len(self._live) - self.max_num_seqs),
+        return EngineOutputs(outputs=outputs, stats=self.stats(), timestamp=time.monotonic())
+
+    def stats(self) -> SchedulerStats:
+        """Count live requests; each running one holds one of 64 blocks."""
+        num_running = min(len(self._live), self.max_num_seqs)
+        return SchedulerStats(
+            num_running=num_running,
+            num_waiting=len(self._live) - num_running,
             num_blocks=64,
-            num_free_blocks=64 - min(64, len(running)),
+            num_free_blocks=64 - min(64, num_running),
             num_steps=self.num_steps,
         )
-        return EngineOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
 
     def _advance(self, item: _Running, now: float) -> SequenceOutput:
         request, params = item.request, item.request.sampling_params

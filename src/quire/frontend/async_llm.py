@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
+
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient
@@ -137,6 +139,7 @@ class AsyncLLM:
         self._threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
+        self._stats_calls: set[int] = set()
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
@@ -273,7 +276,8 @@ class AsyncLLM:
                 variables=chat_template_kwargs,
             )
 
-        return await self._in_thread(render) if text_size(messages) > THREAD_CHARS else render()
+        size = text_size([messages, tools, chat_template_kwargs])
+        return await self._in_thread(render) if size > THREAD_CHARS else render()
 
     async def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str) -> list[int]:
         processor = self._alive()
@@ -294,7 +298,7 @@ class AsyncLLM:
         """As `abort`, for several requests and without a coroutine; call it on the event loop."""
         engine_ids = self._outputs.abort(request_ids)
         if engine_ids and self._dead is None:
-            self._client.send(AbortRequests(request_ids=engine_ids))
+            self._send_aborts(engine_ids)
 
     def abort_from_anywhere(self, request_id: str) -> None:
         """As `abort`, from any thread, also when the event loop is closed already."""
@@ -357,9 +361,22 @@ class AsyncLLM:
                 logger.error("request %s failed in the engine: %s", output.request_id, output.error)
         _, aborts = self._outputs.process(outputs)
         if aborts:
-            self._client.send(AbortRequests(request_ids=aborts))
+            self._send_aborts(aborts)
+
+    def _send_aborts(self, engine_ids: list[str]) -> None:
+        self._client.send(AbortRequests(request_ids=engine_ids))
+        if self._outputs.num_unfinished == 0:
+            # An idle engine sends nothing, so the numbers of its last step would stay. Ask for new ones.
+            self._num_calls += 1
+            self._stats_calls.add(self._num_calls)
+            self._client.send(Call(call_id=self._num_calls, method="stats"))
 
     def _answer(self, result: CallResult) -> None:
+        if result.call_id in self._stats_calls:
+            self._stats_calls.remove(result.call_id)
+            if result.value is not None:
+                self._stats = msgspec.convert(result.value, SchedulerStats)
+            return
         answer = self._calls.pop(result.call_id, None)
         if answer is None or answer.done():
             return
@@ -418,7 +435,7 @@ class AsyncLLM:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's numbers after the latest step that produced something."""
+        """The scheduler's numbers after the latest step, or after the abort that left nothing to do."""
         return self._stats
 
     @property

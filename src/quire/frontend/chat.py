@@ -12,6 +12,7 @@ the template's own. If the ordinary rendering has the same control tokens, it is
 so, and when the input has no such character, there is no second rendering at all. Otherwise the text between the
 template's control tokens is tokenized with control tokens disabled (`Tokenizer.encode_segments`).
 
+Added tokens that a tokenizer does not call special (often <think> and the like) are ordinary vocabulary and stay so.
 Roles are not marked, since some templates build control tokens from them; they must be plain words.
 """
 
@@ -172,8 +173,10 @@ class ChatTemplate:
             raise RequestError(f"{where}.role must be a plain word, got {echo(role)}", param=f"{where}.role")
         plain = {key: value for key, value in message.items() if value is not None and key != "role"}
         content = plain.get("content")
-        if isinstance(content, list | tuple) and not self._handles_parts():
-            plain["content"] = _join_parts(content, f"{where}.content")
+        if isinstance(content, list | tuple):
+            texts = _texts_of(content, f"{where}.content")
+            if not self._handles_parts():
+                plain["content"] = "\n".join(texts)
         plain = {"role": role, **_plain(plain, where, mark)}
         reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
         if reasoning is not None:  # templates read it under either of two names
@@ -265,8 +268,8 @@ def _key(key: Any, path: str, mark: Marker) -> str:
     return mark(key)
 
 
-def _join_parts(parts: Sequence[Any], where: str) -> str:
-    """Join text parts with line breaks, for templates that know only one text per message."""
+def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
+    """Return the texts of content parts. Raises `RequestError` for parts of another kind."""
     texts = []
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
@@ -277,7 +280,7 @@ def _join_parts(parts: Sequence[Any], where: str) -> str:
                 code="unsupported_content_type",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _mark_end(message: dict[str, Any]) -> str:

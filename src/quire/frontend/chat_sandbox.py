@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.errors import RequestError
 
 MAX_OUTPUT_CHARS = 2**24
-MAX_STEPS = 2_000_000
+MAX_STEPS = 1_000_000
 MAX_REPEAT = 2**20
 MAX_MESSAGE = 500
 

@@ -99,7 +99,7 @@ class _Completion:
             rest = self.detokenizer.flush()
             if rest:
                 self.text_parts.append(rest)
-            if self.detokenizer.matched is not None and reason != "abort":
+            if self.detokenizer.matched is not None and reason not in ("abort", "error"):
                 reason, stop_reason = "stop", self.detokenizer.matched
         self.finish_reason = reason
         self.stop_reason = stop_reason

@@ -243,6 +243,8 @@ class Processor:
             inside = self.tokenizer.encode("\n" + word, add_special_tokens=False)
             if inside[: len(anchor)] == anchor:
                 sequences[tuple(inside[len(anchor) :])] = None
+        for ids in sequences:
+            check_ids(ids, self.vocab_size, "bad_words", text=True)
         return [list(ids) for ids in sequences if ids]
 
 

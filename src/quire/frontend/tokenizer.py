@@ -48,7 +48,7 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         decoder = backend.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
-        self.pieces: Pieces | None = pieces_of(state, backend.id_to_token)
+        self.pieces: Pieces | None = pieces_of(state, self.id_to_token)
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -138,8 +138,8 @@ class Tokenizer:
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the vocabulary's spelling of an id."""
-        return self._backend.id_to_token(token_id)
+        """Return the vocabulary's spelling of an id, or None."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry."""
