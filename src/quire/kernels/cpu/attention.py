@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.jit import kernel, part, share
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
     add,
@@ -46,8 +46,9 @@ NEG_INF = np.float32(-np.inf)
 
 
 @part
-def write_rows(k, v, keys, values, slots, heads, size, block_size, first, last):
-    """Store tokens first..last."""
+def write_rows(k, v, keys, values, slots, heads, size, block_size, chunk, chunks):
+    """Store this chunk's share of the tokens."""
+    first, last = share(slots.shape[0], chunk, chunks)
     for t in range(first, last):
         block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(heads):
@@ -63,30 +64,30 @@ def write_rows(k, v, keys, values, slots, heads, size, block_size, first, last):
 def write_float32(k, v, keys, values, slots, heads, size, block_size, chunks):
     """Store k, v [T*Hkv*D] at slots int64 [T]."""
     if chunks == 1:
-        write_rows(k, v, keys, values, slots, heads, size, block_size, 0, slots.shape[0])
+        write_rows(k, v, keys, values, slots, heads, size, block_size, chunks - 1, chunks)
     else:
-        for t in prange(slots.shape[0]):
-            write_rows(k, v, keys, values, slots, heads, size, block_size, t, t + 1)
+        for c in prange(chunks):
+            write_rows(k, v, keys, values, slots, heads, size, block_size, np.int64(c), chunks)
 
 
 @kernel
 def write_bfloat16(k, v, keys, values, slots, heads, size, block_size, chunks):
     """Like `write_float32`, rounding to bfloat16."""
     if chunks == 1:
-        write_rows(k, v, keys, values, slots, heads, size, block_size, 0, slots.shape[0])
+        write_rows(k, v, keys, values, slots, heads, size, block_size, chunks - 1, chunks)
     else:
-        for t in prange(slots.shape[0]):
-            write_rows(k, v, keys, values, slots, heads, size, block_size, t, t + 1)
+        for c in prange(chunks):
+            write_rows(k, v, keys, values, slots, heads, size, block_size, np.int64(c), chunks)
 
 
 @kernel
 def write_float16(k, v, keys, values, slots, heads, size, block_size, chunks):
     """Like `write_float32`, rounding to float16."""
     if chunks == 1:
-        write_rows(k, v, keys, values, slots, heads, size, block_size, 0, slots.shape[0])
+        write_rows(k, v, keys, values, slots, heads, size, block_size, chunks - 1, chunks)
     else:
-        for t in prange(slots.shape[0]):
-            write_rows(k, v, keys, values, slots, heads, size, block_size, t, t + 1)
+        for c in prange(chunks):
+            write_rows(k, v, keys, values, slots, heads, size, block_size, np.int64(c), chunks)
 
 
 # Reading tiles. Positions outside low..high are not read, for their blocks may be anyone's, and count as zeros.
@@ -268,33 +269,13 @@ def attend_item(q, out, keys, values, table, query, position, count, head, sizes
 
 
 @part
-def attend(
-    q,
-    out,
-    keys,
-    values,
-    starts,
-    lengths,
-    tables,
-    shape,
-    block_size,
-    scale,
-    window,
-    softcap,
-    sinks,
-    slopes,
-    chunk,
-    chunks,
-):
+def attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunk, chunks):
     """Every chunks-th item from number `chunk`: dealt out in turn, for a late query costs more than an early one."""
-    num_heads, heads, size = shape[0], shape[1], shape[2]
+    num_heads, heads, size, block_size, window = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     group = num_heads // heads
     padded = (size + 31) // 32 * 32
-    sizes, options, extras = (
-        (num_heads, heads, size, padded, group),
-        (block_size, scale, window, softcap),
-        (sinks, slopes),
-    )
+    shape, options = (num_heads, heads, size, padded, group), (block_size, factors[0], window, factors[1])
+    extras = (sinks, slopes)
     queries = max(1, ROWS // group)
     rows = (queries * group + 3) // 4 * 4
     q_rows, sums = np.empty(rows * size, np.float32), np.empty(rows * padded, np.float32)
@@ -310,147 +291,40 @@ def attend(
             for head in range(heads):
                 if number % chunks == chunk:
                     attend_item(
-                        q, out, keys, values, table, query, at, count, head, sizes, options, extras, state, tiles
+                        q, out, keys, values, table, query, at, count, head, shape, options, extras, state, tiles
                     )
                 number += 1
 
 
 @kernel
-def attend_float32(
-    q, out, keys, values, starts, lengths, tables, shape, block_size, scale, window, softcap, sinks, slopes, chunks
-):
+def attend_float32(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks):
     """Attention of all tokens of a step, see `Backend.paged_attention`.
 
-    shape int64 [3]: query heads, KV heads, head size; scale float64; window 0, softcap 0.0, and empty arrays are off.
+    sizes int64: query heads, KV heads, head size, block size, window or 0. factors float64: scale, softcap or 0.
+    Empty sinks or slopes are none.
     """
     if chunks == 1:
-        attend(
-            q,
-            out,
-            keys,
-            values,
-            starts,
-            lengths,
-            tables,
-            shape,
-            block_size,
-            scale,
-            window,
-            softcap,
-            sinks,
-            slopes,
-            0,
-            1,
-        )
+        attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            attend(
-                q,
-                out,
-                keys,
-                values,
-                starts,
-                lengths,
-                tables,
-                shape,
-                block_size,
-                scale,
-                window,
-                softcap,
-                sinks,
-                slopes,
-                c,
-                chunks,
-            )
+            attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, np.int64(c), chunks)
 
 
 @kernel
-def attend_bfloat16(
-    q, out, keys, values, starts, lengths, tables, shape, block_size, scale, window, softcap, sinks, slopes, chunks
-):
+def attend_bfloat16(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks):
     """Like `attend_float32`, the cache in bfloat16."""
     if chunks == 1:
-        attend(
-            q,
-            out,
-            keys,
-            values,
-            starts,
-            lengths,
-            tables,
-            shape,
-            block_size,
-            scale,
-            window,
-            softcap,
-            sinks,
-            slopes,
-            0,
-            1,
-        )
+        attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            attend(
-                q,
-                out,
-                keys,
-                values,
-                starts,
-                lengths,
-                tables,
-                shape,
-                block_size,
-                scale,
-                window,
-                softcap,
-                sinks,
-                slopes,
-                c,
-                chunks,
-            )
+            attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, np.int64(c), chunks)
 
 
 @kernel
-def attend_float16(
-    q, out, keys, values, starts, lengths, tables, shape, block_size, scale, window, softcap, sinks, slopes, chunks
-):
+def attend_float16(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks):
     """Like `attend_float32`, the cache in float16."""
     if chunks == 1:
-        attend(
-            q,
-            out,
-            keys,
-            values,
-            starts,
-            lengths,
-            tables,
-            shape,
-            block_size,
-            scale,
-            window,
-            softcap,
-            sinks,
-            slopes,
-            0,
-            1,
-        )
+        attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            attend(
-                q,
-                out,
-                keys,
-                values,
-                starts,
-                lengths,
-                tables,
-                shape,
-                block_size,
-                scale,
-                window,
-                softcap,
-                sinks,
-                slopes,
-                c,
-                chunks,
-            )
+            attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks, slopes, np.int64(c), chunks)

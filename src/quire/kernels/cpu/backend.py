@@ -260,6 +260,8 @@ class CPUBackend:
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
         out = np.empty(q.shape, np.float32)
+        window, softcap = params.sliding_window or 0, params.softcap or 0.0
+        sizes = (params.num_heads, params.num_kv_heads, params.head_size, cache.block_size, window)
         self._launcher.run(
             q.size * metadata.max_seq_len,
             self._attend,
@@ -270,11 +272,8 @@ class CPUBackend:
             _array(metadata.cu_query_lens, np.int32),
             _array(metadata.seq_lens, np.int32),
             _array(metadata.block_tables, np.int32),
-            np.array([params.num_heads, params.num_kv_heads, params.head_size], np.int64),
-            cache.block_size,
-            float(params.scale),
-            int(params.sliding_window or 0),
-            float(params.softcap or 0.0),
+            np.array(sizes, np.int64),
+            np.array((params.scale, softcap), np.float64),
             NO_FLOATS if params.sinks is None else _flat(params.sinks),
             NO_FLOATS if params.alibi_slopes is None else _flat(params.alibi_slopes),
         )

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numba import prange
 
-from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.jit import kernel, part, share
 from quire.kernels.cpu.simd import (
     add,
     div,
@@ -70,8 +70,9 @@ def add_row(x, residual, at, width):
 
 
 @part
-def rms_norm_rows(x, source, weight, out, width, eps, adds, first, last):
-    """Rows first..last of `rms_norm`."""
+def rms_norm_rows(x, source, weight, out, width, eps, adds, chunk, chunks):
+    """This chunk's rows of `rms_norm`."""
+    first, last = share(source.shape[0] // width, chunk, chunks)
     for row in range(first, last):
         if adds:
             add_row(x, source, row * width, width)
@@ -81,12 +82,11 @@ def rms_norm_rows(x, source, weight, out, width, eps, adds, first, last):
 @kernel
 def rms_norm(x, source, weight, out, width, eps, adds, chunks):
     """out = rms_norm(source); `adds` = 1 first adds x to source in place. eps float64."""
-    rows = source.shape[0] // width
     if chunks == 1:
-        rms_norm_rows(x, source, weight, out, width, eps, adds, 0, rows)
+        rms_norm_rows(x, source, weight, out, width, eps, adds, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            rms_norm_rows(x, source, weight, out, width, eps, adds, rows * c // chunks, rows * (c + 1) // chunks)
+            rms_norm_rows(x, source, weight, out, width, eps, adds, np.int64(c), chunks)
 
 
 @part
@@ -106,8 +106,9 @@ def layer_norm_row(x, weight, bias, out, at, width, eps):
 
 
 @part
-def layer_norm_rows(x, weight, bias, out, width, eps, first, last):
-    """Rows first..last of `layer_norm`."""
+def layer_norm_rows(x, weight, bias, out, width, eps, chunk, chunks):
+    """This chunk's rows of `layer_norm`."""
+    first, last = share(x.shape[0] // width, chunk, chunks)
     for row in range(first, last):
         layer_norm_row(x, weight, bias, out, row * width, width, eps)
 
@@ -115,12 +116,11 @@ def layer_norm_rows(x, weight, bias, out, width, eps, first, last):
 @kernel
 def layer_norm(x, weight, bias, out, width, eps, chunks):
     """out = layer_norm(x); an empty bias is none."""
-    rows = x.shape[0] // width
     if chunks == 1:
-        layer_norm_rows(x, weight, bias, out, width, eps, 0, rows)
+        layer_norm_rows(x, weight, bias, out, width, eps, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            layer_norm_rows(x, weight, bias, out, width, eps, rows * c // chunks, rows * (c + 1) // chunks)
+            layer_norm_rows(x, weight, bias, out, width, eps, np.int64(c), chunks)
 
 
 # Activations
@@ -163,8 +163,9 @@ def activate(x, kind):
 
 
 @part
-def activation_rows(x, out, width, kind, gated, first, last):
-    """Rows first..last of `activation`."""
+def activation_rows(x, out, width, kind, gated, chunk, chunks):
+    """This chunk's rows of `activation`."""
+    first, last = share(out.shape[0] // width, chunk, chunks)
     stride = 2 * width if gated else width
     for row in range(first, last):
         source, target = row * stride, row * width
@@ -185,20 +186,20 @@ def activation_rows(x, out, width, kind, gated, first, last):
 @kernel
 def activation(x, out, width, kind, gated, chunks):
     """out [T, width] = f(x); gated: x is [T, 2 * width] and the second half multiplies the result."""
-    rows = out.shape[0] // width
     if chunks == 1:
-        activation_rows(x, out, width, kind, gated, 0, rows)
+        activation_rows(x, out, width, kind, gated, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            activation_rows(x, out, width, kind, gated, rows * c // chunks, rows * (c + 1) // chunks)
+            activation_rows(x, out, width, kind, gated, np.int64(c), chunks)
 
 
 # Rotary embedding
 
 
 @part
-def rotate_rows(positions, x, cos_sin, width, head_size, rotary, step, apart, first, last):
-    """Rows first..last of `rotary`: pair i of a head is elements i * step and i * step + apart."""
+def rotate_rows(positions, x, cos_sin, width, head_size, rotary, step, apart, chunk, chunks):
+    """This chunk's rows of `rotary`: pair i of a head is elements i * step and i * step + apart."""
+    first, last = share(positions.shape[0], chunk, chunks)
     half = rotary // 2
     for row in range(first, last):
         angles = positions[row] * rotary
@@ -214,10 +215,8 @@ def rotate_rows(positions, x, cos_sin, width, head_size, rotary, step, apart, fi
 @kernel
 def rotary(positions, x, cos_sin, width, head_size, rotary_size, step, apart, chunks):
     """Rotate x [T, width] in place; see `rotate_rows` for step and apart."""
-    rows = positions.shape[0]
     if chunks == 1:
-        rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, 0, rows)
+        rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            low, high = rows * c // chunks, rows * (c + 1) // chunks
-            rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, low, high)
+            rotate_rows(positions, x, cos_sin, width, head_size, rotary_size, step, apart, np.int64(c), chunks)

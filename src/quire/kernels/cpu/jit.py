@@ -19,7 +19,7 @@ from numba import njit
 
 STAMP = "quire-kernels.stamp"
 
-part = njit(nogil=True, error_model="numpy")
+part = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorates what kernels are made of. No fastmath anywhere: the order of every sum is fixed."""
 
 
@@ -30,6 +30,12 @@ def kernel(function: Callable[..., Any]) -> Any:
         return njit(**options, cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
         return njit(**options)(function)
+
+
+@part
+def share(count, chunk, chunks):
+    """Return first and last + 1 of the `count` things that fall to number `chunk` of `chunks`."""
+    return count * chunk // chunks, count * (chunk + 1) // chunks
 
 
 def source_stamp() -> str:

@@ -7,9 +7,10 @@ van de Geijn (2008). N is padded to a multiple of 32 with zeros.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import prange
 
-from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.jit import kernel, part, share
 from quire.kernels.cpu.simd import TILE_ROWS, load, store, tile_four, tile_many, tile_one
 
 COLUMNS = 32  # columns of a tile: two vectors
@@ -51,8 +52,9 @@ def product_item(w, bias, x, packed, out, rows, depth, item):
 
 
 @part
-def product(w, bias, x, packed, out, rows, depth, first, last):
-    """Compute work items first..last."""
+def product(w, bias, x, packed, out, rows, depth, items, chunk, chunks):
+    """Compute this chunk's share of the work items."""
+    first, last = share(items, chunk, chunks)
     for item in range(first, last):
         product_item(w, bias, x, packed, out, rows, depth, item)
 
@@ -61,35 +63,36 @@ def product(w, bias, x, packed, out, rows, depth, first, last):
 def linear_float32(w, bias, x, packed, out, rows, depth, items, chunks):
     """x [M*K] times w (packed) -> out [M*N]. `packed` is x by `interleave_float32`; bias float32 [N] or empty."""
     if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, 0, items)
+        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
     else:
-        for item in prange(items):
-            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+        for c in prange(chunks):
+            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
 
 
 @kernel
 def linear_bfloat16(w, bias, x, packed, out, rows, depth, items, chunks):
     """Like `linear_float32`, the bits of bfloat16 in w."""
     if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, 0, items)
+        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
     else:
-        for item in prange(items):
-            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+        for c in prange(chunks):
+            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
 
 
 @kernel
 def linear_float16(w, bias, x, packed, out, rows, depth, items, chunks):
     """Like `linear_float32`, the bits of float16 in w."""
     if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, 0, items)
+        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
     else:
-        for item in prange(items):
-            product(w, bias, x, packed, out, rows, depth, item, item + 1)
+        for c in prange(chunks):
+            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
 
 
 @part
-def interleave(source, target, width, depth, at, first, last):
-    """target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k], blocks first..last."""
+def interleave(source, target, width, depth, blocks, at, chunk, chunks):
+    """target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k]."""
+    first, last = share(blocks, chunk, chunks)
     for block in range(first, last):
         for k in range(depth):
             for r in range(width):
@@ -104,17 +107,17 @@ def interleave_float32(source, target, width, depth, blocks, at, chunks):
     apart, which, when K is a power of two, maps all of them to the same few cache sets.
     """
     if chunks == 1:
-        interleave(source, target, width, depth, at, 0, blocks)
+        interleave(source, target, width, depth, blocks, at, chunks - 1, chunks)
     else:
-        for block in prange(blocks):
-            interleave(source, target, width, depth, at, block, block + 1)
+        for c in prange(chunks):
+            interleave(source, target, width, depth, blocks, at, np.int64(c), chunks)
 
 
 @kernel
 def interleave_16(source, target, width, depth, blocks, at, chunks):
     """Like `interleave_float32` for uint16 elements."""
     if chunks == 1:
-        interleave(source, target, width, depth, at, 0, blocks)
+        interleave(source, target, width, depth, blocks, at, chunks - 1, chunks)
     else:
-        for block in prange(blocks):
-            interleave(source, target, width, depth, at, block, block + 1)
+        for c in prange(chunks):
+            interleave(source, target, width, depth, blocks, at, np.int64(c), chunks)

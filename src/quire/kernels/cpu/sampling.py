@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numba import prange
 
-from quire.kernels.cpu.jit import kernel, part
+from quire.kernels.cpu.jit import kernel, part, share
 from quire.kernels.cpu.simd import add, exp, lane_max, lane_sum, load, maximum, splat, sub
 
 BINS = 1024
@@ -21,8 +21,9 @@ BINS_PER_UNIT = 16.0
 
 
 @part
-def penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, first, last):
-    """Rows first..last of `penalize`."""
+def penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, chunk, chunks):
+    """This chunk's rows of `penalize`."""
+    first, last = share(rows.shape[0], chunk, chunks)
     for p in range(first, last):
         at = rows[p] * size
         for i in range(size):
@@ -38,10 +39,10 @@ def penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequ
 def penalize(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, chunks):
     """See `Backend.apply_penalties`; logits flat, `size` = V."""
     if chunks == 1:
-        penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, 0, rows.shape[0])
+        penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, chunks - 1, chunks)
     else:
-        for p in prange(rows.shape[0]):
-            penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, p, p + 1)
+        for c in prange(chunks):
+            penalize_rows(logits, rows, prompt_mask, counts, repetition, presence, frequency, size, np.int64(c), chunks)
 
 
 # One row: its largest logit, an order for its tokens, bins
@@ -203,8 +204,9 @@ def draw(logits, bits, at, size, top, options, weights, mass, counts, keys):
 
 
 @part
-def sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, first, last):
-    """Rows first..last of `sample`."""
+def sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, chunk, chunks):
+    """This chunk's rows of `sample`."""
+    first, last = share(tokens.shape[0], chunk, chunks)
     scratch = 0
     for r in range(first, last):
         if temperature[r] > 0:
@@ -224,13 +226,11 @@ def sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens
 @kernel
 def sample(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, chunks):
     """tokens int64 [R]; logits flat, `bits` the same as uint32; options float64 and int64 [R]."""
-    rows = tokens.shape[0]
     if chunks == 1:
-        sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, 0, rows)
+        sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            low, high = rows * c // chunks, rows * (c + 1) // chunks
-            sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, low, high)
+            sample_rows(logits, bits, temperature, top_k, top_p, min_p, uniforms, tokens, size, np.int64(c), chunks)
 
 
 # Log-probabilities
@@ -261,12 +261,13 @@ def best_tokens(logits, bits, at, size, top, k, counts, keys):
     while found < k:
         found += counts[last]
         last += 1
-    collect(logits, bits, at, size, top, 1.0, 0, last, keys)
+    collect(logits, bits, at, size, top, 1.0, np.int64(0), last, keys)
 
 
 @part
-def logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, first, last):
-    """Rows first..last of `logprobs_of`."""
+def logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, chunk, chunks):
+    """This chunk's rows of `logprobs_of`."""
+    first, last = share(chosen.shape[0], chunk, chunks)
     keys, counts = np.empty(size if k > 0 else 0, np.uint64), np.empty(BINS, np.int64)
     for r in range(first, last):
         at, token = r * size, chosen[r]
@@ -287,10 +288,8 @@ def logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, first, las
 @kernel
 def logprobs_of(logits, bits, chosen, ids, logprobs, ranks, size, k, chunks):
     """See `Backend.top_logprobs`; ids int64 and logprobs float32 [R, 1+k], ranks int64 [R]."""
-    rows = chosen.shape[0]
     if chunks == 1:
-        logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, 0, rows)
+        logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, chunks - 1, chunks)
     else:
         for c in prange(chunks):
-            low, high = rows * c // chunks, rows * (c + 1) // chunks
-            logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, low, high)
+            logprob_rows(logits, bits, chosen, ids, logprobs, ranks, size, k, np.int64(c), chunks)

@@ -7,20 +7,23 @@ import torch
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 
 
-def visible(query_positions: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
-    """Return bool [L, num_keys]: causal, and within the sliding window if there is one."""
-    keys = torch.arange(num_keys, device=query_positions.device)
-    distance = query_positions[:, None] - keys[None, :]
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return bool [L, P] from positions: causal, and within the sliding window if there is one."""
+    distance = queries[:, None] - keys[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, params: AttentionParams
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_positions: torch.Tensor,
+    params: AttentionParams,
 ) -> torch.Tensor:
-    """Attention of one sequence: q [L, Hq, D] at positions first.., keys and values [P, Hkv, D] -> [L, Hq, D]."""
-    positions = torch.arange(first, first + q.shape[0], device=q.device)
-    mask = visible(positions, keys.shape[0], params.sliding_window)
+    """Attention of one sequence: q [L, Hq, D], keys and values [P, Hkv, D], with their positions -> [L, Hq, D]."""
+    mask = visible(positions, key_positions, params.sliding_window)
     group = params.num_heads // params.num_kv_heads
     out = torch.empty_like(q)
     for head in range(params.num_heads):
@@ -28,7 +31,6 @@ def attend(
         if params.softcap is not None:
             logits = params.softcap * torch.tanh(logits / params.softcap)
         if params.alibi_slopes is not None:
-            key_positions = torch.arange(keys.shape[0], device=q.device)
             logits = logits + params.alibi_slopes[head] * (key_positions[None, :] - positions[:, None])
         logits = logits.masked_fill(~mask, float("-inf"))
         if params.sinks is not None:
@@ -50,8 +52,12 @@ def paged_attention(
     starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
     for s, length in enumerate(lengths):
         start, stop = starts[s], starts[s + 1]
-        blocks = metadata.block_tables[s, : -(-length // block_size)].long()
-        keys, values = cache[:, blocks].flatten(1, 2)[:, :length].to(compute)
-        first = length - (stop - start)
-        out[start:stop] = attend(heads[start:stop].to(compute), keys, values, first, params).to(out.dtype)
+        positions = torch.arange(length - (stop - start), length, device=q.device)
+        # Keys before every query's window may be gone, their blocks given to someone else.
+        oldest = 0 if params.sliding_window is None else max(0, length - (stop - start) - params.sliding_window + 1)
+        key_positions = torch.arange(oldest, length, device=q.device)
+        blocks = metadata.block_tables[s, key_positions // block_size].long()
+        keys, values = cache[:, blocks, key_positions % block_size].to(compute)
+        part = attend(heads[start:stop].to(compute), positions, keys, values, key_positions, params)
+        out[start:stop] = part.to(out.dtype)
     return out.reshape(q.shape[0], -1)
