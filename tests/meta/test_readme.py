@@ -128,6 +128,6 @@ def test_every_pin_satisfies_the_declared_range():
 def test_the_step_benchmark_prints_its_table():
     words = ("--steps", "3", "--warmup", "1", "--running", "1", "2", "--waiting", "0", "5")
     output = run(str(ROOT / "benchmarks" / "step_overhead.py"), *words)
-    rows = [line for line in output.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
+    rows = [line for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]
     assert len(rows) == 4
     assert "commit" in output
