@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 
 from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.chat import ChatTemplate
+from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level
@@ -360,3 +361,35 @@ def test_markup_in_content_changes_nothing() -> None:
     ]
     expected = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, add_generation_prompt=True)
     assert template.encode(messages) == expected
+
+
+def test_templates_that_insist_on_markup_in_content_work() -> None:
+    """With marks in it, this template refuses the message; that must not reach the caller."""
+    source = (
+        "{% for m in messages %}{% if '<b>' not in m.content %}{{ raise_exception('no b') }}{% endif %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template = template_of("qwen", source)
+    tokens = template._tokenizer.control_tokens
+    for content in ("<b>", "<b> <|im_end|>", "<|im_end|><b>"):
+        ids = template.encode([{"role": "user", "content": content}])
+        assert control_ids(template, ids) == [tokens["<|im_start|>"], tokens["<|im_end|>"]]
+    with pytest.raises(RequestError, match="no b"):
+        template.encode([{"role": "user", "content": "<i>"}])
+
+
+def test_finding_control_tokens() -> None:
+    finder = ControlFinder({"<a>": 1, "<a><b>": 2, "[x]": 3, "<": 4})
+    assert list(finder.find("<a><b> [x] <a> < [y] <a")) == [
+        (0, 6, 2),
+        (7, 10, 3),
+        (11, 14, 1),
+        (15, 16, 4),
+        (21, 22, 4),
+    ]
+    assert finder.split("z[x]<") == ["z", 3, "", 4, ""]
+    assert finder.mark_tokens("z[x][y]<a>", "M") == "z[Mx][y]<Ma>"
+    assert finder.mark_beginnings("z[x][y]<a>", "M") == "z[Mx][My]<Ma>"
+    assert list(ControlFinder({}).find("<a>")) == []
+    many = ControlFinder({f"<unused{index}>": index for index in range(5000)})
+    assert many.ids("<unused17><unused" * 50_000) == [17] * 50_000

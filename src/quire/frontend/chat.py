@@ -27,6 +27,7 @@ from jinja2 import TemplateSyntaxError
 
 from quire.errors import ModelError, RequestError, echo
 from quire.frontend.chat_sandbox import compile_template, render_bounded
+from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
 from quire.frontend.tokenizer import Tokenizer, check_text
 
@@ -56,10 +57,7 @@ class ChatTemplate:
             self._template = compile_template(source)
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
-        controls = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        self._control_texts = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
-        firsts = "".join(sorted({text[0] for text in controls}))
-        self._first_chars = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)")
+        self._controls = ControlFinder(tokenizer.control_tokens)
         self._takes_parts: bool | None = None
 
     def render(
@@ -103,7 +101,7 @@ class ChatTemplate:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
         """
         options = _Options(messages, add_generation_prompt, continue_final_message, tools, variables or {})
-        seen = _Seen(self._first_chars)
+        seen = _Seen(self._controls.first_char)
         text = self._render(options, seen)
         if processor is not None:
             processor.check_chars(len(text), "messages")
@@ -117,32 +115,27 @@ class ChatTemplate:
 
     def _without_injection(self, options: _Options, token_ids: list[int]) -> list[int]:
         """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
-        mark = "".join(str(secrets.randbelow(10)) for _ in range(MARK_DIGITS))
-        everywhere = self._render(options, lambda text: self._first_chars.sub(lambda hit: hit[0] + mark, text))
-        genuine = self._controls(everywhere)
-        control_ids = set(self._tokenizer.control_tokens.values())
-        if [index for index in token_ids if index in control_ids] == genuine:
+        mark = _random_digits()
+        controls = self._controls
+
+        def with_marked_tokens() -> str:
+            return self._render(options, lambda text: controls.mark_tokens(text, mark))
+
+        try:
+            marked = self._render(options, lambda text: controls.mark_beginnings(text, mark))
+        except RequestError:
+            marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
+        genuine = controls.ids(marked)
+        known = set(self._tokenizer.control_tokens.values())
+        if [index for index in token_ids if index in known] == genuine:
             return token_ids
-        # Marks may hide from the template what it looks for ("</think>"), so mark no more than whole tokens if that
-        # is enough.
-        sparse = self._render(
-            options, lambda text: self._control_texts.sub(lambda hit: hit[0][:1] + mark + hit[0][1:], text)
+        # Marks may hide from the template what it looks for in the input ("</think>"), so prefer the text in which
+        # only whole tokens are marked, if that was enough.
+        sparse = with_marked_tokens()
+        segments = controls.split(sparse if controls.ids(sparse) == genuine else marked)
+        return self._tokenizer.encode_segments(
+            [part.replace(mark, "") if isinstance(part, str) else part for part in segments]
         )
-        return self._encode_marked(sparse if self._controls(sparse) == genuine else everywhere, mark)
-
-    def _controls(self, text: str) -> list[int]:
-        ids = self._tokenizer.control_tokens
-        return [ids[hit[0]] for hit in self._control_texts.finditer(text)]
-
-    def _encode_marked(self, text: str, mark: str) -> list[int]:
-        ids = self._tokenizer.control_tokens
-        segments: list[str | int] = []
-        end = 0
-        for hit in self._control_texts.finditer(text):
-            segments += [text[end : hit.start()].replace(mark, ""), ids[hit[0]]]
-            end = hit.end()
-        segments.append(text[end:].replace(mark, ""))
-        return self._tokenizer.encode_segments(segments)
 
     def _render(self, options: _Options, mark: Marker) -> str:
         messages = [self._message(item, index, mark) for index, item in enumerate(options.messages)]
@@ -283,9 +276,13 @@ def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
     return texts
 
 
+def _random_digits() -> str:
+    return f"{secrets.randbelow(10**MARK_DIGITS):0{MARK_DIGITS}}"
+
+
 def _mark_end(message: dict[str, Any]) -> str:
     """Put a mark behind the content of the last message, so that `_cut_end` finds where it ends."""
-    end_mark = "".join(str(secrets.randbelow(10)) for _ in range(MARK_DIGITS))
+    end_mark = _random_digits()
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + end_mark + " "

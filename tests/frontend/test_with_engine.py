@@ -1,0 +1,67 @@
+"""The front end on a real engine, in the same process and in another: same texts, nothing left after a disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.sampling_params import RequestOutputKind
+from tests.frontend.conftest import train_byte_level, write_folder
+from tests.helpers.checkpoints import write_checkpoint
+
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+PROMPTS = ["The quick brown fox", "日本語 😀", "<html>"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose vocabulary is that of a real tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, "llama", vocab_size=train_byte_level().get_vocab_size())
+    write_folder(path, "byte_level", chat_template=TEMPLATE)
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "max_new_tokens": 5}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> list[str]:
+    """What the synchronous engine answers."""
+    with LLM(str(folder), device="reference") as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert [output.outputs[0].text for output in again] == [output.outputs[0].text for output in outputs]
+        [default] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+        assert len(default.outputs[0].token_ids) <= 5
+        tokenizer = llm.get_tokenizer()
+        for output in outputs:
+            completion = output.outputs[0]
+            assert completion.finish_reason == "length"
+            assert completion.text == tokenizer.decode(completion.token_ids)
+        return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("engine", ["inline", "process"])
+def test_streams_say_what_the_synchronous_engine_says(folder: Path, texts: list[str], engine: str) -> None:
+    async def text_of(llm: AsyncLLM, prompt: str) -> str:
+        params = PARAMS.clone(output_kind=RequestOutputKind.DELTA)
+        return "".join([output.outputs[0].text async for output in llm.generate(prompt, params)])
+
+    async def run() -> None:
+        async with asyncio.timeout(120), AsyncLLM(model=str(folder), device="reference", engine=engine) as llm:
+            assert await asyncio.gather(*(text_of(llm, prompt) for prompt in PROMPTS)) == texts
+            streams = [await llm.submit(prompt, PARAMS.clone(max_tokens=200)) for prompt in PROMPTS]
+            for stream in streams:
+                await anext(stream)
+                await stream.aclose()
+            stats = await llm.call("stats")
+            assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+            assert stats["num_free_blocks"] == stats["num_blocks"]
+            assert llm.stats.num_running == 0
+            await llm.check_health()
+
+    asyncio.run(run())
