@@ -64,6 +64,14 @@ def test_bad_serve_flags_are_refused_in_one_line(quire, flags, parts):
         assert part in result.err
 
 
+def test_a_certificate_that_is_none_is_refused(quire, tmp_path: Path):
+    path = tmp_path / "cert.pem"
+    path.write_text("hello\n")
+    result = quire("serve", "--ssl-certfile", str(path), "--ssl-keyfile", str(path))
+    assert result.code == 2
+    assert str(path) in result.err and result.err.count("\n") == 1
+
+
 def test_a_secret_is_not_repeated_in_an_error(quire, tmp_path: Path):
     config = tmp_path / "serve.yaml"
     config.write_text("api_key: [hunter2, '']\n")
@@ -78,7 +86,7 @@ def test_a_port_in_use_is_reported_before_the_model_loads(quire):
         taken.listen()
         port = taken.getsockname()[1]
         result = quire("serve", "--port", str(port))
-    assert result.code == 1
+    assert result.code == 98
     assert result.err == f"error: address already in use: 127.0.0.1:{port}\n"
 
 

@@ -13,7 +13,7 @@ from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import MODEL_HELP
 from quire.config import SERVER_GROUPS, EngineConfig
-from quire.errors import ConfigError, QuireError
+from quire.errors import AddressInUseError, ConfigError
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -47,7 +47,7 @@ def check_server(config: EngineConfig) -> None:
 
     Raises:
         ConfigError: a repeated model name, a file that cannot be read, an address that is not this machine's.
-        QuireError: the port is taken; exit code 1, because trying again later may succeed.
+        AddressInUseError: the port is taken.
     """
     names = config.model.served_model_name
     for name in names:
@@ -62,7 +62,20 @@ def check_server(config: EngineConfig) -> None:
         if path is not None and not os.access(path, os.R_OK):
             reason = "cannot be read" if Path(path).exists() else "does not exist"
             raise ConfigError(f"{option}: {path!r} {reason}", param=option)
+    if config.server.ssl_certfile is not None:
+        check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
     check_address(config.server.host, config.server.port)
+
+
+def check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Load certificate and key and forget them. Raises `ConfigError`."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except (ssl.SSLError, OSError) as error:
+        reason = f"{certfile!r} and {keyfile!r} are no certificate and its key: {error}"
+        raise ConfigError(f"ssl_certfile: {reason}", param="ssl_certfile") from None
 
 
 def check_address(host: str, port: int) -> None:
@@ -79,6 +92,6 @@ def check_address(host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise QuireError(f"address already in use: {host}:{port}", param="port") from None
+                raise AddressInUseError(f"address already in use: {host}:{port}", param="port") from None
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="host") from None
