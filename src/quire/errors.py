@@ -2,6 +2,7 @@
 
     QuireError                  something went wrong inside                500  exit 1
       ConfigError               a bad option, flag, or YAML key            400  exit 2
+        AddressInUseError       somebody else listens there                400  exit 98
       ModelError                a bad model folder, file, or tensor        500  exit 2
       RequestError              the caller's fault; names the field        400  exit 2
         ContextLengthError      prompt (+ max_tokens) does not fit         400
@@ -56,6 +57,13 @@ class ConfigError(QuireError, ValueError):
     exit_code = 2
     error_type = "invalid_request_error"
     default_code = "invalid_config"
+
+
+class AddressInUseError(ConfigError):
+    """Another process listens on the address; starting again later may succeed."""
+
+    exit_code = 98
+    default_code = "address_in_use"
 
 
 class ModelError(QuireError, ValueError):

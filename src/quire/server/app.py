@@ -1,0 +1,43 @@
+"""`build_app`: the FastAPI application around an `AsyncLLM`. It starts nothing and closes nothing; `run` does."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.frontend.async_llm import AsyncLLM
+from quire.server import chat, completions, models, tokenize
+from quire.server.context import ServerContext
+from quire.server.errors import on_http_exception, on_quire_error
+from quire.server.gate import Gate
+from quire.server.metrics import Metrics
+from quire.version import __version__
+
+
+def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = None) -> FastAPI:
+    """Return the application. Until `llm` is started, everything but health, version and metrics answers 503.
+
+    Args:
+        metrics: must also be a listener of `llm`; without it there is no /metrics.
+    """
+    docs = not config.server.disable_fastapi_docs
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        docs_url="/docs" if docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if docs else None,
+        redirect_slashes=False,
+    )
+    context = ServerContext(llm, config, metrics)
+    if metrics is not None:
+        metrics.attach(llm)
+    app.state.context = context
+    app.add_middleware(Gate, context=context)
+    app.add_exception_handler(QuireError, on_quire_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    for module in (completions, chat, tokenize, models):
+        app.include_router(module.router)
+    return app

@@ -1,0 +1,221 @@
+"""POST /v1/completions: prompts of every kind, echo, logprobs, streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.processor import Prompt
+from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams, check_int
+from quire.server.context import ServerContext, context_of
+from quire.server.generation import (
+    MAX_PROMPTS,
+    ChunkUsage,
+    Generation,
+    Usage,
+    check_stream_fields,
+    recommended,
+    sampling_params,
+)
+from quire.server.logprobs import completion_logprobs, prompt_logprobs
+from quire.server.parsing import parse_request
+from quire.server.protocol import CompletionRequest, body_schema
+from quire.server.streaming import DONE, EventStream, event, merge
+from quire.server.tokenize import encode_text
+
+DEFAULT_MAX_TOKENS = 16
+MAX_BEST_OF = 20
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Complete one or several prompts."""
+    context = context_of(request)
+    server = context.config.server
+    body = await parse_request(
+        request, CompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
+    )
+    generation = Completion(context, body)
+    await generation.start(request)
+    if body.stream:
+        return EventStream(generation.events(), generation.close)
+    return await generation.answer(request, generation.build)
+
+
+def split_prompts(prompt: Any) -> list[tuple[Prompt, str]]:
+    """Return each prompt with its name in errors. Raises `RequestError` for anything but the four kinds."""
+    if prompt is None:
+        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return [(prompt, "prompt")]
+    if not isinstance(prompt, list):
+        raise RequestError(
+            f"prompt must be a string, a list of strings, of token ids, or of such lists, got {echo(prompt)}",
+            param="prompt",
+            code="invalid_type",
+        )
+    if not prompt:
+        raise RequestError("prompt must not be empty", param="prompt", code="empty_array")
+    kind = type(prompt[0])
+    if kind not in (str, list):
+        return [(prompt, "prompt")]  # token ids, checked one by one where the vocabulary is known
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt may have at most {MAX_PROMPTS} items, got {len(prompt)}",
+            param="prompt",
+            code="array_above_max_length",
+        )
+    for index, item in enumerate(prompt):
+        if type(item) is not kind:
+            wanted = "a string" if kind is str else "a list of token ids"
+            raise RequestError(
+                f"prompt[{index}] must be {wanted}, as prompt[0] is, got {echo(item)}",
+                param=f"prompt[{index}]",
+                code="invalid_type",
+            )
+    return [(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
+
+
+class Completion(Generation):
+    """One completions request on its way."""
+
+    body: CompletionRequest
+
+    def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
+        super().__init__(context, body, "cmpl")
+        self.prompts = split_prompts(body.prompt)
+        self.only_prompt = body.echo and body.max_tokens == 0
+        check_stream_fields(body)
+        self.params = self._params(body)
+
+    def _params(self, body: CompletionRequest) -> SamplingParams:
+        changes: dict[str, Any] = {"logprobs": body.logprobs}
+        changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if self.only_prompt:
+            changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one
+        if body.echo and body.logprobs is not None:
+            changes["prompt_logprobs"] = body.logprobs
+        params = sampling_params(body, recommended(self.context), **changes)
+        if body.best_of is not None and check_int("best_of", body.best_of, 1, MAX_BEST_OF) != params.n:
+            raise UnsupportedError(
+                "best_of must equal n: this server returns every completion it makes", param="best_of"
+            )
+        return params
+
+    async def start(self, request: Request) -> None:
+        """Check the prompts and hand them to the engine."""
+        prompts = self.prompts
+        if not self.body.add_special_tokens:
+            prompts = [
+                (
+                    await encode_text(self.context.llm, prompt, False, param) if isinstance(prompt, str) else prompt,
+                    param,
+                )
+                for prompt, param in prompts
+            ]
+        await self.submit(request, prompts, self.params, len(prompts))
+
+    def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the whole answer."""
+        usage = Usage(self.streams)
+        choices = []
+        for index, output in enumerate(outputs):
+            shown = prompt_logprobs(output.prompt_logprobs) if self.body.prompt_logprobs is not None else None
+            for completion in output.outputs:
+                choice = _Choice(self, index, completion.index, output.prompt_logprobs)
+                part = {**choice.part(completion), "prompt_logprobs": shown}
+                choices.append(part)
+            if not self.only_prompt:
+                usage.add(index, output)
+        return {**self.head("text_completion"), "choices": choices, "usage": usage.as_json()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the stream's events."""
+        usage = Usage(self.streams)
+        chunk_usage = ChunkUsage(self.body, usage)
+        choices: dict[tuple[int, int], _Choice] = {}
+        head = self.head("text_completion")
+        prompts: dict[int, list[TokenLogprobs | None] | None] = {}
+        async for index, output in merge(self.streams):
+            self.check(output.outputs)
+            prompts.setdefault(index, output.prompt_logprobs)
+            if not self.only_prompt:
+                usage.add(index, output)
+            data = b""
+            for completion in output.outputs:
+                key = (index, completion.index)
+                if key not in choices:
+                    choices[key] = _Choice(self, index, completion.index, prompts[index])
+                part = choices[key].part(completion)
+                if part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part:
+                    data += event(chunk_usage.put({**head, "choices": [part]}))
+            if data:
+                yield data
+        if chunk_usage.at_end:
+            yield event({**head, "choices": [], "usage": usage.as_json()})
+        yield DONE
+
+
+class _Choice:
+    """One choice of the answer, or what was said about it so far in a stream."""
+
+    def __init__(
+        self, job: Completion, prompt_index: int, index: int, positions: Sequence[TokenLogprobs | None] | None
+    ) -> None:
+        self.job = job
+        self.index = prompt_index * job.n + index
+        self.prompt_index = prompt_index
+        self.positions = positions
+        self.offset = 0
+        self.begun = False
+
+    def part(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the choice with what is in `output`; the first time, with echo, behind the prompt."""
+        body = self.job.body
+        text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or [])
+        if self.job.only_prompt:
+            text, token_ids, positions = "", [], []
+        shown_ids: list[int] = token_ids
+        shown_positions: list[TokenLogprobs | None] = [*positions]
+        prompt_ids = self.job.streams[self.prompt_index].prompt_token_ids
+        first = not self.begun
+        self.begun = True
+        if first and body.echo:
+            text = self._prompt_text(prompt_ids) + text
+            shown_ids, shown_positions = prompt_ids + token_ids, [*(self.positions or []), *positions]
+        logprobs = None
+        if body.logprobs is not None and shown_ids:
+            logprobs, self.offset = completion_logprobs(
+                shown_ids,
+                shown_positions,
+                self.offset,
+                as_ids=body.return_tokens_as_token_ids,
+                tokenizer=self.job.context.llm.tokenizer,
+            )
+        part: dict[str, Any] = {
+            "index": self.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if self.job.only_prompt and output.finished else output.finish_reason,
+            "stop_reason": None if self.job.only_prompt else output.stop_reason,
+        }
+        if body.return_token_ids:
+            part["token_ids"] = token_ids
+            if first:
+                part["prompt_token_ids"] = prompt_ids
+        return part
+
+    def _prompt_text(self, prompt_ids: list[int]) -> str:
+        prompt, _ = self.job.prompts[self.prompt_index]
+        tokenizer = self.job.context.llm.tokenizer
+        if isinstance(prompt, str) and self.job.body.truncate_prompt_tokens is None:
+            return prompt
+        return "" if tokenizer is None else tokenizer.decode(prompt_ids, self.job.body.skip_special_tokens)

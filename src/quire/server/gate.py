@@ -1,0 +1,135 @@
+"""The gate every request passes: request id, size of the head, API key, state of the server, log line, last resort.
+
+A plain ASGI middleware, because the ones that wrap requests and responses cost per chunk and hide disconnects.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.server.context import ServerContext
+from quire.server.errors import HTTPProblem, error_response, retry_headers, shorten, shutting_down
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("quire.access")
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+MAX_URL = 8192
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32768
+ALWAYS_SERVED = frozenset({"/health", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+
+
+class Gate:
+    """Wraps an app. `context` is the same that its routes use."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app = app
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        visit = _Visit(scope, send)
+        try:
+            await self._admit(scope, receive, visit)
+        except Exception as error:  # the boundary of the request
+            if isinstance(error, QuireError):
+                problem: QuireError = error
+            else:
+                logger.exception("request %s failed", visit.request_id)
+                problem = QuireError(str(error))
+            if not visit.status:
+                await error_response(problem)(scope, receive, visit.send)
+        finally:
+            self._note(scope, visit)
+
+    async def _admit(self, scope: Scope, receive: Receive, visit: _Visit) -> None:
+        context = self._context
+        _check_head(scope)
+        scope["state"]["key_digest"] = context.keys.check(scope["method"], scope["path"], scope["headers"])
+        if scope["path"] in ALWAYS_SERVED:
+            await self._app(scope, receive, visit.send)
+            return
+        if context.draining:
+            context.note_rejection("shutting_down")
+            raise _closing(shutting_down())
+        await context.llm.check_health()
+        if not context.llm.ready:
+            context.note_rejection("loading")
+            raise HTTPProblem(
+                503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
+            )
+        with context.open_request():
+            await self._app(scope, receive, visit.send)
+
+    def _note(self, scope: Scope, visit: _Visit) -> None:
+        """Count and log a request that is over."""
+        seconds = time.perf_counter() - visit.started
+        path = scope["path"]
+        if self._context.metrics is not None:
+            route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
+            self._context.metrics.on_http(route, method, visit.status or 499, seconds)
+        if not self._context.config.server.disable_access_log and path not in ("/health", "/metrics"):
+            client = scope.get("client")
+            access_logger.info(
+                "%s %s %s %d %.1f ms %s",
+                client[0] if client else "-",
+                scope["method"],
+                shorten(path, 200),
+                visit.status or 499,
+                1000 * seconds,
+                visit.request_id,
+            )
+
+
+class _Visit:
+    """One request: its id, and the status of its answer once there is one."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.started = time.perf_counter()
+        self.status = 0
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
+        self.request_id = given[0].decode() if valid else str(uuid.uuid4())
+        scope.setdefault("state", {})["request_id"] = self.request_id
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on; the answer's head gets the request id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+
+def _check_head(scope: Scope) -> None:
+    """Raise `HTTPProblem` for a URL or headers that no client of ours needs."""
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_URL:
+        raise HTTPProblem(414, f"the URL is longer than {MAX_URL} bytes", code="url_too_long", close=True)
+    headers = scope["headers"]
+    if scope["http_version"] == "1.1" and all(name != b"host" for name, _ in headers):
+        raise HTTPProblem(400, "the Host header is missing", code="invalid_http", close=True)
+    size = sum([len(name) + len(value) for name, value in headers])
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+        raise HTTPProblem(
+            431,
+            f"there are more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES} bytes of them",
+            code="headers_too_large",
+            close=True,
+        )
+
+
+def _closing(problem: HTTPProblem) -> HTTPProblem:
+    problem.close = True
+    return problem

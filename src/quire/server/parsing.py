@@ -1,0 +1,230 @@
+"""From the bytes of a request to a checked protocol model. Everything here is bounded before it costs anything.
+
+JSON is read strictly: UTF-8 only (a byte order mark is tolerated), no NaN or Infinity, at most 64 levels; of duplicate
+keys the last one counts. No type is converted: "5" is not a number and true is not 1. A null field is an absent one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.server.errors import HTTPProblem
+from quire.server.protocol import RequestModel
+
+MAX_DEPTH = 64
+MAX_DIGITS = 4000  # Python itself refuses to read longer integers
+HUGE = 10**40  # stands for integers longer than that; above every bound of every field
+BODY_SECONDS = 20.0
+
+M = TypeVar("M", bound=RequestModel)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a request, having read no more than `limit` bytes.
+
+    Raises:
+        HTTPProblem: 413 too large, 415 not JSON or compressed, 408 too slow, 400 cut off.
+    """
+    _check_headers(request, limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await request.receive()
+        except TimeoutError:
+            raise HTTPProblem(
+                408, f"the body did not arrive: nothing for {BODY_SECONDS:g} s", code="request_timeout", close=True
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise HTTPProblem(400, "the connection ended within the body", code="incomplete_body", close=True)
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _check_headers(request: Request, limit: int) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPProblem(
+            415,
+            f"the body must be sent as Content-Type: application/json, not {echo(kind) if kind else 'without one'}",
+            code="unsupported_content_type",
+            close=True,
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HTTPProblem(
+            415, f"the body must not be compressed, got {echo(coding)}", code="unsupported_content_encoding", close=True
+        )
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit):
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> HTTPProblem:
+    return HTTPProblem(413, f"the body is larger than {limit} bytes", code="request_too_large", close=True)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises `RequestError`: invalid_json, or invalid_type for another value."""
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"it is not UTF-8 (byte {error.start})") from None
+    try:
+        value = _decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise _invalid(f"{error.msg} at character {error.pos}") from None
+    _check_depth(value)
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"the body must be a JSON object, got {echo(value) if not isinstance(value, list) else 'a list'}",
+            code="invalid_type",
+        )
+    return value
+
+
+def _decode(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer with more digits than Python reads
+        return json.loads(text, parse_constant=_refuse_constant, parse_int=_parse_int)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) <= MAX_DIGITS:
+        return int(digits)
+    return -HUGE if digits.startswith("-") else HUGE
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise `RequestError` for nesting that Python's parser tolerates but others should not meet."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            item
+            for parent in level
+            if isinstance(parent, dict | list)
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return _invalid(f"it is nested too deeply; at most {MAX_DEPTH} levels are read")
+
+
+def _invalid(reason: str) -> RequestError:
+    return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
+
+
+async def parse_request(request: Request, model: type[M], *, limit: int, ignore_unknown: bool) -> M:
+    """Read, decode and check a request's body.
+
+    Args:
+        limit: most bytes. ignore_unknown: whether fields nobody knows are dropped instead of refused.
+
+    Raises:
+        RequestError: naming the field, the value, and what is allowed. HTTPProblem: as `read_body`.
+    """
+    return validate(model, parse_json(await read_body(request, limit)), ignore_unknown=ignore_unknown)
+
+
+def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = False) -> M:
+    """Return the model of a decoded body; fields this engine cannot honour are refused by name."""
+    present = {name: value for name, value in data.items() if value is not None or name in model.not_null}
+    known: dict[str, Any] = {}
+    for name, value in present.items():
+        if name in model.model_fields:
+            known[name] = value
+        elif name in model.refused:
+            refuse_unless_harmless(name, value, model.refused[name])
+        elif not ignore_unknown:
+            raise unknown_field(name, [*model.model_fields, *model.refused])
+    try:
+        return model.model_validate(known)
+    except ValidationError as error:
+        raise _request_error(error.errors(include_url=False, include_context=True)[0]) from None
+
+
+def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
+    """Raise `UnsupportedError` unless `value` is one that asks for nothing: fields are never silently ignored."""
+    if any(type(value) is type(item) and value == item for item in harmless):
+        return
+    hint = f"; the only values accepted are {', '.join(map(json.dumps, harmless))} and null" if harmless else ""
+    raise UnsupportedError(f"{name} is not supported by this server{hint}", param=name)
+
+
+def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:
+    """Return the error for a field that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    shown = where + echo(name)[1:-1]
+    return RequestError(f"unknown parameter {shown}{hint}", param=shown, code="unknown_parameter")
+
+
+# pydantic's error type -> (our code, what the value must be). Numeric bounds of sampling fields are SamplingParams'.
+_KINDS: dict[str, tuple[str, str]] = {
+    "string_type": ("invalid_type", "a string"),
+    "int_type": ("invalid_type", "an integer"),
+    "int_from_float": ("invalid_type", "an integer"),
+    "float_type": ("invalid_type", "a number"),
+    "bool_type": ("invalid_type", "true or false"),
+    "list_type": ("invalid_type", "a list"),
+    "dict_type": ("invalid_type", "an object"),
+    "model_type": ("invalid_type", "an object"),
+    "string_too_long": ("string_above_max_length", "at most {max_length} characters long"),
+    "string_too_short": ("string_below_min_length", "at least {min_length} characters long"),
+    "too_long": ("array_above_max_length", "a list of at most {max_length} items"),
+    "too_short": ("empty_array", "a list of at least {min_length} items"),
+    "literal_error": ("invalid_value", "one of {expected}"),
+    "string_pattern_mismatch": ("invalid_value", "a string that matches {pattern}"),
+}
+
+
+def _request_error(details: ErrorDetails) -> RequestError:
+    param = _path(details["loc"])
+    kind = details["type"]
+    if kind == "missing":
+        return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
+    if kind == "extra_forbidden":
+        return RequestError(f"unknown parameter {param}", param=param, code="unknown_parameter")
+    code, allowed = _KINDS.get(kind, ("invalid_value", "a valid value"))
+    allowed = allowed.format(**details.get("ctx", {}))
+    return RequestError(f"{param} must be {allowed}, got {echo(details['input'])}", param=param, code=code)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """Return "messages[0].content" for ("messages", 0, "content")."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text

@@ -1,0 +1,103 @@
+"""POST /tokenize and /detokenize: texts and conversations to token ids, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.processor import check_ids
+from quire.frontend.tokenizer import Tokenizer, check_text
+from quire.server.context import context_of
+from quire.server.errors import JSON
+from quire.server.messages import check_messages, check_template_fields
+from quire.server.parsing import parse_request
+from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
+
+THREAD_SIZE = 4096
+
+router = APIRouter()
+
+T = TypeVar("T")
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of a text or a conversation."""
+    context = context_of(request)
+    server, llm = context.config.server, context.llm
+    body = await parse_request(
+        request, TokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
+    )
+    if body.model is not None:
+        context.check_model(body.model)
+    tokenizer = tokenizer_of(llm)
+    if body.messages is not None and body.prompt is not None:
+        raise RequestError("give prompt or messages, not both", param="messages")
+    if body.messages is not None:
+        fields = check_template_fields(
+            body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        )
+        tokens = await llm.chat_prompt(check_messages(body.messages), **fields)
+        if body.add_special_tokens:
+            tokens = with_special_tokens(llm, tokens)
+    elif body.prompt is not None:
+        tokens = await encode_text(llm, body.prompt, body.add_special_tokens is not False, "prompt")
+    else:
+        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
+    answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.id_to_token(token) for token in tokens]
+    return Response(msgspec.json.encode(answer), media_type=JSON)
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids, control tokens included."""
+    context = context_of(request)
+    server, llm = context.config.server, context.llm
+    body = await parse_request(
+        request, DetokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
+    )
+    if body.model is not None:
+        context.check_model(body.model)
+    tokenizer = tokenizer_of(llm)
+    tokens = body.tokens
+    if not isinstance(tokens, list):
+        raise RequestError(
+            f"tokens must be a list of token ids, got {echo(tokens)}", param="tokens", code="invalid_type"
+        )
+    check_ids(tokens, llm.vocab_size, "tokens")
+    text = await _maybe_in_thread(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+    return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)
+
+
+def tokenizer_of(llm: AsyncLLM) -> Tokenizer:
+    """Return the tokenizer. Raises `UnsupportedError` if the engine runs without one."""
+    if llm.tokenizer is None:
+        raise UnsupportedError("this server runs without a tokenizer; it works on token ids only", param="prompt")
+    return llm.tokenizer
+
+
+async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """Tokenize a text of bounded length. Raises `ContextLengthError` if it cannot fit the context however read."""
+    tokenizer = tokenizer_of(llm)
+    check_text(text, param)
+    llm.processor.check_chars(len(text), param)
+    return await _maybe_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def with_special_tokens(llm: AsyncLLM, token_ids: list[int]) -> list[int]:
+    """Return ids with the tokens in front that the tokenizer puts before every text."""
+    return [*tokenizer_of(llm).encode(""), *token_ids]
+
+
+async def _maybe_in_thread(size: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if size > THREAD_SIZE else work()
