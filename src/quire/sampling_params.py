@@ -54,7 +54,7 @@ def check_float(name: str, value: Any, low: float, high: float, *, low_open: boo
     """Return `value` as a finite float within [low, high] ((low, high] with `low_open`); raise `RequestError` else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {echo(value)}", param=name, code="invalid_type")
-    if math.isnan(value):
+    if isinstance(value, float) and math.isnan(value):  # huge integers are no floats
         raise RequestError(f"{name} must be a finite number, got nan", param=name, code="invalid_value")
     if value < low or (low_open and value == low):
         bound = "greater than" if low_open else "at least"
