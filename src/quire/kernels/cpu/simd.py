@@ -8,6 +8,8 @@ contiguous array. No algorithm lives here, except the exponential function and t
 
 from __future__ import annotations
 
+import platform
+
 import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
@@ -18,7 +20,7 @@ from numba.extending import intrinsic, register_model
 
 LANES = 16
 I16, I32, F16, F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-F32V, I32V, I16V = (ir.VectorType(element, LANES) for element in (F32, I32, I16))
+F32V, I32V, I16V, F16V = (ir.VectorType(element, LANES) for element in (F32, I32, I16, F16))
 
 
 def has_feature(name: str) -> bool:
@@ -29,6 +31,9 @@ def has_feature(name: str) -> bool:
         return False
     return bool(llvm.get_host_cpu_features().get(name, False))
 
+
+# Without these instructions LLVM would call a library function that is not there. Every AArch64 has them.
+HAS_HALF = has_feature("f16c") or platform.machine().lower() in ("aarch64", "arm64")
 
 # Rows of the register tile in `matmul_tile`: 8 x 2 sixteen-lane sums fill AVX-512's 32 registers; half as wide
 # registers, or half as many, hold 2 x 2.
@@ -88,6 +93,41 @@ def _data(ctx, b, array_type, array):
     return ctx.make_array(array_type)(ctx, b, array).data
 
 
+def _all(kind, value):
+    """Return the constant, in every lane where `kind` is a vector."""
+    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
+
+
+def _widen_half(b, bits, half, integer, single):
+    """Turn 16-bit integers, the bits of float16, into float32; the types say whether of a vector."""
+    if HAS_HALF:
+        return b.fpext(b.bitcast(bits, half), single)
+    wide = b.zext(bits, integer)
+    magnitude = b.shl(b.and_(wide, _all(integer, 0x7FFF)), _all(integer, 13))
+    finite = b.fmul(b.bitcast(magnitude, single), _all(single, 2.0**112))  # exact, subnormal numbers too
+    special = b.bitcast(b.or_(magnitude, _all(integer, 0x7F800000)), single)
+    value = b.select(b.icmp_unsigned(">=", magnitude, _all(integer, 0x7C00 << 13)), special, finite)
+    sign = b.shl(b.and_(wide, _all(integer, 0x8000)), _all(integer, 16))
+    return b.bitcast(b.or_(b.bitcast(value, integer), sign), single)
+
+
+def _narrow_half(b, value):
+    """Turn a float32 scalar into the bits of float16, rounded to nearest even."""
+    if HAS_HALF:
+        return b.bitcast(b.fptrunc(value, F16), I16)
+    bits = b.bitcast(value, I32)
+    size = b.and_(bits, I32(0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, I32(13)), I32(1))
+    normal = b.sub(b.lshr(b.add(b.add(size, I32(0xFFF)), odd), I32(13)), I32(112 << 10))
+    # Adding 0.5 leaves a multiple of 2^-24, the step of subnormal numbers, in the low bits.
+    half = b.fadd(b.bitcast(size, F32), ir.Constant(F32, 0.5))
+    result = b.select(b.icmp_unsigned("<", size, I32(0x38800000)), b.sub(b.bitcast(half, I32), I32(0x3F000000)), normal)
+    result = b.select(b.icmp_unsigned(">=", size, I32(0x477FF000)), I32(0x7C00), result)  # 65520 and more
+    result = b.select(b.icmp_unsigned(">", size, I32(0x7F800000)), I32(0x7E00), result)
+    sign = b.and_(b.lshr(bits, I32(16)), I32(0x8000))
+    return b.trunc(b.or_(result, sign), I16)
+
+
 def _load(b, storage, data, offset):
     """Load sixteen elements at `data + offset` and widen them."""
     address = b.gep(data, [offset])
@@ -99,7 +139,7 @@ def _load(b, storage, data, offset):
     value.align = 2
     if storage == "bf16":
         return b.bitcast(b.shl(b.zext(value, I32V), _integers(16)), F32V)
-    return b.fpext(b.bitcast(value, ir.VectorType(F16, LANES)), F32V)
+    return _widen_half(b, value, F16V, I32V, F32V)
 
 
 def _store(b, value, data, offset):
@@ -184,7 +224,7 @@ def get(ty, array, offset):
             return value
         if storage == "bf16":
             return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), F32)
-        return b.fpext(b.bitcast(value, F16), F32)
+        return _widen_half(b, value, F16, I32, F32)
 
     return types.float32(array, offset), code
 
@@ -202,7 +242,7 @@ def put(ty, array, offset, value):
             is_nan = b.fcmp_unordered("uno", value, value)
             value = b.trunc(b.select(is_nan, ir.Constant(I32, 0x7FC0), rounded), I16)
         elif storage == "f16":
-            value = b.bitcast(b.fptrunc(value, F16), I16)
+            value = _narrow_half(b, value)
         b.store(value, b.gep(_data(ctx, b, sig.args[0], a[0]), [a[1]]))
         return ctx.get_dummy_value()
 

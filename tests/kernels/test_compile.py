@@ -1,0 +1,123 @@
+"""Compiling: the cache on disk, two processes at once, and CPUs with fewer instructions than this one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.kernels.cpu import elementwise, jit, linear
+
+# Runs a small kernel and prints whether it lay on disk before, whether it was loaded, and the result.
+ROTATE = """
+import numpy as np
+from quire.kernels.cpu import elementwise, jit
+from quire.kernels.cpu.backend import CPUBackend
+backend = CPUBackend(num_threads=1)
+before = jit.is_cached(elementwise.rotary)
+q, k = np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32)
+backend.rotary_embedding(np.array([1]), q, k, np.array([[1, 1, 0, 0], [0, 0, 1, 1]], np.float32), 4, False)
+hits = sum(elementwise.rotary.stats.cache_hits.values())
+print(before, hits, jit.is_cached(elementwise.rotary), q.tolist())
+"""
+
+# Prints every op's results, so that two CPUs can be compared.
+TOUR = """
+import sys
+import numpy as np
+from tests.kernels.scenes import Paged, host, normal
+from quire.kernels.backend import AttentionParams
+from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.cpu.simd import TILE_ROWS
+rng, results = np.random.default_rng(0), [np.array([TILE_ROWS])]
+for dtype in ("float32", "bfloat16", "float16"):
+    backend = CPUBackend(dtype, dtype, 1)
+    results.append(backend.linear(normal(rng, 13, 40), backend.pack_linear([host(normal(rng, 33, 40))])))
+    scene = Paged.random(1, [40, 5], 16, 4, 2, 24)
+    chunks = [(0, 3, 40), (1, 4, 5)]
+    results.append(scene.attend(backend, scene.cache(backend), AttentionParams(4, 2, 24, 0.2, softcap=2.0), chunks))
+everything = [0, -0.0, 1e-8, 3e-8, 6e-5, 1 + 2**-11, 1 + 3 * 2**-11, 65519, 65520, np.inf, np.nan, -2]
+everything = np.array(everything, np.float32)
+cache = backend.new_kv_cache(1, 1, 1, 12)
+backend.write_kv(everything[None], everything[None], cache, np.zeros(1, np.int64))
+results.append(cache.values.view(np.float16).reshape(-1).astype(np.float32))
+results.append(backend.rms_norm(normal(rng, 3, 33), normal(rng, 33), 1e-5))
+results.append(backend.silu_and_mul(normal(rng, 3, 66)))
+results.append(backend.activation(normal(rng, 3, 33), "gelu"))
+logits = normal(rng, 4, 100)
+results.append(backend.sample(logits, np.ones(4), np.full(4, 9), np.full(4, 0.9), np.zeros(4), rng.random(4)))
+results.append(backend.top_logprobs(logits, np.arange(4), 3).logprobs)
+np.savez(sys.argv[1], *results)
+"""
+
+
+def start(code: str, cache: Path | None, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Run code with its own kernel cache, None for everyone's."""
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join([str(root), str(root / "src")])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    if cache is not None:
+        env["NUMBA_CACHE_DIR"] = str(cache)
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    """Wait for the process and return what it printed."""
+    text, _ = process.communicate(timeout=250)
+    assert process.returncode == 0
+    return text.strip()
+
+
+def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -> None:
+    rotated = "[[-1.0, -1.0, 1.0, 1.0]]"
+    for text in [answer(process) for process in [start(ROTATE, tmp_path) for _ in range(2)]]:
+        assert text.endswith(f"True {rotated}")
+    assert answer(start(ROTATE, tmp_path)) == f"True 1 True {rotated}"
+
+
+def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "cache_folder", lambda kernel: tmp_path)
+    kernel = linear.linear_float32
+    ours, foreign = tmp_path / "linear.linear_float32-1.py311.nbi", tmp_path / "other.function-1.py311.nbi"
+    jit.refresh_cache(kernel)
+    assert not jit.is_cached(kernel)
+    ours.touch()
+    foreign.touch()
+    jit.refresh_cache(kernel)
+    assert jit.is_cached(kernel)
+    monkeypatch.setattr(jit, "source_stamp", lambda: "another")
+    assert not jit.is_cached(kernel)
+    jit.refresh_cache(kernel)
+    assert not ours.exists()
+    assert foreign.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setattr(jit, "cache_folder", lambda kernel: blocked / "cache")
+    jit.refresh_cache(elementwise.rotary)
+    assert not jit.is_cached(elementwise.rotary)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86 features")
+@pytest.mark.parametrize(
+    ("name", "features"), [("x86-64", ""), ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2")]
+)
+def test_lesser_cpus_give_the_same_results(name: str, features: str, tmp_path: Path) -> None:
+    levels = [(None, {}), (tmp_path / "cache", {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features})]
+    results = []
+    for cache, environment in levels:
+        answer(start(TOUR, cache, str(tmp_path / "results.npz"), **environment))
+        with np.load(tmp_path / "results.npz") as arrays:
+            results.append([arrays[key] for key in arrays.files])
+    own, lesser = results
+    assert lesser[0] == [2]
+    for expected, got in zip(own[1:], lesser[1:], strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
