@@ -173,7 +173,7 @@ def load_transformers(model: str, dtype: str, threads: int) -> tuple[Generate, i
 
 
 def make_llama(folder: Path, shape: list[int], dtype: str) -> str:
-    """Write a Llama with random weights and a byte-sized tokenizer; return its folder."""
+    """Write a Llama with random weights and a tokenizer of made-up words; return its folder."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -191,8 +191,8 @@ def make_llama(folder: Path, shape: list[int], dtype: str) -> str:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
-    words = {chr(0x4E00 + index): index for index in range(config.vocab_size)}
-    Tokenizer(models.WordLevel(words, unk_token=chr(0x4E00))).save(str(folder / "tokenizer.json"))
+    words = {f"w{index}": index for index in range(config.vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return str(folder)
 
 

@@ -87,5 +87,9 @@ def test_the_linter_has_nothing_to_say():
     run_tool("ruff", "check", "--no-cache", ".")
 
 
+def test_the_types_are_sound():
+    run_tool("mypy")
+
+
 def test_the_formatter_has_nothing_to_do():
     run_tool("ruff", "format", "--no-cache", "--check", ".")
