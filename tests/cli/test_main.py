@@ -10,6 +10,7 @@ import pytest
 
 from quire.cli import main as cli_main
 from quire.errors import EngineDeadError, ModelError
+from tests.meta.source import ENVIRONMENT
 
 HEAVY = ("torch", "numba", "numpy", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "rich", "yaml")
 
@@ -116,7 +117,7 @@ except SystemExit:
     pass
 print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
@@ -175,7 +176,7 @@ def test_debug_shows_the_traceback(quire, monkeypatch, words):
 def test_a_reader_that_went_away_is_no_error():
     code = "from quire.cli import main; import sys; main.COMMANDS and sys.exit(main.main(['--help']))"
     done = subprocess.run(
-        f"{sys.executable} -c {code!r} | true", shell=True, capture_output=True, text=True, check=False
+        f"{sys.executable} -c {code!r} | true", shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import quire
-from tests.meta.source import ROOT
+from tests.meta.source import ENVIRONMENT, ROOT
 
 HEAVY = ["torch", "numpy", "numba", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "jinja2", "asyncio"]
 
@@ -17,7 +17,7 @@ HEAVY = ["torch", "numpy", "numba", "fastapi", "uvicorn", "zmq", "tokenizers", "
 def imported_after(code: str) -> set[str]:
     """Return which of `HEAVY` a fresh interpreter has loaded after running `code`."""
     report = f"{code}\nimport json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", report], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -63,7 +63,9 @@ def test_public_names_are_these():
 
 
 def run_tool(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -76,6 +78,7 @@ def test_imports_point_down_the_layers():
             "--no-cache",
         ],
         cwd=ROOT,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,

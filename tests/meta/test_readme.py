@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.server import Server, serve
-from tests.meta.source import ROOT
+from tests.meta.source import ENVIRONMENT, ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 ADDRESS = "http://127.0.0.1:8000"
@@ -33,7 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def run(*words: str, text: str = "") -> str:
-    done = subprocess.run([sys.executable, *words], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], env=ENVIRONMENT, input=text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,0 +1,69 @@
+"""The commands with the real engine and the built-in model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+from tests.meta.source import ENVIRONMENT
+
+
+def test_generate_is_repeatable_and_streams_what_it_would_store(quire):
+    words = ("generate", "--prompt", "The king said", "--temperature", "0", "--max-tokens", "12")
+    first, second = quire(*words), quire(*words)
+    assert first.code == 0, first.err
+    assert first.out == second.out
+    (stored,) = [json.loads(line) for line in quire(*words, "--logprobs", "2").out.splitlines()]
+    assert stored["outputs"][0]["text"] + "\n" == first.out
+    assert stored["usage"]["completion_tokens"] == len(stored["outputs"][0]["logprobs"])
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(quire, type_in):
+    type_in("The king", "word " * 5000, "The queen")
+    result = quire("generate", "--max-tokens", "3")
+    assert result.code == 1
+    first, second, third = [json.loads(line) for line in result.out.splitlines()]
+    assert second["error"]["code"] == "context_length_exceeded"
+    assert first["outputs"][0]["finish_reason"] == third["outputs"][0]["finish_reason"] == "length"
+
+
+def test_chat_answers_each_line(quire, type_in):
+    type_in("Hello!", "What is Quire?")
+    result = quire("chat", "--temperature", "0")
+    assert result.code == 0, result.err
+    assert len(result.out.splitlines()) >= 2
+
+
+def test_options_that_the_model_cannot_honour_end_with_code_2(quire):
+    result = quire("generate", "--prompt", "x", "--max-model-len", "999999")
+    assert result.code == 2
+    assert result.err.startswith("error: max_model_len: 999999")
+
+
+def test_a_folder_that_is_no_model_ends_with_code_2(quire, tmp_path):
+    result = quire("serve", str(tmp_path), "--port", "0")
+    assert result.code == 2
+    assert "config.json" in result.err.splitlines()[-1]
+
+
+def test_benchmarks_run(quire):
+    size = ("--input-len", "8", "--output-len", "2")
+    latency = quire("bench", "latency", *size, "--batch-size", "2", "--num-iters", "1", "--num-iters-warmup", "0")
+    assert latency.code == 0, latency.err
+    throughput = quire("bench", "throughput", *size, "--num-prompts", "3")
+    assert throughput.code == 0, throughput.err
+    assert "requests per second" in throughput.out
+
+
+def test_interrupted_generation_ends_with_code_130():
+    words = ["generate", "--prompt", "The king", "--max-tokens", "1000", "--ignore-eos"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"")
