@@ -100,7 +100,7 @@ def test_training_lowers_the_loss(text_file: str, tmp_path: Path) -> None:
     config = dataclasses.replace(TINY, data=text_file, out=str(tmp_path), steps=100, eval_every=50, learning_rate=3e-3)
     metrics = train(config, silent).metrics
     untrained = math.log(len(load_tokenizer(tmp_path).get_vocab()))
-    assert metrics["test"]["test_loss"] < 0.7 * untrained
+    assert metrics["test_loss"] < 0.7 * untrained
 
 
 def test_published_test_loss_is_that_of_the_saved_weights_passage_by_passage(finished: Path) -> None:
@@ -114,10 +114,10 @@ def test_published_test_loss_is_that_of_the_saved_weights_passage_by_passage(fin
             log_probabilities = torch.log_softmax(model(ids)[0, :-1].double(), dim=-1)
         total -= float(log_probabilities.gather(1, ids[0, 1:, None]).sum())
         count += ids.shape[1] - 1
-    assert metrics["test"]["num_predicted_tokens"] == count
-    assert metrics["test"]["num_passages"] == len(passages)
-    assert metrics["test"]["test_loss"] == pytest.approx(total / count, rel=1e-5)
-    assert metrics["test"]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert metrics["num_predicted_tokens"] == count
+    assert metrics["num_passages"] == len(passages)
+    assert metrics["test_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
 def test_padding_does_not_change_a_passage_s_loss(finished: Path) -> None:

@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     result = train(config_from_args(args))
     print(f"{result.num_parameters} parameters, step {result.step}, training loss {result.train_loss:.4f}")
     if result.metrics:
-        test = result.metrics["test"]
-        print(f"test loss {test['test_loss']:.4f}, perplexity {test['perplexity']:.2f}")
+        print(f"test loss {result.metrics['test_loss']:.4f}, perplexity {result.metrics['perplexity']:.2f}")
     for task, scored in result.metrics.get("tasks", {}).items():
         print(f"{task}: {scored['right']} of {scored['cases']} right")
     print(f"checkpoint written to {result.out}; try: quire chat --model {result.out}")

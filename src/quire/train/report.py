@@ -58,7 +58,7 @@ def measure(
     last = history[-1] if history else {}
     measured = [row["val_loss"] for row in history if row.get("val_loss")]
     metrics: dict[str, Any] = {
-        "test": _summary(scored),
+        **_summary(scored),
         "test_by_source": by_source,
         "train_loss": last.get("train_loss"),
         "val_loss": measured[-1] if measured else None,
