@@ -40,6 +40,24 @@ def test_at_a_terminal_commands_are_obeyed_and_replies_shown(quire, fake_llm, ty
     assert [prompt for prompt, _ in fake_llm.requests] == ["user:hi", "user:there"]
 
 
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal(quire, fake_llm, type_in):
+    type_in("\x1b[2Jboo", tty=True)
+    result = quire("chat")
+    assert "[2Jboo back" in result.out
+    assert "\x1b[2J" not in result.out
+
+
+def test_errors_at_a_terminal_are_shown_and_the_talk_goes_on(quire, fake_llm, type_in, monkeypatch):
+    async def refuse(messages):
+        raise QuireError("no [red]template[/red]")
+
+    monkeypatch.setattr(fake_llm, "chat_prompt", refuse)
+    type_in("one", "two", tty=True)
+    result = quire("chat")
+    assert result.code == 0
+    assert result.out.count("error: no [red]template[/red]") == 2
+
+
 def test_a_failed_turn_is_forgotten_but_a_broken_off_one_is_kept():
     class Partner:
         name = "p"

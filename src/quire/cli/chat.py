@@ -32,6 +32,8 @@ from quire.errors import ConfigError, QuireError
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 Message = dict[str, str]
+# What a model says is shown, never obeyed: no escape sequences reach the terminal.
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
 NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
@@ -194,7 +196,8 @@ def _talk_at_terminal(partner: Partner, conversation: Conversation) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(f"[bold]{partner.name}[/bold]  [dim]/help shows the commands[/dim]")
+    console.print(partner.name, style="bold", markup=False, end="  ")
+    console.print("/help shows the commands", style="dim")
     while True:
         try:
             text = input("> ").strip()
@@ -223,10 +226,10 @@ def _show_reply(text: str, partner: Partner, conversation: Conversation, console
     pieces = conversation.turn(text, partner)
     try:
         for piece in pieces:
-            console.out(piece, end="")
+            console.out(piece.translate(CONTROLS), end="")
         console.print()
     except KeyboardInterrupt:
         pieces.close()
         console.print("\n[dim]stopped[/dim]")
     except QuireError as error:
-        console.print(f"\n[red]error:[/red] {error.message}", markup=True)
+        console.print(f"error: {error.message}", style="red", markup=False)
