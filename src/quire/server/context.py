@@ -65,14 +65,20 @@ class ServerContext:
     @contextmanager
     def open_request(self) -> Iterator[None]:
         """Count a request as being worked on while the block runs."""
-        self._num_open += 1
-        self._idle.clear()
+        self._count_open(1)
         try:
             yield
         finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._idle.set()
+            self._count_open(-1)
+
+    def _count_open(self, change: int) -> None:
+        self._num_open += change
+        if self._num_open:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        if self.metrics is not None:
+            self.metrics.on_open(self._num_open)
 
     @property
     def num_open(self) -> int:

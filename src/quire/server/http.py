@@ -7,6 +7,7 @@ length, without ever making a request.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from quire.server.errors import HTTPProblem, error_object, status_of
 
 HEAD_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
+MAX_URL_BYTES = 32768
 REASONS = {400: "Bad Request", 408: "Request Timeout", 414: "URI Too Long", 431: "Request Header Fields Too Large"}
 
 
@@ -26,7 +28,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._in_head = True
-        self._in_url = False
+        self.url = b""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -47,23 +49,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            status = 414 if self._in_url else 431
+            status = 414 if len(self.url) > MAX_URL_BYTES else 431
             self._refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code="head_too_large"))
 
     def on_message_begin(self) -> None:
         """Begin a head."""
         super().on_message_begin()
         self._in_head = True
-
-    def on_url(self, url: bytes) -> None:
-        """Take a piece of the URL."""
-        super().on_url(url)
-        self._in_url = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
-        super().on_header(name, value)
-        self._in_url = False
 
     def on_headers_complete(self) -> None:
         """End a head: what follows is the body, which has limits of its own."""
@@ -79,7 +71,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the same form as all other errors."""
-        self._refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
+        if len(self.url) > MAX_URL_BYTES:  # the parser itself cannot take such a URL apart
+            self._refuse(HTTPProblem(414, f"the URL is longer than {MAX_URL_BYTES} bytes", code="url_too_long"))
+        else:
+            self._refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
 
     def _on_late_head(self) -> None:
         self._head_timer = None
@@ -100,7 +95,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             body = msgspec.json.encode(error_object(problem))
             head = (
                 f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4()}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
         self.transport.close()

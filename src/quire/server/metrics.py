@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
@@ -102,6 +102,7 @@ class Metrics:
             registry=self.registry,
             buckets=HTTP_BUCKETS,
         )
+        self._http_open = Gauge("quire:http_requests_open", "Requests being worked on.", registry=self.registry)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
@@ -174,6 +175,10 @@ class Metrics:
     def on_rejected(self, reason: str) -> None:
         """Count a request that was turned away: one of `REJECTIONS`."""
         self._rejections[reason].inc()
+
+    def on_open(self, count: int) -> None:
+        """Note how many requests are being worked on, streams included."""
+        self._http_open.set(count)
 
     def on_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count an HTTP request. `handler` is a route's template, never a path a client made up."""

@@ -40,19 +40,19 @@ async def read_body(request: Request, limit: int) -> bytes:
     while True:
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                message = await request.receive()
+                part = await request.receive()
         except TimeoutError:
-            raise HTTPProblem(
-                408, f"the body did not arrive: nothing for {BODY_SECONDS:g} s", code="request_timeout", close=True
-            ) from None
-        if message["type"] == "http.disconnect":
+            message = f"the body did not arrive: nothing for {BODY_SECONDS:g} s"
+            headers = {"Connection": "close"}
+            raise HTTPProblem(408, message, code="request_timeout", headers=headers) from None
+        if part["type"] == "http.disconnect":
             raise HTTPProblem(400, "the connection ended within the body", code="incomplete_body", close=True)
-        chunk = message.get("body", b"")
+        chunk = part.get("body", b"")
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
         chunks.append(chunk)
-        if not message.get("more_body", False):
+        if not part.get("more_body", False):
             return b"".join(chunks)
 
 

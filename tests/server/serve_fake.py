@@ -1,0 +1,68 @@
+"""A server process with a fake engine, for tests that need a real process: signals, standard output, exit codes.
+
+Usage: python -m tests.server.serve_fake JSON_OPTIONS MODE, where MODE is "ok", "paced" (a step takes 20 ms), "held" (no
+token ever comes), "broken" (the engine cannot start), "slow" (it never gets ready) or "dying" (it dies with its first request).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from quire.config import EngineConfig
+from quire.engine.messages import AddRequest, CallResult, EngineOutputs, Ready, ToEngine
+from quire.errors import ModelError, QuireError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.stats import StatListener
+from quire.server.run import run_server
+from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_front_model
+from tests.helpers.live_server import server_config
+
+
+class Client(FakeClient):
+    """A fake engine with a temper."""
+
+    mode = "ok"
+
+    async def start(self) -> Ready:
+        if self.mode == "broken":
+            raise ModelError("model.safetensors: tensor lm_head is missing")
+        if self.mode == "slow":
+            await asyncio.Event().wait()
+        if self.mode == "held":
+            self.hold()
+        return await super().start()
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        if self.mode == "paced":
+            await asyncio.sleep(0.02)
+        return await super().receive()
+
+    def send(self, message: ToEngine) -> None:
+        super().send(message)
+        if self.mode == "dying" and isinstance(message, AddRequest):
+            self.die()
+
+
+def make_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
+    """Return an engine for `run_server`."""
+    front = fake_front_model()
+    engine = FakeEngine(vocab_size=front.info.vocab_size)
+    return AsyncLLM(config, client=Client(engine), front_model=front, listeners=listeners)
+
+
+def main(options: str, mode: str) -> int:
+    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
+    Client.mode = mode
+    try:
+        return run_server(server_config(**json.loads(options)), make_llm)
+    except QuireError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

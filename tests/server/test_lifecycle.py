@@ -1,0 +1,177 @@
+"""Requests that do not end well: clients that go away, engines that die, queues that are full, servers that stop."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.live_server import LiveServer
+
+HI = [{"role": "user", "content": "hi"}]
+ENDLESS = {"model": "fake", "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
+
+
+def request_bytes(path: str, body: dict[str, Any], headers: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        chunk = connection.recv(65536)
+        assert chunk, data
+        data += chunk
+    return data
+
+
+def idle(server: LiveServer) -> bool:
+    return not server.engine.live and server.llm.num_unfinished == 0 and server.context.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"stream": True}, {"prompt": ["a", "b"], "n": 2}], ids=["whole", "stream", "many"]
+)
+def test_a_client_that_goes_away_while_waiting_frees_its_request(make_server, body: dict[str, Any]):
+    server = make_server()
+    server.do(server.fake_client.hold)
+    with server.connect() as connection:
+        connection.sendall(request_bytes("/v1/completions", {**ENDLESS, **body}))
+        server.wait_until(lambda: bool(server.engine.live))
+    server.wait_until(lambda: idle(server))
+    assert server.do(lambda: len(server.engine.aborted)) == (4 if "n" in body else 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_goes_away_in_a_stream_frees_its_request(make_server, path: str):
+    server = make_server(llm={"max_model_len": 100_000})
+    body = {"model": "fake", "stream": True, "max_tokens": 90_000, "ignore_eos": True}
+    body |= {"messages": HI} if "chat" in path else {"prompt": "ab"}
+    for _ in range(5):
+        with server.connect() as connection:
+            connection.sendall(request_bytes(path, body))
+            read_until(connection, b"data: ")
+    server.wait_until(lambda: idle(server))
+    assert server.do(lambda: len(server.engine.aborted)) == 5
+
+
+def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(make_server):
+    server = make_server(llm={"max_model_len": 100_000})
+    body = {**ENDLESS, "max_tokens": 90_000, "stream": True}
+    with server.connect() as connection:
+        connection.sendall(request_bytes("/v1/completions", body, "Connection: close\r\n"))
+        read_until(connection, b"data: ")
+        server.do(server.fake_client.die)
+        rest = b""
+        while chunk := connection.recv(65536):
+            rest += chunk
+    assert b'data: {"error":{' in rest
+    assert b'"code":"engine_unavailable"' in rest
+    assert b"[DONE]" not in rest
+    assert rest.endswith(b"0\r\n\r\n")  # the answer is complete as HTTP
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_before_the_first_token_is_an_error_with_a_status(make_server, stream: bool):
+    server = make_server()
+    server.do(server.fake_client.hold)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, "/v1/completions", json={**ENDLESS, "stream": stream})
+        server.wait_until(lambda: bool(server.engine.live))
+        server.do(server.fake_client.die)
+        response = answer.result(10)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert response.headers["retry-after"] == "1"
+    assert server.http.get("/health").json() == {"status": "dead"}
+    assert server.http.get("/health").status_code == 503
+    assert server.http.post("/v1/completions", json=ENDLESS).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_are_not_finite_are_the_servers_fault(make_server, stream: bool):
+    server = make_server(llm={"reply": lambda request: server.engine.fail_on.add(request.request_id) or [5]})
+    response = server.http.post("/v1/completions", json={**ENDLESS, "stream": stream})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-should-retry"] == "false"
+
+
+def test_a_full_queue_says_when_to_come_back(make_server):
+    server = make_server(max_num_queued_reqs=2)
+    server.do(server.fake_client.hold)
+    with ThreadPoolExecutor(2) as pool:
+        accepted = [pool.submit(server.http.post, "/v1/completions", json=ENDLESS) for _ in range(2)]
+        server.wait_until(lambda: len(server.engine.live) == 2)
+        refused = server.http.post("/v1/completions", json={**ENDLESS, "stream": True})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_overloaded"
+        assert refused.headers["retry-after"] == "1"
+        server.do(server.fake_client.resume)
+        assert [item.result(10).status_code for item in accepted] == [200, 200]
+    scrape = server.http.get("/metrics").text
+    assert 'vllm:admission_rejections_total{engine="0",model_name="fake",reason="queue_full"} 1.0' in scrape
+
+
+def test_all_prompts_of_a_request_are_accepted_or_none(make_server):
+    server = make_server(max_num_queued_reqs=2)
+    server.do(server.fake_client.hold)
+    response = server.http.post("/v1/completions", json={**ENDLESS, "prompt": ["a", "b", "c"]})
+    assert response.status_code == 503
+    server.wait_until(lambda: idle(server))
+
+
+def test_nothing_but_health_is_served_while_the_model_loads(make_server):
+    server = make_server(start=False)
+    assert server.http.get("/health").status_code == 503
+    assert server.http.get("/health").json() == {"status": "loading"}
+    assert server.http.get("/version").status_code == 200
+    assert server.http.get("/metrics").status_code == 200
+    for response in (server.http.get("/v1/models"), server.http.post("/v1/completions", json=ENDLESS)):
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_unavailable"
+        assert int(response.headers["retry-after"]) > 0
+    server.call(server.llm.start)
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/v1/models").status_code == 200
+
+
+def test_a_server_that_stops_refuses_new_requests_and_aborts_what_is_left(make_server):
+    server = make_server()
+    server.do(server.fake_client.hold)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, "/v1/completions", json=ENDLESS)
+        server.wait_until(lambda: bool(server.engine.live))
+        server.context.draining = True
+        refused = server.http.post("/v1/completions", json=ENDLESS)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "server_shutting_down"
+        assert "retry-after" in refused.headers
+        assert server.http.get("/health").json() == {"status": "draining"}
+        server.do(lambda: [generation.abort() for generation in list(server.context.generations)])
+        assert answer.result(10).json()["error"]["code"] == "server_shutting_down"
+    server.wait_until(lambda: idle(server))
+
+
+def test_many_requests_with_one_id_do_not_meet(make_server):
+    server = make_server(max_num_seqs=32)
+    prompts = [f"prompt {index}" for index in range(40)]
+
+    def ask(prompt: str) -> str:
+        body = {"model": "fake", "prompt": prompt, "max_tokens": 20, "seed": 1, "request_id": "same"}
+        with httpx.Client(base_url=server.url, headers={"x-request-id": "same"}, trust_env=False) as client:
+            response = client.post("/v1/completions", json=body)
+        assert response.headers["x-request-id"] == "same"
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, prompts)) == alone
+    assert len(set(alone)) == len(prompts)

@@ -1,0 +1,117 @@
+"""What /metrics and the statistics line say after known work."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.server.metrics import StatsLog, one_two_five
+from quire.step import SchedulerStats
+from tests.helpers.live_server import LiveServer
+
+LABELS = {"model_name": "fake", "engine": "0"}
+
+
+def scrape(server: LiveServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return (name, labels without model and engine) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = frozenset((key, value) for key, value in sample.labels.items() if key not in LABELS)
+            if sample.name.startswith("vllm:") and sample.name != "vllm:cache_config_info":
+                assert LABELS.items() <= sample.labels.items(), sample
+            found[sample.name, labels] = sample.value
+    return found
+
+
+def test_counts_after_known_work(make_server):
+    server = make_server(llm={"reply_text": "hello world"})
+
+    def ask(**body: object) -> None:
+        answer = server.http.post("/v1/completions", json={"model": "fake", "prompt": "abc", **body})
+        assert answer.status_code == 200
+
+    ask()
+    ask(max_tokens=2, n=2)
+    server.http.get("/nowhere/secret")
+    values = scrape(server)
+
+    def value(name: str, **labels: str) -> float:
+        return values["vllm:" + name, frozenset(labels.items())]
+
+    assert value("prompt_tokens_total") == 6
+    assert value("generation_tokens_total") == 8
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_success_total", finished_reason="length") == 1
+    assert value("request_success_total", finished_reason="abort") == 0
+    assert value("time_to_first_token_seconds_count") == 2
+    assert value("inter_token_latency_seconds_count") == 5
+    assert value("e2e_request_latency_seconds_count") == 2
+    assert value("request_params_n_sum") == 3
+    assert value("request_params_max_tokens_sum") == 18
+    assert value("request_prompt_tokens_bucket", le="5.0") == 2
+    assert value("num_requests_running") == 0
+    assert value("kv_cache_usage_perc") < 1
+    done = {"handler": "/v1/completions", "method": "POST", "status": "2xx"}
+    assert values["http_requests_total", frozenset(done.items())] == 2
+    assert not any("secret" in str(key) for key in values)
+
+
+def test_names_and_buckets_that_dashboards_read(server: LiveServer):
+    server.http.post("/v1/completions", json={"model": "fake", "prompt": "abc"})
+    values = scrape(server)
+    names = {name for name, _ in values}
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "request_time_per_output_token_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "request_inference_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+        "request_decode_time_seconds_bucket",
+        "iteration_tokens_total_bucket",
+        "request_generation_tokens_bucket",
+        "request_params_max_tokens_bucket",
+        "cache_config_info",
+    ):
+        assert f"vllm:{name}" in names
+    edges = {dict(labels)["le"] for name, labels in values if name == "vllm:time_to_first_token_seconds_bucket"}
+    assert {"0.001", "0.005", "0.25", "2.5", "640.0", "2560.0", "+Inf"} <= edges
+
+
+def test_open_metrics_on_request(server: LiveServer):
+    response = server.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_buckets_up_to_the_context_length():
+    assert one_two_five(256) == (1, 2, 5, 10, 20, 50, 100, 200)
+
+
+def test_the_line_of_the_log():
+    now = [0.0]
+    log = StatsLog(clock=lambda: now[0])
+    stats = SchedulerStats(
+        num_running=3,
+        num_waiting=1,
+        num_blocks=10,
+        num_free_blocks=5,
+        prefix_cache_queries=100,
+        prefix_cache_hits=25,
+    )
+    log.on_step(stats, 200, 50)
+    now[0] = 10.0
+    assert log.line(stats) == (
+        "prompt 20.0 tokens/s, generation 5.0 tokens/s, running 3, waiting 1, KV cache 50.0%, prefix cache hits 25.0%"
+    )
+    assert log.line(SchedulerStats()) is None
