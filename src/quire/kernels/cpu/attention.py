@@ -35,6 +35,7 @@ from quire.kernels.cpu.simd import (
     sub,
     tile_four,
     tile_many,
+    tile_two,
 )
 
 TILE = 32  # positions handled at once: two vectors of scores
@@ -189,9 +190,12 @@ def score_tile(q, keys, scores, rows, size):
     while row + TILE_ROWS <= rows:
         tile_many(keys, 0, TILE, 16, q, row * size, 1, size, size, scores, row * TILE, TILE, 0)
         row += TILE_ROWS
-    while row < rows:
+    while row + 4 <= rows:
         tile_four(keys, 0, TILE, 16, q, row * size, 1, size, size, scores, row * TILE, TILE, 0)
         row += 4
+    while row < rows:
+        tile_two(keys, 0, TILE, 16, q, row * size, 1, size, size, scores, row * TILE, TILE, 0)
+        row += 2
 
 
 @part
@@ -203,10 +207,14 @@ def add_values(scores, values, sums, rows, padded):
             to = row * padded + column
             tile_many(values, column, padded, 16, scores, row * TILE, 1, TILE, TILE, sums, to, padded, 1)
             row += TILE_ROWS
-        while row < rows:
+        while row + 4 <= rows:
             to = row * padded + column
             tile_four(values, column, padded, 16, scores, row * TILE, 1, TILE, TILE, sums, to, padded, 1)
             row += 4
+        while row < rows:
+            to = row * padded + column
+            tile_two(values, column, padded, 16, scores, row * TILE, 1, TILE, TILE, sums, to, padded, 1)
+            row += 2
 
 
 @part
@@ -250,7 +258,7 @@ def attend_item(q, out, keys, values, table, query, position, count, head, sizes
     q_rows, sums, largest, total = state
     key_tile, value_tile, scores = tiles
     used = count * group
-    rows = (used + 3) // 4 * 4
+    rows = (used + 1) // 2 * 2
     start_item(q, query, head, sizes, scale, sinks, state, used, rows)
     low, high = max(0, position - window + 1) if window > 0 else 0, position + count
     for base in range(low // TILE * TILE, high, TILE):
@@ -277,7 +285,7 @@ def attend(q, out, keys, values, starts, lengths, tables, sizes, factors, sinks,
     shape, options = (num_heads, heads, size, padded, group), (block_size, factors[0], window, factors[1])
     extras = (sinks, slopes)
     queries = max(1, ROWS // group)
-    rows = (queries * group + 3) // 4 * 4
+    rows = (queries * group + 1) // 2 * 2
     q_rows, sums = np.empty(rows * size, np.float32), np.empty(rows * padded, np.float32)
     state = (q_rows, sums, np.empty(rows, np.float32), np.empty(rows, np.float32))
     key_tile, value_tile = np.empty(size * TILE, np.float32), np.zeros(TILE * padded, np.float32)

@@ -11,10 +11,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
+from numba import literal_unroll, prange
 
 from quire.kernels.cpu.jit import kernel, part, share
-from quire.kernels.cpu.simd import add, exp, lane_max, lane_sum, load, maximum, splat, sub
+from quire.kernels.cpu.simd import (
+    add,
+    exp,
+    float64_bits,
+    float64_from_bits,
+    lane_max,
+    lane_sum,
+    load,
+    maximum,
+    splat,
+    sub,
+)
 
 BINS = 1024
 BINS_PER_UNIT = 16.0
@@ -119,11 +130,11 @@ def bin_of(distance):
 
 
 @part
-def collect(logits, bits, at, size, top, temperature, first, last, keys):
+def collect(logits, bits, at, size, top, inverse, first, last, keys):
     """Put the tokens of bins first..last into keys, in order; return how many."""
     count = 0
     for i in range(size):
-        b = bin_of((np.float64(top) - np.float64(logits[at + i])) / temperature)
+        b = bin_of((np.float64(top) - np.float64(logits[at + i])) * inverse)
         if first <= b < last:
             keys[count] = order_key(logits, bits, at, i)
             count += 1
@@ -132,36 +143,62 @@ def collect(logits, bits, at, size, top, temperature, first, last, keys):
 
 
 @part
-def nth_logit(logits, bits, at, size, top, temperature, counts, n, keys):
+def nth_logit(logits, bits, at, size, top, inverse, counts, n, keys):
     """Return the n-th largest logit, n >= 1; counts [BINS] says how many tokens each bin has."""
     b, before = 0, 0
     while before + counts[b] < n:
         before += counts[b]
         b += 1
-    collect(logits, bits, at, size, top, temperature, b, b + 1, keys)
+    collect(logits, bits, at, size, top, inverse, b, b + 1, keys)
     return logits[at + key_token(keys[n - 1 - before])]
 
 
 # Drawing
 
+ROUNDER = 1.5 * 2.0**52  # adding it leaves the nearest integer in the low bits
+LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e42feep-1"), 1.9082149292705877e-10
+TAYLOR = tuple(1 / math.factorial(n) for n in range(13, -1, -1))
+
 
 @part
-def fill_bins(logits, at, size, top, temperature, threshold, min_p, weights, mass, counts):
-    """Set weights [V], 0 for tokens below the logit threshold or below min_p, and each bin's weight and count."""
+def exp_minus(x):
+    """e^-x for x >= 0 in float64, 0 beyond 700: plain arithmetic, so that a loop of it becomes vector code.
+
+    -x = n ln 2 + r with |r| <= ln(2)/2, and e^r by its Taylor series to degree 13 (remainder 4e-18).
+    """
+    shifted = ROUNDER - x * 1.4426950408889634
+    n = shifted - ROUNDER
+    r = (-x - n * LN2_HIGH) - n * LN2_LOW
+    series = 0.0
+    for factor in literal_unroll(TAYLOR):
+        series = series * r + factor
+    power = float64_from_bits((float64_bits(shifted) + 1023) << 52)
+    return series * power if x < 700 else 0.0
+
+
+@part
+def weigh(logits, at, size, top, inverse, threshold, min_p, weights):
+    """Set weights [V] to e^((logit - top) / temperature), 0 for tokens below the logit threshold or below min_p."""
+    for i in range(size):
+        weight = exp_minus((np.float64(top) - np.float64(logits[at + i])) * inverse)
+        kept = logits[at + i] >= threshold and weight >= min_p
+        weights[i] = weight if kept else 0.0
+
+
+@part
+def fill_bins(logits, at, size, top, inverse, threshold, min_p, weights, mass, counts):
+    """Weigh all tokens, and set the weight and the number of tokens of each bin."""
+    weigh(logits, at, size, top, inverse, threshold, min_p, weights)
     mass[:] = 0.0
     counts[:] = 0
     for i in range(size):
-        distance = (np.float64(top) - np.float64(logits[at + i])) / temperature
-        weight = math.exp(-distance)
-        b = bin_of(distance)
-        kept = logits[at + i] >= threshold and weight >= min_p
-        weights[i] = weight if kept else 0.0
+        b = bin_of((np.float64(top) - np.float64(logits[at + i])) * inverse)
         mass[b] += weights[i]
         counts[b] += 1
 
 
 @part
-def walk(logits, bits, at, size, top, temperature, weights, mass, goal, inclusive, keys):
+def walk(logits, bits, at, size, top, inverse, weights, mass, goal, inclusive, keys):
     """Walk tokens in falling order until the sum of weights exceeds the goal (or equals it, if `inclusive`).
 
     Returns that token and the sum with it; the last token with a weight where the goal is beyond all.
@@ -173,7 +210,7 @@ def walk(logits, bits, at, size, top, temperature, weights, mass, goal, inclusiv
     while b < last and not (before + mass[b] > goal or (inclusive and before + mass[b] == goal)):
         before += mass[b]
         b += 1
-    count = collect(logits, bits, at, size, top, temperature, b, b + 1, keys)
+    count = collect(logits, bits, at, size, top, inverse, b, b + 1, keys)
     token = 0
     for i in range(count):
         candidate = key_token(keys[i])
@@ -189,17 +226,18 @@ def walk(logits, bits, at, size, top, temperature, weights, mass, goal, inclusiv
 def draw(logits, bits, at, size, top, options, weights, mass, counts, keys):
     """Choose a token of one row with temperature > 0, see `Backend.sample`."""
     temperature, top_k, top_p, min_p, uniform = options
-    fill_bins(logits, at, size, top, temperature, -np.inf, min_p, weights, mass, counts)
+    inverse = 1.0 / temperature
+    fill_bins(logits, at, size, top, inverse, -np.inf, min_p, weights, mass, counts)
     if 0 < top_k < size:
-        threshold = nth_logit(logits, bits, at, size, top, temperature, counts, top_k, keys)
-        fill_bins(logits, at, size, top, temperature, threshold, min_p, weights, mass, counts)
+        threshold = nth_logit(logits, bits, at, size, top, inverse, counts, top_k, keys)
+        fill_bins(logits, at, size, top, inverse, threshold, min_p, weights, mass, counts)
     kept = 0.0
     for b in range(BINS):
         kept += mass[b]
     if top_p < 1:
-        _, kept = walk(logits, bits, at, size, top, temperature, weights, mass, top_p * kept, True, keys)
+        _, kept = walk(logits, bits, at, size, top, inverse, weights, mass, top_p * kept, True, keys)
     goal = min(uniform * kept, kept * (1 - 2.0**-53))  # rounding must not push the goal past the last token
-    token, _ = walk(logits, bits, at, size, top, temperature, weights, mass, goal, False, keys)
+    token, _ = walk(logits, bits, at, size, top, inverse, weights, mass, goal, False, keys)
     return token
 
 

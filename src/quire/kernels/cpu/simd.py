@@ -352,6 +352,18 @@ def lane_indices(ty):
 
 
 @intrinsic
+def float64_bits(ty, x):
+    """Return the bits of a float64 scalar as int64."""
+    return types.int64(types.float64), lambda ctx, b, sig, a: b.bitcast(a[0], ir.IntType(64))
+
+
+@intrinsic
+def float64_from_bits(ty, bits):
+    """Return the float64 scalar with these bits."""
+    return types.float64(types.int64), lambda ctx, b, sig, a: b.bitcast(a[0], ir.DoubleType())
+
+
+@intrinsic
 def keep_lanes(ty, x, first, stop, other):
     """Return x in lanes first <= i < stop and the scalar `other` elsewhere; the bounds are int64 and may be outside."""
 
@@ -413,4 +425,4 @@ def _tile(rows):
     return tile
 
 
-tile_many, tile_four, tile_one = _tile(TILE_ROWS), _tile(4), _tile(1)
+tile_many, tile_four, tile_two, tile_one = _tile(TILE_ROWS), _tile(4), _tile(2), _tile(1)
