@@ -87,6 +87,13 @@ def test_a_prompt_that_fails_is_reported_in_its_line_and_the_others_go_on(quire,
     assert first["outputs"] and third["outputs"]
 
 
+def test_half_a_surrogate_pair_is_repeated_as_it_came(quire, fake_llm, type_in):
+    type_in('{"prompt": "too long", "id": "\\ud800"}', '{"prompt": "\u00e9"}')
+    first, second = quire("generate").out.splitlines()
+    assert '"\\ud800"' in first
+    assert '"\u00e9"' in second
+
+
 def test_several_completions_of_one_prompt_come_as_json(quire, fake_llm):
     (item,) = lines_of(quire("generate", "-p", "x", "--n", "2").out)
     assert len(item["outputs"]) == 2

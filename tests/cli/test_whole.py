@@ -29,6 +29,32 @@ def test_a_prompt_that_does_not_fit_fails_alone(quire, type_in):
     assert first["outputs"][0]["finish_reason"] == third["outputs"][0]["finish_reason"] == "length"
 
 
+def test_a_terminal_without_unicode_gets_question_marks():
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    words = [
+        sys.executable,
+        "-c",
+        "from quire.cli import main; import sys; main._run = lambda words: print('\\xe9') or 0",
+    ]
+    words[-1] += "; sys.exit(main.main([]))"
+    done = subprocess.run(words, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"?\n")
+
+
+def test_input_and_output_are_utf8_whatever_the_locale():
+    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
+        environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+        words = [sys.executable, "-m", "quire", "generate", "--max-tokens", "1"]
+        return subprocess.run(words, env=environment, input=data, capture_output=True, check=False)
+
+    good = run("caf\u00e9\n".encode())
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["prompt"] == "caf\u00e9"
+    bad = run(b"\xff\xfe\n")
+    assert bad.returncode == 2
+    assert bad.stderr.startswith(b"error: standard input is not UTF-8 text") and bad.stderr.count(b"\n") == 1
+
+
 def test_chat_answers_each_line(quire, type_in):
     type_in("Hello!", "What is Quire?")
     result = quire("chat", "--temperature", "0")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
@@ -105,7 +106,11 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
     if options.input is None:
         if sys.stdin.isatty():
             raise ConfigError("there is nothing to complete: give --prompt TEXT, --input FILE, or lines on stdin")
-        return read_prompts(sys.stdin, STDIN)
+        _speak_utf8(sys.stdin)
+        try:
+            return read_prompts(sys.stdin, STDIN)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{STDIN} is not UTF-8 text: {error}", param="input") from None
     try:
         with open(options.input, encoding="utf-8") as lines:
             return read_prompts(lines, options.input)
@@ -115,10 +120,17 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
         raise ConfigError(f"input: {options.input!r} is not UTF-8 text: {error}", param="input") from None
 
 
+def _speak_utf8(stream: TextIO) -> None:
+    """Switch a standard stream to UTF-8, whatever the locale says; JSON lines are UTF-8."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(encoding="utf-8", errors="strict")
+
+
 @contextlib.contextmanager
 def _open_output(path: str | None) -> Iterator[Callable[[str], None]]:
     """Yield a function that writes one line; each line is flushed, so that a reader sees results as they come."""
     if path is None:
+        _speak_utf8(sys.stdout)
         yield lambda line: print(line, flush=True)
         return
     with contextlib.ExitStack() as stack:

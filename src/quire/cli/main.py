@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -31,6 +32,8 @@ BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse's --help and --version raise SystemExit(0)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         return _run(words)
     except KeyboardInterrupt:
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except QuireError as error:
         return _report(error, error.message, error.exit_code, words)
+    except MemoryError as error:
+        return _report(error, f"not enough memory: {error}", QuireError.exit_code, words)
     except Exception as error:  # the boundary of the process: a bug, reported as one
         text = f"unexpected {type(error).__name__}: {error}; --debug shows where"
         return _report(error, text, QuireError.exit_code, words)

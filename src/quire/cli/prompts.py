@@ -108,13 +108,23 @@ def result_line(prompt: PromptLine, output: RequestOutput) -> str:
     if output.prompt_logprobs is not None:
         result["prompt_token_ids"] = output.prompt_token_ids
         result["prompt_logprobs"] = [position and _logprobs(position) for position in output.prompt_logprobs]
-    return json.dumps(result | {"usage": usage}, ensure_ascii=False)
+    return _json_line(result | {"usage": usage})
 
 
 def error_line(prompt: PromptLine, error: RequestError) -> str:
     """Return the failure of one prompt as a line of JSON."""
     details = {"message": error.message, "param": error.param, "code": error.code}
-    return json.dumps({"index": prompt.index, **prompt.source, "error": details}, ensure_ascii=False)
+    return _json_line({"index": prompt.index, **prompt.source, "error": details})
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    """Return `value` as readable JSON; escaped where it repeats what is no Unicode text (half a surrogate pair)."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line
 
 
 def _completion(item: CompletionOutput) -> dict[str, Any]:
