@@ -111,6 +111,9 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
 
+    def compiled_before(self) -> bool:
+        """Whether the kernels need no compiling, which the first start on a machine may."""
+
     # Weights
 
     def vector(self, tensor: HostTensor) -> Array:

@@ -11,6 +11,7 @@ from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
 from quire.worker.model_runner import ModelRunner
+from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,10 @@ class Worker:
         self.backend = create_backend(
             config.device.device, config.model.dtype, config.cache.kv_cache_dtype, config.device.num_threads
         )
+        if not self.backend.compiled_before():
+            # A warning, so that it is seen by default: the wait would look like a hang.
+            logger.warning("compiling kernels; this takes up to a minute and happens on the first start only")
         started = time.perf_counter()
-        self.memory_before_load = self.backend.available_memory()
         assert config.model.max_model_len is not None, "settled by the engine"
         self.model = load_model(
             info,
@@ -54,7 +57,7 @@ class Worker:
         return self.backend.available_memory()
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache and the persistent batch, once."""
+        """Allocate the KV cache and the persistent batch, once, and compile what the first step would have to."""
         self.runner = ModelRunner(
             self.model,
             self.backend,
@@ -63,6 +66,9 @@ class Worker:
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=max_model_len,
         )
+        started = time.perf_counter()
+        warm_up(self.runner)
+        logger.info("kernels ready in %.2f s", time.perf_counter() - started)
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step."""

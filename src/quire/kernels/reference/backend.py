@@ -82,6 +82,10 @@ class ReferenceBackend:
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_memory()
 
+    def compiled_before(self) -> bool:
+        """See `Backend.compiled_before`: nothing is compiled here."""
+        return True
+
     def synchronize(self) -> None:
         """See `Backend.synchronize`."""
         if self.device.type == "cuda":

@@ -1,0 +1,60 @@
+"""One step before the first request, with every sampling option there is, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+from quire.sampling_params import SamplingParams
+from quire.step import NewSequenceData, SchedulerOutput
+from quire.worker.model_runner import ModelRunner
+
+_REQUEST_ID = "warm-up"
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run a two-token prompt through `runner`, so that every kernel is compiled or loaded.
+
+    It writes into block 0, which belongs to nobody yet, and leaves no trace in the batch.
+    """
+    params = SamplingParams(
+        temperature=0.5,
+        top_k=2,
+        top_p=0.5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        logprobs=1,
+        prompt_logprobs=1,
+        logit_bias={0: 1.0},
+        allowed_token_ids=[0, 1],
+    )
+    length = min(2, runner.batch.token_ids.shape[1] - 1)
+    new = NewSequenceData(
+        request_id=_REQUEST_ID,
+        token_ids=[0] * length,
+        num_prompt_tokens=length,
+        sampling_params=params,
+        seed=0,
+        stop_ids=[],
+        bad_words_ids=[],
+        block_ids=list(range(-(-length // runner.batch.block_size))),
+        num_computed_tokens=0,
+    )
+    runner.execute(
+        SchedulerOutput(
+            new_sequences=[new],
+            continuing=[],
+            num_scheduled_tokens={_REQUEST_ID: length},
+            total_num_scheduled_tokens=length,
+            finished_request_ids=[],
+            preempted_request_ids=[],
+            block_copies=[(0, 0)],
+        )
+    )
+    runner.execute(
+        SchedulerOutput(
+            new_sequences=[],
+            continuing=[],
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            finished_request_ids=[_REQUEST_ID],
+            preempted_request_ids=[],
+        )
+    )

@@ -1,0 +1,84 @@
+"""After the warm-up nothing is left to compile, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import AddRequest
+from quire.kernels.cpu import attention, elementwise, linear, sampling
+from quire.sampling_params import SamplingParams
+from quire.worker.worker import Worker
+from tests.helpers.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def compiled() -> dict[str, int]:
+    """How many signatures each kernel has been compiled or loaded for, in this process."""
+    found = {}
+    for module in (attention, elementwise, linear, sampling):
+        for name, value in vars(module).items():
+            if hasattr(value, "signatures"):
+                found[f"{module.__name__}.{name}"] = len(value.signatures)
+    return found
+
+
+def test_requests_of_every_kind_compile_nothing_more(folder: Path) -> None:
+    core = EngineCore(EngineConfig.from_kwargs(model=str(folder), device="cpu", num_gpu_blocks_override=32))
+    before = compiled()
+    assert sum(before.values()) > 5
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1),
+        SamplingParams(logprobs=3, prompt_logprobs=2, repetition_penalty=1.5, presence_penalty=1.0),
+        SamplingParams(allowed_token_ids=[4, 5], logit_bias={4: 1.0}, min_tokens=2),
+    ]
+    for number, params in enumerate(kinds):
+        core.add(
+            AddRequest(
+                request_id=f"{number}",
+                prompt_token_ids=list(range(3, 40)),
+                sampling_params=params,
+                arrival_time=0.0,
+                seed=number,
+                stop_ids=[2],
+                max_tokens=4,
+            )
+        )
+    while core.has_unfinished():
+        core.step()
+    assert compiled() == before
+
+
+def test_the_warm_up_leaves_the_batch_empty(folder: Path) -> None:
+    config = EngineConfig.from_kwargs(
+        model=str(folder), device="cpu", dtype="float32", kv_cache_dtype="float32", max_model_len=1
+    )
+    worker = Worker(config, load_model_info(folder))
+    worker.allocate(num_blocks=1, max_model_len=1)
+    assert worker.runner is not None
+    assert worker.runner.batch.row_of == {}
+    assert worker.runner.batch.extras == [None] * config.scheduler.max_num_seqs
+
+
+def test_the_first_start_says_that_it_compiles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quire.kernels.cpu.backend import CPUBackend
+
+    config = EngineConfig.from_kwargs(
+        model=str(folder), device="cpu", dtype="float32", kv_cache_dtype="float32", max_model_len=16
+    )
+    for known, expected in ((True, 0), (False, 1)):
+        monkeypatch.setattr(CPUBackend, "compiled_before", lambda self, known=known: known)
+        caplog.clear()
+        Worker(config, load_model_info(folder))
+        assert sum("compiling kernels" in record.message for record in caplog.records) == expected
