@@ -19,6 +19,7 @@ from quire.server.run import bind, url_of
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_async_llm
 
 T = TypeVar("T")
+MakeServer = Callable[..., "LiveServer"]
 
 
 def server_config(**options: Any) -> EngineConfig:
@@ -102,7 +103,7 @@ class LiveServer:
 
         async def run() -> None:
             async with asyncio.timeout(10):
-                while not condition():
+                while not condition():  # noqa: ASYNC110 - it depends on several parties, none of which tells
                     await asyncio.sleep(0)
 
         self.call(run)

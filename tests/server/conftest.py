@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.helpers.live_server import LiveServer
+from tests.helpers.live_server import LiveServer, MakeServer
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def make_server() -> Iterator[Callable[..., LiveServer]]:
+def make_server() -> Iterator[MakeServer]:
     """Makes servers of one's own; they are closed at the end."""
     made: list[LiveServer] = []
 

@@ -1,7 +1,8 @@
 """A server process with a fake engine, for tests that need a real process: signals, standard output, exit codes.
 
-Usage: python -m tests.server.serve_fake JSON_OPTIONS MODE, where MODE is "ok", "paced" (a step takes 20 ms), "held" (no
-token ever comes), "broken" (the engine cannot start), "slow" (it never gets ready) or "dying" (it dies with its first request).
+Usage: python -m tests.server.serve_fake JSON_OPTIONS MODE, where MODE is "ok", "paced" (a step takes 20 ms), "held"
+(no token ever comes), "broken" (the engine cannot start), "slow" (it never gets ready) or "dying" (with its first
+request).
 """
 
 from __future__ import annotations

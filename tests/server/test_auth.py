@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from starlette.routing import Route
 
@@ -13,7 +15,7 @@ BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def locked():
+def locked() -> Iterator[LiveServer]:
     live = LiveServer(api_key=["secret", "other"])
     yield live
     live.close()
@@ -27,13 +29,13 @@ def check_refusal(answer: bytes) -> None:
     assert b'"code":"invalid_api_key"' in body
 
 
-def test_a_key_opens_every_route(locked: LiveServer):
+def test_a_key_opens_every_route(locked: LiveServer) -> None:
     for key in ("Bearer secret", "bearer secret", "Bearer  other"):
         assert locked.http.post("/v1/completions", json=BODY, headers={"authorization": key}).status_code == 200
     assert locked.http.get("/v1/models", headers=KEY).status_code == 200
 
 
-def test_only_health_needs_none(locked: LiveServer):
+def test_only_health_needs_none(locked: LiveServer) -> None:
     assert locked.http.get("/health").status_code == 200
     assert locked.http.head("/health").status_code == 200
     assert locked.http.post("/health").status_code == 401
@@ -48,7 +50,7 @@ def test_only_health_needs_none(locked: LiveServer):
     "key",
     [b"", b"Bearer", b"Bearer ", b"Bearer wrong", b"secret", b"Basic secret", b"Bearer \xff\xfe", b"Bearer secret x"],
 )
-def test_wrong_keys(locked: LiveServer, key: bytes):
+def test_wrong_keys(locked: LiveServer, key: bytes) -> None:
     head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: " + key + b"\r\n\r\n"
     check_refusal(locked.raw(head))
 
@@ -72,11 +74,11 @@ def test_wrong_keys(locked: LiveServer, key: bytes):
         b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\nAuthorization: Bearer secret",
     ],
 )
-def test_tricks_with_hosts_and_paths(locked: LiveServer, head: bytes):
+def test_tricks_with_hosts_and_paths(locked: LiveServer, head: bytes) -> None:
     check_refusal(locked.raw(head + b"\r\nConnection: close\r\n\r\n"))
 
 
-def test_a_body_is_not_read_before_the_key_is_seen(locked: LiveServer):
+def test_a_body_is_not_read_before_the_key_is_seen(locked: LiveServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
     with locked.connect() as connection:
         connection.sendall(head)
@@ -84,12 +86,12 @@ def test_a_body_is_not_read_before_the_key_is_seen(locked: LiveServer):
     check_refusal(answer)
 
 
-def test_preflights_get_nothing(server: LiveServer):
+def test_preflights_get_nothing(server: LiveServer) -> None:
     response = server.http.options("/v1/completions", headers={"origin": "http://evil"})
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_keys_share_no_cached_prefixes(locked: LiveServer):
+def test_keys_share_no_cached_prefixes(locked: LiveServer) -> None:
     def salt(key: str, **body: str) -> str | None:
         headers = {"authorization": f"Bearer {key}"}
         assert locked.http.post("/v1/completions", json={**BODY, **body}, headers=headers).status_code == 200
@@ -100,7 +102,7 @@ def test_keys_share_no_cached_prefixes(locked: LiveServer):
     assert "secret" not in str(salt("secret"))
 
 
-def test_with_one_key_or_none_the_salt_is_the_clients(server: LiveServer):
+def test_with_one_key_or_none_the_salt_is_the_clients(server: LiveServer) -> None:
     server.http.post("/v1/completions", json={**BODY, "cache_salt": "mine"})
     assert server.do(lambda: server.engine.added[-1]).cache_salt == "mine"
     one = ApiKeys(["k"])

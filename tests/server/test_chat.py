@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[LiveServer]:
     live = LiveServer(llm={"reply_text": "hello wörld"})
     yield live
     live.close()
@@ -41,7 +42,7 @@ def prompt_of(server: LiveServer) -> str:
     return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_an_answer(server: LiveServer):
+def test_an_answer(server: LiveServer) -> None:
     answer = chat(server)
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
@@ -59,7 +60,7 @@ def test_an_answer(server: LiveServer):
     assert prompt_of(server) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_conversations_become_prompts(server: LiveServer):
+def test_conversations_become_prompts(server: LiveServer) -> None:
     chat(server, messages=[{"role": "developer", "content": "be brief"}, *HI])
     assert prompt_of(server).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user")
     chat(server, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
@@ -70,13 +71,13 @@ def test_conversations_become_prompts(server: LiveServer):
     assert prompt_of(server).endswith("<|im_start|>assistant\nhel")
 
 
-def test_text_goes_on_to_the_end_of_the_context_unless_told_otherwise(server: LiveServer):
+def test_text_goes_on_to_the_end_of_the_context_unless_told_otherwise(server: LiveServer) -> None:
     assert chat(server, ignore_eos=True)["usage"]["total_tokens"] == 256
     assert chat(server, ignore_eos=True, max_tokens=9)["usage"]["completion_tokens"] == 9
     assert chat(server, ignore_eos=True, max_tokens=9, max_completion_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-def test_logprobs(server: LiveServer):
+def test_logprobs(server: LiveServer) -> None:
     content = chat(server, logprobs=True, top_logprobs=2, max_tokens=1)["choices"][0]["logprobs"]["content"]
     assert content == [
         {
@@ -93,19 +94,19 @@ def test_logprobs(server: LiveServer):
     assert plain[0]["top_logprobs"] == []
 
 
-def test_bytes_of_tokens_that_are_half_a_character(server: LiveServer):
+def test_bytes_of_tokens_that_are_half_a_character(server: LiveServer) -> None:
     content = chat(server, logprobs=True)["choices"][0]["logprobs"]["content"]
     text = b"".join(bytes(item["bytes"]) for item in content[:-1])
     assert text.decode() == "hello wörld"
 
 
-def test_prompt_logprobs_and_token_ids(server: LiveServer):
+def test_prompt_logprobs_and_token_ids(server: LiveServer) -> None:
     answer = chat(server, prompt_logprobs=0, return_token_ids=True, max_tokens=1)
     assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == 21
     assert answer["choices"][0]["token_ids"] == [263]
 
 
-def test_the_bytes_of_a_stream(server: LiveServer):
+def test_the_bytes_of_a_stream(server: LiveServer) -> None:
     response = server.http.post(
         "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True, "request_id": "x"}
     )
@@ -124,7 +125,7 @@ def test_the_bytes_of_a_stream(server: LiveServer):
     ]
 
 
-def test_each_choice_of_a_stream_begins_with_its_role_and_ends_with_a_reason(server: LiveServer):
+def test_each_choice_of_a_stream_begins_with_its_role_and_ends_with_a_reason(server: LiveServer) -> None:
     chunks = stream(server, n=3, logprobs=True, stream_options={"include_usage": True})
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 21
@@ -138,7 +139,7 @@ def test_each_choice_of_a_stream_begins_with_its_role_and_ends_with_a_reason(ser
         assert len(tokens) == 7
 
 
-def test_text_and_end_in_one_step_are_two_chunks():
+def test_text_and_end_in_one_step_are_two_chunks() -> None:
     live = LiveServer(llm={"reply_text": "hello world", "tokens_per_step": 8})
     try:
         parts = [chunk["choices"][0] for chunk in stream(live)]
@@ -151,7 +152,7 @@ def test_text_and_end_in_one_step_are_two_chunks():
         live.close()
 
 
-def test_conversations_can_be_tokenized(server: LiveServer):
+def test_conversations_can_be_tokenized(server: LiveServer) -> None:
     answer = server.http.post("/tokenize", json={"messages": HI, "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 21
     assert answer["max_model_len"] == 256

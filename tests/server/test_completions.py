@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.helpers.live_server import LiveServer
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[LiveServer]:
     live = LiveServer(llm={"reply_text": "hello world"})
     yield live
     live.close()
@@ -36,7 +37,7 @@ def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(item[6:]) for item in events[:-2]]
 
 
-def test_an_answer(server: LiveServer):
+def test_an_answer(server: LiveServer) -> None:
     answer = complete(server)
     assert answer["id"].startswith("cmpl-")
     assert isinstance(answer["created"], int)
@@ -63,7 +64,7 @@ def test_an_answer(server: LiveServer):
     }
 
 
-def test_sixteen_tokens_unless_told_otherwise(server: LiveServer):
+def test_sixteen_tokens_unless_told_otherwise(server: LiveServer) -> None:
     def finished(**body: Any) -> tuple[str, int]:
         answer = complete(server, ignore_eos=True, **body)
         return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
@@ -73,7 +74,7 @@ def test_sixteen_tokens_unless_told_otherwise(server: LiveServer):
     assert finished(max_tokens=3) == ("length", 3)
 
 
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: LiveServer):
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: LiveServer) -> None:
     answer = complete(server, prompt=[[68, 69], [5, 6, 7]], n=2, max_tokens=1, echo=True)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     texts = [choice["text"] for choice in answer["choices"]]
@@ -83,7 +84,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: LiveSe
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_sampling_fields_reach_the_engine(server: LiveServer):
+def test_sampling_fields_reach_the_engine(server: LiveServer) -> None:
     asked = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -110,7 +111,7 @@ def test_sampling_fields_reach_the_engine(server: LiveServer):
         assert getattr(params, name) == value, name
 
 
-def test_stop_strings_and_their_reason(server: LiveServer):
+def test_stop_strings_and_their_reason(server: LiveServer) -> None:
     choice = complete(server, stop=["wor"])["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello ", "stop", "wor")
     choice = complete(server, stop="wor", include_stop_str_in_output=True)["choices"][0]
@@ -119,18 +120,18 @@ def test_stop_strings_and_their_reason(server: LiveServer):
     assert (choice["text"], choice["stop_reason"]) == ("hello", 266)
 
 
-def test_special_tokens_of_a_prompt_are_up_to_the_caller(server: LiveServer):
+def test_special_tokens_of_a_prompt_are_up_to_the_caller(server: LiveServer) -> None:
     usage = complete(server, prompt="hello world", add_special_tokens=False)["usage"]
     assert usage["prompt_tokens"] == 3
 
 
-def test_the_end_of_a_prompt_can_be_kept(server: LiveServer):
+def test_the_end_of_a_prompt_can_be_kept(server: LiveServer) -> None:
     answer = complete(server, prompt="abcdef", truncate_prompt_tokens=2, echo=True, max_tokens=1)
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["choices"][0]["text"] == "efhello"
 
 
-def test_logprobs(server: LiveServer):
+def test_logprobs(server: LiveServer) -> None:
     logprobs = complete(server, logprobs=2, max_tokens=2)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["hello", " wor"]
     assert logprobs["token_logprobs"] == [-0.75, -0.75]
@@ -141,12 +142,12 @@ def test_logprobs(server: LiveServer):
     assert only_chosen["top_logprobs"] == [{"hello": -0.75}]
 
 
-def test_tokens_can_be_named_by_id(server: LiveServer):
+def test_tokens_can_be_named_by_id(server: LiveServer) -> None:
     logprobs = complete(server, logprobs=0, max_tokens=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:263"]
 
 
-def test_scoring_a_prompt(server: LiveServer):
+def test_scoring_a_prompt(server: LiveServer) -> None:
     """echo with logprobs and no new token, as evaluation tools ask for it."""
     answer = complete(server, prompt="abc", echo=True, max_tokens=0, logprobs=1)
     choice = answer["choices"][0]
@@ -159,7 +160,7 @@ def test_scoring_a_prompt(server: LiveServer):
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_prompt_logprobs(server: LiveServer):
+def test_prompt_logprobs(server: LiveServer) -> None:
     choice = complete(server, prompt="abc", prompt_logprobs=1, max_tokens=1)["choices"][0]
     first, second, third = choice["prompt_logprobs"]
     assert first is None
@@ -167,19 +168,19 @@ def test_prompt_logprobs(server: LiveServer):
     assert set(third) == {"70", "69"}
 
 
-def test_token_ids_on_request(server: LiveServer):
+def test_token_ids_on_request(server: LiveServer) -> None:
     choice = complete(server, max_tokens=2, return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == [68, 69]
     assert choice["token_ids"] == [263, 266]
 
 
-def test_ids_of_the_caller(server: LiveServer):
+def test_ids_of_the_caller(server: LiveServer) -> None:
     assert complete(server, request_id="mine")["id"] == "cmpl-mine"
     plain = [complete(server)["id"] for _ in range(2)]
     assert plain[0] != plain[1]
 
 
-def test_the_bytes_of_a_stream(server: LiveServer):
+def test_the_bytes_of_a_stream(server: LiveServer) -> None:
     response = server.http.post(
         "/v1/completions",
         json={
@@ -204,7 +205,7 @@ def test_the_bytes_of_a_stream(server: LiveServer):
 
 @pytest.mark.parametrize("body", [{}, {"n": 2}, {"prompt": ["ab", "cd", "e"]}, {"prompt": ["a", "b"], "n": 3}])
 @pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 1}, {"echo": True, "max_tokens": 0, "logprobs": 1}])
-def test_streams_add_up_to_the_answer(server: LiveServer, body: dict[str, Any], extra: dict[str, Any]):
+def test_streams_add_up_to_the_answer(server: LiveServer, body: dict[str, Any], extra: dict[str, Any]) -> None:
     whole = complete(server, **body, **extra)
     chunks = stream(server, stream_options={"include_usage": True}, **body, **extra)
     assert chunks[-1]["usage"] == whole["usage"]
@@ -222,19 +223,19 @@ def test_streams_add_up_to_the_answer(server: LiveServer, body: dict[str, Any], 
             assert joined == choice["logprobs"]
 
 
-def test_usage_in_every_chunk(server: LiveServer):
+def test_usage_in_every_chunk(server: LiveServer) -> None:
     chunks = stream(server, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
     assert all("usage" not in chunk for chunk in stream(server))
 
 
-def test_streams_with_token_ids(server: LiveServer):
+def test_streams_with_token_ids(server: LiveServer) -> None:
     parts = [chunk["choices"][0] for chunk in stream(server, return_token_ids=True)]
     assert parts[0]["prompt_token_ids"] == [68, 69]
     assert [token for part in parts for token in part["token_ids"]] == [263, 266, 267, 2]
 
 
-def test_recommended_sampling_values_apply_where_the_request_is_silent():
+def test_recommended_sampling_values_apply_where_the_request_is_silent() -> None:
     from tests.helpers.fake_engine import fake_front_model
 
     front = fake_front_model(temperature=0.25, top_k=3, max_tokens=7)

@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from quire.server import http, parsing
-from tests.helpers.live_server import LiveServer
+from tests.helpers.live_server import LiveServer, MakeServer
 
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
@@ -27,7 +27,7 @@ def error_of(answer: bytes) -> str:
     return code
 
 
-def test_every_answer_has_a_request_id(server: LiveServer):
+def test_every_answer_has_a_request_id(server: LiveServer) -> None:
     made_up = server.http.get("/nope").headers["x-request-id"]
     assert str(uuid.UUID(made_up)) == made_up
     assert server.http.get("/health", headers={"x-request-id": "Abc-1.2:3_4"}).headers["x-request-id"] == "Abc-1.2:3_4"
@@ -36,7 +36,7 @@ def test_every_answer_has_a_request_id(server: LiveServer):
         assert str(uuid.UUID(answered)) == answered
 
 
-def test_probes_use_head(server: LiveServer):
+def test_probes_use_head(server: LiveServer) -> None:
     response = server.http.head("/health")
     assert (response.status_code, response.content) == (200, b"")
 
@@ -78,7 +78,7 @@ def test_probes_use_head(server: LiveServer):
         "empty lines",
     ],
 )
-def test_heads_that_are_refused(server: LiveServer, request_bytes: bytes, status: int):
+def test_heads_that_are_refused(server: LiveServer, request_bytes: bytes, status: int) -> None:
     with server.connect() as connection:
         try:
             connection.sendall(request_bytes)
@@ -94,26 +94,26 @@ def test_heads_that_are_refused(server: LiveServer, request_bytes: bytes, status
     assert server.http.get("/health").status_code == 200
 
 
-def test_a_large_body_still_lets_the_client_read_why(server: LiveServer):
+def test_a_large_body_still_lets_the_client_read_why(server: LiveServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     answer = server.raw(head + b"Content-Length: 4000000\r\n\r\n" + b" " * 4_000_000)
     assert status_of(answer) == 413
     assert error_of(answer) == "request_too_large"
 
 
-def test_pipelined_requests_are_answered_in_order(server: LiveServer):
+def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
     requests = b"".join(GET_HEALTH + b"X-Request-Id: r%d\r\n\r\n" % index for index in range(3))
     answer = server.raw(requests + GET_HEALTH + b"Connection: close\r\n\r\n")
     assert re.findall(rb"x-request-id: (r\d)", answer) == [b"r0", b"r1", b"r2"]
 
 
-def test_http_1_0_works(server: LiveServer):
+def test_http_1_0_works(server: LiveServer) -> None:
     answer = server.raw(b"GET /health HTTP/1.0\r\n\r\n")
     assert status_of(answer) == 200
     assert answer.endswith(b'{"status":"ok"}')
 
 
-def test_a_body_that_stops_half_way_is_dropped(server: LiveServer):
+def test_a_body_that_stops_half_way_is_dropped(server: LiveServer) -> None:
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{}"
     )
@@ -121,7 +121,7 @@ def test_a_body_that_stops_half_way_is_dropped(server: LiveServer):
     server.wait_until(lambda: server.context.num_open == 0)
 
 
-def test_slow_heads_and_bodies_are_cut_off(make_server, monkeypatch: pytest.MonkeyPatch):
+def test_slow_heads_and_bodies_are_cut_off(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.05)
     monkeypatch.setattr(parsing, "BODY_SECONDS", 0.05)
     server = make_server()
@@ -133,7 +133,9 @@ def test_slow_heads_and_bodies_are_cut_off(make_server, monkeypatch: pytest.Monk
     assert (status_of(late_body), error_of(late_body)) == (408, "request_timeout")
 
 
-def test_a_slow_next_head_does_not_disturb_the_answer_under_way(make_server, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_next_head_does_not_disturb_the_answer_under_way(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.05)
     server = make_server()
     server.do(server.fake_client.hold)

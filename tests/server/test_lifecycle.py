@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.live_server import LiveServer
+from quire.engine.messages import AddRequest
+from tests.helpers.live_server import LiveServer, MakeServer
 
 HI = [{"role": "user", "content": "hi"}]
 ENDLESS = {"model": "fake", "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
@@ -38,7 +39,7 @@ def idle(server: LiveServer) -> bool:
 @pytest.mark.parametrize(
     "body", [{}, {"stream": True}, {"prompt": ["a", "b"], "n": 2}], ids=["whole", "stream", "many"]
 )
-def test_a_client_that_goes_away_while_waiting_frees_its_request(make_server, body: dict[str, Any]):
+def test_a_client_that_goes_away_while_waiting_frees_its_request(make_server: MakeServer, body: dict[str, Any]) -> None:
     server = make_server()
     server.do(server.fake_client.hold)
     with server.connect() as connection:
@@ -49,7 +50,7 @@ def test_a_client_that_goes_away_while_waiting_frees_its_request(make_server, bo
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_goes_away_in_a_stream_frees_its_request(make_server, path: str):
+def test_a_client_that_goes_away_in_a_stream_frees_its_request(make_server: MakeServer, path: str) -> None:
     server = make_server(llm={"max_model_len": 100_000})
     body = {"model": "fake", "stream": True, "max_tokens": 90_000, "ignore_eos": True}
     body |= {"messages": HI} if "chat" in path else {"prompt": "ab"}
@@ -61,7 +62,7 @@ def test_a_client_that_goes_away_in_a_stream_frees_its_request(make_server, path
     assert server.do(lambda: len(server.engine.aborted)) == 5
 
 
-def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(make_server):
+def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(make_server: MakeServer) -> None:
     server = make_server(llm={"max_model_len": 100_000})
     body = {**ENDLESS, "max_tokens": 90_000, "stream": True}
     with server.connect() as connection:
@@ -78,7 +79,9 @@ def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_dies_before_the_first_token_is_an_error_with_a_status(make_server, stream: bool):
+def test_an_engine_that_dies_before_the_first_token_is_an_error_with_a_status(
+    make_server: MakeServer, stream: bool
+) -> None:
     server = make_server()
     server.do(server.fake_client.hold)
     with ThreadPoolExecutor(1) as pool:
@@ -95,15 +98,20 @@ def test_an_engine_that_dies_before_the_first_token_is_an_error_with_a_status(ma
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_numbers_that_are_not_finite_are_the_servers_fault(make_server, stream: bool):
-    server = make_server(llm={"reply": lambda request: server.engine.fail_on.add(request.request_id) or [5]})
+def test_numbers_that_are_not_finite_are_the_servers_fault(make_server: MakeServer, stream: bool) -> None:
+
+    def fail(request: AddRequest) -> list[int]:
+        server.engine.fail_on.add(request.request_id)
+        return [5]
+
+    server: LiveServer = make_server(llm={"reply": fail})
     response = server.http.post("/v1/completions", json={**ENDLESS, "stream": stream})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
     assert response.headers["x-should-retry"] == "false"
 
 
-def test_a_full_queue_says_when_to_come_back(make_server):
+def test_a_full_queue_says_when_to_come_back(make_server: MakeServer) -> None:
     server = make_server(max_num_queued_reqs=2)
     server.do(server.fake_client.hold)
     with ThreadPoolExecutor(2) as pool:
@@ -119,7 +127,7 @@ def test_a_full_queue_says_when_to_come_back(make_server):
     assert 'vllm:admission_rejections_total{engine="0",model_name="fake",reason="queue_full"} 1.0' in scrape
 
 
-def test_all_prompts_of_a_request_are_accepted_or_none(make_server):
+def test_all_prompts_of_a_request_are_accepted_or_none(make_server: MakeServer) -> None:
     server = make_server(max_num_queued_reqs=2)
     server.do(server.fake_client.hold)
     response = server.http.post("/v1/completions", json={**ENDLESS, "prompt": ["a", "b", "c"]})
@@ -127,7 +135,7 @@ def test_all_prompts_of_a_request_are_accepted_or_none(make_server):
     server.wait_until(lambda: idle(server))
 
 
-def test_nothing_but_health_is_served_while_the_model_loads(make_server):
+def test_nothing_but_health_is_served_while_the_model_loads(make_server: MakeServer) -> None:
     server = make_server(start=False)
     assert server.http.get("/health").status_code == 503
     assert server.http.get("/health").json() == {"status": "loading"}
@@ -142,7 +150,7 @@ def test_nothing_but_health_is_served_while_the_model_loads(make_server):
     assert server.http.get("/v1/models").status_code == 200
 
 
-def test_a_server_that_stops_refuses_new_requests_and_aborts_what_is_left(make_server):
+def test_a_server_that_stops_refuses_new_requests_and_aborts_what_is_left(make_server: MakeServer) -> None:
     server = make_server()
     server.do(server.fake_client.hold)
     with ThreadPoolExecutor(1) as pool:
@@ -159,7 +167,7 @@ def test_a_server_that_stops_refuses_new_requests_and_aborts_what_is_left(make_s
     server.wait_until(lambda: idle(server))
 
 
-def test_many_requests_with_one_id_do_not_meet(make_server):
+def test_many_requests_with_one_id_do_not_meet(make_server: MakeServer) -> None:
     server = make_server(max_num_seqs=32)
     prompts = [f"prompt {index}" for index in range(40)]
 

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.metrics import StatsLog, one_two_five
 from quire.step import SchedulerStats
-from tests.helpers.live_server import LiveServer
+from tests.helpers.live_server import LiveServer, MakeServer
 
 LABELS = {"model_name": "fake", "engine": "0"}
 
@@ -23,7 +23,7 @@ def scrape(server: LiveServer) -> dict[tuple[str, frozenset[tuple[str, str]]], f
     return found
 
 
-def test_counts_after_known_work(make_server):
+def test_counts_after_known_work(make_server: MakeServer) -> None:
     server = make_server(llm={"reply_text": "hello world"})
 
     def ask(**body: object) -> None:
@@ -56,7 +56,7 @@ def test_counts_after_known_work(make_server):
     assert not any("secret" in str(key) for key in values)
 
 
-def test_names_and_buckets_that_dashboards_read(server: LiveServer):
+def test_names_and_buckets_that_dashboards_read(server: LiveServer) -> None:
     server.http.post("/v1/completions", json={"model": "fake", "prompt": "abc"})
     values = scrape(server)
     names = {name for name, _ in values}
@@ -88,17 +88,17 @@ def test_names_and_buckets_that_dashboards_read(server: LiveServer):
     assert {"0.001", "0.005", "0.25", "2.5", "640.0", "2560.0", "+Inf"} <= edges
 
 
-def test_open_metrics_on_request(server: LiveServer):
+def test_open_metrics_on_request(server: LiveServer) -> None:
     response = server.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
 
 
-def test_buckets_up_to_the_context_length():
+def test_buckets_up_to_the_context_length() -> None:
     assert one_two_five(256) == (1, 2, 5, 10, 20, 50, 100, 200)
 
 
-def test_the_line_of_the_log():
+def test_the_line_of_the_log() -> None:
     now = [0.0]
     log = StatsLog(clock=lambda: now[0])
     stats = SchedulerStats(

@@ -27,12 +27,12 @@ def client(served: LiveServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_models(client: openai.OpenAI):
+def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake"]
     assert client.models.retrieve("fake").owned_by == "quire"
 
 
-def test_chat(client: openai.OpenAI):
+def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="fake", messages=HI, logprobs=True, top_logprobs=1, n=2)
     assert [choice.message.content for choice in answer.choices] == ["hello world"] * 2
     assert answer.choices[0].finish_reason == "stop"
@@ -44,13 +44,13 @@ def test_chat(client: openai.OpenAI):
     assert answer._request_id
 
 
-def test_a_chat_goes_on_with_its_own_answer(client: openai.OpenAI):
+def test_a_chat_goes_on_with_its_own_answer(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="fake", messages=HI)
     messages = [*HI, first.choices[0].message, {"role": "user", "content": "more"}]
     assert client.chat.completions.create(model="fake", messages=messages).choices[0].message.content == "hello world"
 
 
-def test_streamed_chat(client: openai.OpenAI):
+def test_streamed_chat(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model="fake", messages=HI, stream=True, stream_options={"include_usage": True}, max_completion_tokens=9
@@ -63,12 +63,12 @@ def test_streamed_chat(client: openai.OpenAI):
     assert chunks[-1].usage.total_tokens == 25
 
 
-def test_the_clients_own_accumulation_of_a_stream(client: openai.OpenAI):
+def test_the_clients_own_accumulation_of_a_stream(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="fake", messages=HI) as stream:
         assert stream.get_final_completion().choices[0].message.content == "hello world"
 
 
-def test_completions(client: openai.OpenAI):
+def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="fake", prompt=["ab", "cd"], logprobs=1, echo=True, extra_body={"top_k": 5, "min_p": 0.1}
     )
@@ -81,7 +81,7 @@ def test_completions(client: openai.OpenAI):
     assert "".join(chunk.choices[0].text for chunk in stream) == "hello world"
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI, served: LiveServer):
+def test_errors_are_the_clients_own(client: openai.OpenAI, served: LiveServer) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="nope", messages=HI)
     assert missing.value.code == "model_not_found"
@@ -100,7 +100,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: LiveServer):
     assert refused.value.code == "invalid_api_key"
 
 
-def test_an_error_within_a_stream_is_raised():
+def test_an_error_within_a_stream_is_raised() -> None:
     live = LiveServer(llm={"max_model_len": 100_000})
     try:
         with (
@@ -119,7 +119,7 @@ def test_an_error_within_a_stream_is_raised():
         live.close()
 
 
-def test_many_at_once_from_the_async_client(served: LiveServer):
+def test_many_at_once_from_the_async_client(served: LiveServer) -> None:
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0) as client:
 
@@ -137,7 +137,7 @@ def test_many_at_once_from_the_async_client(served: LiveServer):
     assert asyncio.run(main()) == ["hello world"] * 24
 
 
-def test_leaving_a_stream_early_aborts_it():
+def test_leaving_a_stream_early_aborts_it() -> None:
     live = LiveServer(llm={"max_model_len": 100_000})
     try:
         with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:

@@ -83,7 +83,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., Process], number: int):
+def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., Process], number: int) -> None:
     server = start()
     assert server.url.startswith("http://127.0.0.1:")
     assert server.line() == f"ready url={server.url} model=fake"
@@ -99,7 +99,7 @@ def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., P
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_running_requests_end_before_the_server_does(start: Callable[..., Process], stream: bool):
+def test_running_requests_end_before_the_server_does(start: Callable[..., Process], stream: bool) -> None:
     server = start("paced", shutdown_timeout=60)
     server.line()
     body = {**BODY, "max_tokens": 30, "ignore_eos": True, "stream": stream}
@@ -112,7 +112,7 @@ def test_running_requests_end_before_the_server_does(start: Callable[..., Proces
     assert server.end() == 0
 
 
-def test_requests_that_take_too_long_are_aborted(start: Callable[..., Process]):
+def test_requests_that_take_too_long_are_aborted(start: Callable[..., Process]) -> None:
     server = start("held", shutdown_timeout=0.1)
     server.line()
     with ThreadPoolExecutor(2) as pool:
@@ -126,7 +126,7 @@ def test_requests_that_take_too_long_are_aborted(start: Callable[..., Process]):
     assert server.end() == 0
 
 
-def test_a_second_signal_does_not_wait(start: Callable[..., Process]):
+def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
     server = start("held", shutdown_timeout=3600)
     server.line()
     with ThreadPoolExecutor(1) as pool:
@@ -141,21 +141,21 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]):
     assert server.end() == 0
 
 
-def test_a_signal_while_loading_ends_it(start: Callable[..., Process]):
+def test_a_signal_while_loading_ends_it(start: Callable[..., Process]) -> None:
     server = start("slow")
     assert httpx.get(f"{server.url}/health").json() == {"status": "loading"}
     server.signal(signal.SIGTERM)
     assert server.end() == 0
 
 
-def test_an_engine_that_cannot_start_is_one_line_and_2(start: Callable[..., Process]):
+def test_an_engine_that_cannot_start_is_one_line_and_2(start: Callable[..., Process]) -> None:
     server = start("broken")
     assert server.end() == 2
     assert server.errors[-1] == "error: model.safetensors: tensor lm_head is missing\n"
     assert not [line for line in server.errors if "Traceback" in line]
 
 
-def test_the_server_goes_with_its_engine(start: Callable[..., Process]):
+def test_the_server_goes_with_its_engine(start: Callable[..., Process]) -> None:
     server = start("dying")
     server.line()
     answer = httpx.post(f"{server.url}/v1/completions", json=BODY)
@@ -164,7 +164,7 @@ def test_the_server_goes_with_its_engine(start: Callable[..., Process]):
     assert server.errors[-1] == "error: the engine process ended (signal 9)\n"
 
 
-def test_a_port_in_use_is_one_line_and_98(start: Callable[..., Process]):
+def test_a_port_in_use_is_one_line_and_98(start: Callable[..., Process]) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUseError, match=f"address already in use: 127.0.0.1:{port}"):
@@ -174,21 +174,28 @@ def test_a_port_in_use_is_one_line_and_98(start: Callable[..., Process]):
         assert server.errors == [f"error: address already in use: 127.0.0.1:{port}\n"]
 
 
-def test_addresses_that_are_not_ours():
-    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0"):
+def test_addresses_that_are_not_ours() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
         bind("192.0.2.1", 0)
     with pytest.raises(ConfigError, match="is not an address"):
         bind("no such host", 0)
 
 
-def test_urls_name_the_port_that_was_found():
+def test_urls_name_the_port_that_was_found() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert url_of(listener, tls=True) == f"https://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_an_open_server_without_a_key_is_warned_about(start: Callable[..., Process]):
+def test_an_open_server_without_a_key_is_warned_about(start: Callable[..., Process]) -> None:
     server = start(host="0.0.0.0")
     server.line()
     server.signal(signal.SIGTERM)
     assert server.end() == 0
     assert [line for line in server.errors if "without an API key" in line]
+
+
+def test_a_bad_certificate_is_one_line_and_2(start: Callable[..., Process], tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    server = start(ssl_certfile=str(tmp_path / "bad.pem"), ssl_keyfile=str(tmp_path / "bad.pem"))
+    assert server.end() == 2
+    assert server.errors[-1].startswith("error: ssl_certfile: no usable certificate and key")

@@ -46,7 +46,7 @@ class ChatCompletion(Generation):
 
     def __init__(self, context: ServerContext, body: ChatCompletionRequest) -> None:
         super().__init__(context, body, "chatcmpl")
-        self.messages = check_messages(body.messages)
+        self.messages = check_messages(body.messages, ignore_unknown=context.config.server.ignore_unknown_fields)
         self.template_fields = check_template_fields(
             body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
         )

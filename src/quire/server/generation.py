@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs,
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
+YIELD_EVERY = 16
 
 # Fields that have the same name and meaning in a request and in SamplingParams.
 SHARED_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields)
@@ -120,6 +122,8 @@ class Generation:
                     prompt, params, internal_id, priority=self.body.priority, cache_salt=salt, param=param
                 )
                 self.streams.append(stream)
+                if len(self.streams) % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)  # many prompts must not hold up everyone else
         except BaseException as error:
             if isinstance(error, OverloadedError):
                 self.context.note_rejection("queue_full")

@@ -24,18 +24,25 @@ TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_pr
 TEMPLATE_NAMES |= {"chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the conversation for the template: texts, roles it knows. Raises `RequestError` naming the place."""
+def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
+    """Return the conversation for the template: texts, and roles it knows.
+
+    Args:
+        ignore_unknown: whether fields nobody knows are left out instead of refused.
+
+    Raises:
+        RequestError: naming the place.
+    """
     if messages is None or not isinstance(messages, list):
         raise RequestError(
             f"messages must be a list of objects, got {echo(messages)}", param="messages", code="invalid_type"
         )
     if not messages:
         raise RequestError("messages must not be empty", param="messages", code="empty_array")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{index}]", ignore_unknown) for index, message in enumerate(messages)]
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
     role = _check_role(message, f"{where}.role")
@@ -47,14 +54,14 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
             checked[name] = _check_text(value, f"{where}.{name}")
         elif name in REFUSED:
             _refuse(where, name, value)
-        else:
+        elif not ignore_unknown:
             raise unknown_field(name, ["role", "content", "name", *REASONING_FIELDS], f"{where}.")
     content = message.get("content")
     if content is None and role == "assistant" and message.get("refusal") is not None:
         content = message["refusal"]
     if "content" not in message and content is None:
         raise _missing(f"{where}.content")
-    checked["content"] = _check_content(content, f"{where}.content", role)
+    checked["content"] = _check_content(content, f"{where}.content", role, ignore_unknown)
     return checked
 
 
@@ -78,7 +85,7 @@ def _check_role(message: Mapping[str, Any], where: str) -> str:
     return role
 
 
-def _check_content(content: Any, where: str, role: str) -> str | list[dict[str, str]]:
+def _check_content(content: Any, where: str, role: str, ignore_unknown: bool) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -87,10 +94,10 @@ def _check_content(content: Any, where: str, role: str) -> str | list[dict[str, 
         )
     if not content:
         raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
-    return [_check_part(part, f"{where}[{index}]", role) for index, part in enumerate(content)]
+    return [_check_part(part, f"{where}[{index}]", role, ignore_unknown) for index, part in enumerate(content)]
 
 
-def _check_part(part: Any, where: str, role: str) -> dict[str, str]:
+def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} must be an object, got {echo(part)}", param=where, code="invalid_type")
     kind = part.get("type")
@@ -106,7 +113,7 @@ def _check_part(part: Any, where: str, role: str) -> dict[str, str]:
     if kind != field:
         raise RequestError(f"{where}.type must be text, got {echo(kind)}", param=f"{where}.type")
     for name in part:
-        if name not in ("type", field):
+        if name not in ("type", field) and not ignore_unknown:
             raise unknown_field(name, ["type", field], f"{where}.")
     if part.get(field) is None:
         raise _missing(f"{where}.{field}")

@@ -24,8 +24,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
+from fastapi import FastAPI
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
@@ -111,6 +112,31 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+def _uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+    """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
+    options = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=server.timeout_keep_alive,
+        timeout_graceful_shutdown=int(FAREWELL_SECONDS),
+        backlog=BACKLOG,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
+    )
+    try:
+        options.load()
+    except OSError as error:
+        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None
+    return options
+
+
 class _Life:
     """One server process."""
 
@@ -122,26 +148,8 @@ class _Life:
         self.llm = make_llm(config, [metrics, self.stats_log])
         app = build_app(self.llm, config, metrics)
         self.context: ServerContext = app.state.context
-        server = config.server
-        self.http = _Uvicorn(
-            uvicorn.Config(
-                app,
-                http=BoundedHttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=server.timeout_keep_alive,
-                timeout_graceful_shutdown=int(FAREWELL_SECONDS),
-                backlog=BACKLOG,
-                ssl_certfile=server.ssl_certfile,
-                ssl_keyfile=server.ssl_keyfile,
-            )
-        )
-        self.url = url_of(listener, tls=server.ssl_certfile is not None)
+        self.http = _Uvicorn(_uvicorn_config(app, config.server))
+        self.url = url_of(listener, tls=config.server.ssl_certfile is not None)
         self.num_signals = 0
         self.signalled = asyncio.Event()
         self.impatient = asyncio.Event()

@@ -45,7 +45,8 @@ async def tokenize(request: Request) -> Response:
         fields = check_template_fields(
             body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
         )
-        tokens = await llm.chat_prompt(check_messages(body.messages), **fields)
+        messages = check_messages(body.messages, ignore_unknown=server.ignore_unknown_fields)
+        tokens = await llm.chat_prompt(messages, **fields)
         if body.add_special_tokens:
             tokens = with_special_tokens(llm, tokens)
     elif body.prompt is not None:
