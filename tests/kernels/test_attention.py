@@ -123,6 +123,18 @@ def test_one_visible_key_gives_its_value_back() -> None:
         np.testing.assert_array_equal(got, values)
 
 
+@pytest.mark.parametrize(("kv_dtype", "step"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_halfway_values_are_rounded_to_even(kv_dtype: str, step: float) -> None:
+    shape = (8, 4, 1, 1, 1, None, False, False)
+    scene = scene_of(shape, [1])
+    scene.v[:] = [1 + step, 1 + 3 * step, -1 - step, -1 - 3 * step, 1 + 1.01 * step, 1 + 2.99 * step, 0, 1e-6]
+    even = [1, 1 + 4 * step, -1, -1 - 4 * step, 1 + 2 * step, 1 + 2 * step, 0]
+    for backend in pair("float32", kv_dtype):
+        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 1)])
+        assert got[0, :7].tolist() == even
+        assert got[0, 7] == round_to(scene.v[0, 0, 7:], kv_dtype)[0]
+
+
 def test_huge_scores_do_not_overflow() -> None:
     shape = (8, 16, 2, 2, None, None, False, False)
     scene = scene_of(shape, [40])

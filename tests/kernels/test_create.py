@@ -59,6 +59,14 @@ def test_the_cpu_backend_imports_no_torch() -> None:
     assert json.loads(result.stdout) is False
 
 
+def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert create_backend("reference", "float32", "float32", None).compiled_before()
+    cpu = create_backend("cpu", "float32", "float32", None)
+    for answer in (True, False):
+        monkeypatch.setattr("quire.kernels.cpu.backend.is_cached", lambda kernel, answer=answer: answer)
+        assert cpu.compiled_before() is answer
+
+
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_arrays_go_there_and_back(device: str) -> None:
     backend = create_backend(device, "float32", "float32", None)
