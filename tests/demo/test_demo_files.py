@@ -14,6 +14,7 @@ from quire.demo import demo_model_path
 from quire.demo.tasks import CAPABILITY_TASKS, held_back_cases, score
 from quire.train.evaluate import PASSAGES_FILE, passage_nll, read_passages
 from quire.train.tokenizer import BOS, load_tokenizer
+from tests.helpers.passages import passages, plays
 
 FOLDER = demo_model_path()
 
@@ -67,14 +68,17 @@ def test_published_scores_reach_the_bar_on_every_task() -> None:
 
 def test_passages_are_many_short_and_round_trip() -> None:
     tokenizer = load_tokenizer(FOLDER)
-    passages = read_passages(FOLDER / PASSAGES_FILE)
-    summary = read("metrics.json")
-    assert len(passages) == summary["num_passages"] >= 1000
-    encoded = [tokenizer.encode(passage["text"]).ids for passage in passages]
+    texts, summary = passages()
+    assert len(texts) == summary["num_passages"] >= (1000 if plays() else 700)
+    encoded = [tokenizer.encode(text).ids for text in texts]
     assert all(2 <= len(ids) <= 256 for ids in encoded)
     assert sum(len(ids) - 1 for ids in encoded) == summary["num_predicted_tokens"]
-    for passage, ids in zip(passages, encoded, strict=True):
-        assert tokenizer.decode(ids, skip_special_tokens=False) == BOS + passage["text"]
+    for text, ids in zip(texts, encoded, strict=True):
+        assert tokenizer.decode(ids, skip_special_tokens=False) == BOS + text
+
+
+def test_the_shipped_passages_are_our_own_text() -> None:
+    assert {passage["source"] for passage in read_passages(FOLDER / PASSAGES_FILE)} == {"chat"}
 
 
 def test_published_loss_is_that_of_transformers_on_some_passages() -> None:
@@ -83,7 +87,7 @@ def test_published_loss_is_that_of_transformers_on_some_passages() -> None:
 
     model, _ = load()
     tokenizer = load_tokenizer(FOLDER)
-    texts = [passage["text"] for passage in read_passages(FOLDER / PASSAGES_FILE)[::150]]
+    texts = passages()[0][::150]
     ours = passage_nll(load_checkpoint(FOLDER), tokenizer, texts)
     for text, (nll, count) in zip(texts, ours, strict=True):
         ids = torch.tensor([tokenizer.encode(text).ids])
@@ -96,25 +100,28 @@ def test_published_loss_is_that_of_transformers_on_some_passages() -> None:
 def test_published_loss_is_reproduced_over_all_passages() -> None:
     from quire.train.checkpoint import load_checkpoint
 
-    texts = [passage["text"] for passage in read_passages(FOLDER / PASSAGES_FILE)]
+    texts, summary = passages()
     scored = passage_nll(load_checkpoint(FOLDER), load_tokenizer(FOLDER), texts)
     loss = sum(nll for nll, _ in scored) / sum(count for _, count in scored)
-    assert loss == pytest.approx(read("metrics.json")["test_loss"], rel=1e-5)
+    assert loss == pytest.approx(summary["test_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_published_loss_comes_out_of_the_engine() -> None:
     from quire import LLM, SamplingParams
 
-    passages = [passage["text"] for passage in read_passages(FOLDER / PASSAGES_FILE)]
+    texts, published = passages()
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     total, count = 0.0, 0
-    for output in LLM(model="quire-demo").generate(passages, params):
+    with LLM() as llm:
+        outputs = llm.generate(texts, params)
+    for output in outputs:
         # The first token is the beginning of the sequence, which nothing predicts.
+        assert output.prompt_logprobs is not None
         for token, candidates in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+            assert candidates is not None
             total -= candidates[token].logprob
             count += 1
-    published = read("metrics.json")
     assert count == published["num_predicted_tokens"]
     assert total / count == pytest.approx(published["test_loss"], rel=1e-4)
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 from pathlib import Path
 
 import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.demo import demo_model_path
+from tests.helpers.passages import passages
 from tests.helpers.server import serve
 
 CONCURRENCY = 64
 CONTINUATION = 16
-
-
-def passages() -> list[str]:
-    path = demo_model_path() / "test_passages.jsonl.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for line in lines]
 
 
 async def ask_all(url: str, texts: list[str]) -> list[tuple[float, int, str, str]]:
@@ -64,17 +56,17 @@ def check(texts: list[str], log: Path) -> tuple[float, int]:
 
 
 def test_a_sample_of_held_back_passages(tmp_path: Path) -> None:
-    loss, count = check(passages()[:40], tmp_path / "log.txt")
+    loss, count = check(passages()[0][::30], tmp_path / "log.txt")
     assert count > 2000
-    assert 0.5 < loss < 5.0
+    assert 0.3 < loss < 5.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_servers_perplexity_is_the_trainers(tmp_path: Path) -> None:
-    texts = passages()
-    assert len(texts) >= 1000
-    metrics = json.loads((demo_model_path() / "metrics.json").read_text())
+    texts, figures = passages()
+    assert len(texts) == figures["num_passages"]
     loss, count = check(texts, tmp_path / "log.txt")
-    print(f"server: {loss:.6f} nats over {count} tokens; trainer: {metrics['test_loss']:.6f}")
-    assert loss == pytest.approx(metrics["test_loss"], abs=1e-3)
+    print(f"server: {loss:.6f} nats over {count} tokens; trainer: {figures['test_loss']:.6f}")
+    assert count == figures["num_predicted_tokens"]
+    assert loss == pytest.approx(figures["test_loss"], abs=1e-3)
