@@ -26,6 +26,16 @@ hits = sum(elementwise.rotary.stats.cache_hits.values())
 print(before, hits, jit.is_cached(elementwise.rotary), q.tolist())
 """
 
+# Several engines at once, on Numba's own thread pool, which aborts the process when it is entered twice.
+WORKQUEUE = """
+import numba
+from quire.kernels.cpu import threads
+from tests.kernels.test_linear import test_two_engines_may_compute_at_once
+threads.SMALL_WORK = 0
+test_two_engines_may_compute_at_once()
+print(numba.threading_layer())
+"""
+
 # Prints every op's results, so that two CPUs can be compared.
 TOUR = """
 import sys
@@ -78,6 +88,10 @@ def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -
     for text in [answer(process) for process in [start(ROTATE, tmp_path) for _ in range(2)]]:
         assert text.endswith(f"True {rotated}")
     assert answer(start(ROTATE, tmp_path)) == f"True 1 True {rotated}"
+
+
+def test_callers_wait_for_each_other_where_numba_has_only_its_own_threads() -> None:
+    assert answer(start(WORKQUEUE, None, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2")) == "workqueue"
 
 
 def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
