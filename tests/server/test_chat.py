@@ -159,3 +159,12 @@ def test_conversations_can_be_tokenized(server: LiveServer) -> None:
     assert answer["token_strs"][0] == "<|im_start|>"
     text = server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_conversation_beyond_the_context_fits_once_truncated(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "abc " * 100}]
+    refused = server.http.post("/v1/chat/completions", json={"model": "fake", "messages": messages})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = chat(server, messages=messages, truncate_prompt_tokens=24)
+    assert answer["usage"]["prompt_tokens"] == 24
+    assert prompt_of(server).endswith("<|im_end|>\n<|im_start|>assistant\n")

@@ -252,10 +252,12 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[int]:
         """Render a conversation with the model's chat template and tokenize it, for `submit`.
 
-        Control tokens that the messages spell out are tokenized as ordinary text.
+        Control tokens that the messages spell out are tokenized as ordinary text. `truncate_prompt_tokens` keeps only
+        the last so many tokens; it belongs here, because otherwise a longer conversation is refused.
 
         Raises:
             RequestError: the template refuses the messages, or the model has none.
@@ -274,6 +276,7 @@ class AsyncLLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 variables=chat_template_kwargs,
+                truncate_prompt_tokens=truncate_prompt_tokens,
             )
 
         size = text_size([messages, tools, chat_template_kwargs])

@@ -91,11 +91,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, in which every control token is the template's.
 
         Args:
-            processor: refuses what cannot fit the context, early. The others as for `render`.
+            processor: refuses what cannot fit the context, early. truncate_prompt_tokens: keep only the last so many
+                tokens. The others as for `render`.
 
         Raises:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
@@ -105,10 +107,13 @@ class ChatTemplate:
         text = self._render(options, seen)
         if processor is not None:
             processor.check_chars(len(text), "messages")
-            processor.check_pieces(text, "messages")
+            if truncate_prompt_tokens is None:
+                processor.check_pieces(text, "messages")
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if seen.suspicious:
             token_ids = self._without_injection(options, token_ids)
+        if truncate_prompt_tokens is not None:
+            token_ids = token_ids[-truncate_prompt_tokens:]
         if processor is not None:
             processor.check_length(len(token_ids), "messages")
         return token_ids

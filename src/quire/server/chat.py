@@ -74,7 +74,9 @@ class ChatCompletion(Generation):
 
     async def start(self, request: Request) -> None:
         """Render the conversation and hand it to the engine."""
-        token_ids = await self.context.llm.chat_prompt(self.messages, **self.template_fields)
+        token_ids = await self.context.llm.chat_prompt(
+            self.messages, **self.template_fields, truncate_prompt_tokens=self.params.truncate_prompt_tokens
+        )
         if self.body.add_special_tokens:
             token_ids = with_special_tokens(self.context.llm, token_ids)
         await self.submit(request, [(token_ids, "messages")], self.params)
