@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_one_bad_prompt_and_nothing_is_generated() -> None:
     assert engine.added[0].priority == 3
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_everything_after_the_step() -> None:
     llm, engine = fake_llm()
     step = engine.step
