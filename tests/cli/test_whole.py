@@ -85,8 +85,15 @@ def test_benchmarks_run(quire):
 
 def test_interrupted_generation_ends_with_code_130():
     words = ["generate", "--prompt", "The king", "--max-tokens", "1000", "--ignore-eos"]
+    # Started in the background, a process would inherit that interrupts are ignored.
+    code = f"""
+import signal, sys
+from quire.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main({words!r}))
+"""
     with subprocess.Popen(
-        [sys.executable, "-m", "quire", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
