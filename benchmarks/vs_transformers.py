@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or make_llama(Path(folder), [int(part) for part in args.shape.split(",")], args.dtype)
         compare(args, model)
+
+
+def peak_memory() -> int:
+    """Return the most memory this process has had, in bytes (Linux).
+
+    Not from getrusage: that figure survives exec, so a child begins with what its parent had.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def parse_args() -> argparse.Namespace:
@@ -115,7 +123,7 @@ def work(name: str, model: str, dtype: str, threads: int) -> None:
     for line in sys.stdin:
         question = json.loads(line)
         if not question:
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=out, flush=True)
+            print(peak_memory(), file=out, flush=True)
             return
         count, input_len, output_len, seed = question
         rng = random.Random(seed)
