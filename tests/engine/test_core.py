@@ -88,6 +88,22 @@ def test_a_context_beyond_the_models_is_refused(folder: Path) -> None:
         make_core(folder, max_model_len=600)
 
 
+@pytest.mark.parametrize("option", ["num_gpu_blocks_override", "kv_cache_memory_bytes"])
+def test_a_cache_larger_than_the_free_memory_is_refused_with_both_numbers(folder: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option}: the KV cache would take \d+ bytes, {2**30} are free"):
+        make_core(folder, **{option: 10**12})
+
+
+def test_a_cache_that_the_system_refuses_is_an_option_to_change_not_a_crash(folder: Path) -> None:
+    class Full(NullExecutor):
+        def allocate(self, num_blocks: int, max_model_len: int) -> None:
+            raise MemoryError
+
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes: 64 blocks, 65536 bytes, could not be allocated"):
+        EngineCore(config, executor=Full(), info=load_model_info(folder))
+
+
 def test_an_unknown_operation_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="unknown engine operation"):
         make_core(folder, num_gpu_blocks_override=8).call("explode")

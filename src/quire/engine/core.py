@@ -55,7 +55,15 @@ class EngineCore:
         num_blocks = count_blocks(config, executor.kv_cache_spec(), executor.available_memory())
         assert config.model.max_model_len is not None
         max_model_len = fit_context(config.model.max_model_len, asked, num_blocks, config.cache)
-        executor.allocate(num_blocks, max_model_len)
+        try:
+            executor.allocate(num_blocks, max_model_len)
+        except MemoryError as error:
+            raise ConfigError(
+                f"kv_cache_memory_bytes: {num_blocks} blocks, "
+                f"{num_blocks * executor.kv_cache_spec().block_bytes(config.cache.block_size)} bytes, could not be "
+                "allocated; ask for less",
+                param="kv_cache_memory_bytes",
+            ) from error
         self.clock = clock
         self.scheduler = Scheduler(
             num_blocks=num_blocks,

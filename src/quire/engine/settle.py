@@ -53,15 +53,17 @@ def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int) -> int
     more than `max_num_seqs` sequences of full length could use.
 
     Raises:
-        ConfigError: not one block fits.
+        ConfigError: not one block fits, or what was asked for exceeds the free memory.
     """
     cache, limits = config.cache, config.scheduler
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
     assert config.model.max_model_len is not None, "settled before"
     block_bytes = spec.block_bytes(cache.block_size)
+    if cache.num_gpu_blocks_override is not None:
+        _check_free("num_gpu_blocks_override", cache.num_gpu_blocks_override * block_bytes, available)
+        return cache.num_gpu_blocks_override
     per_sequence = -(-config.model.max_model_len // cache.block_size)
     if cache.kv_cache_memory_bytes is not None:
+        _check_free("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, available)
         num_blocks = cache.kv_cache_memory_bytes // block_bytes
         have = cache.kv_cache_memory_bytes
     else:
@@ -74,6 +76,13 @@ def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int) -> int
             param="kv_cache_memory_bytes",
         )
     return num_blocks
+
+
+def _check_free(option: str, needed: int, available: int) -> None:
+    if needed > available:
+        raise ConfigError(
+            f"{option}: the KV cache would take {needed} bytes, {available} are free beside the weights", param=option
+        )
 
 
 def fit_context(max_model_len: int, asked: int | None, num_blocks: int, cache: CacheConfig) -> int:
