@@ -26,6 +26,7 @@ class FakeLLM:
     """Generates as many tokens as asked for, at once."""
 
     vocab_size = 50
+    max_model_len = 600
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], Any]] = []
@@ -91,6 +92,12 @@ def test_latency_runs_the_batches_asked_for_and_writes_vllm_keys(quire, offline,
     assert len(stored["latencies"]) == 4
     assert set(stored["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
     assert offline.closed
+
+
+def test_throughput_fits_its_prompts_into_a_short_context(quire, offline):
+    result = quire("bench", "throughput", "--num-prompts", "2", "--output-len", "100")
+    assert result.code == 0, result.err
+    assert {len(prompt["prompt_token_ids"]) for prompts, _ in offline.calls for prompt in prompts} == {500}
 
 
 def test_throughput_counts_prompt_and_output_tokens(quire, offline, tmp_path):

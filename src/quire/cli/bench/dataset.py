@@ -15,12 +15,26 @@ if TYPE_CHECKING:
     from quire.frontend.tokenizer import Tokenizer
 
 
+DEFAULT_INPUT_LEN = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One request: its prompt as token ids, and how many tokens to generate. [tokens]"""
 
     prompt_token_ids: list[int]
     output_len: int
+
+
+def fitting_input_len(asked: int | None, context: int | None, *others: int) -> int:
+    """Return the prompt length to use: what was asked for, else 1024, or what a shorter context leaves.
+
+    Args:
+        context: longest prompt plus output, None if not known. others: what else must fit into it. [tokens]
+    """
+    if asked is not None or context is None:
+        return DEFAULT_INPUT_LEN if asked is None else asked
+    return max(1, min(DEFAULT_INPUT_LEN, context - sum(others)))
 
 
 def random_samples(

@@ -62,7 +62,9 @@ class LoadOptions:
     num_warmups: int = option(0, "Requests sent before measuring.", low=0)
     dataset_name: str = option("random", "Where prompts come from.", choices=("random", "custom"))
     dataset_path: str | None = option(None, 'JSON lines with "prompt" (and "output_tokens"), for custom.')
-    random_input_len: int = option(1024, "Tokens per random prompt.", low=1, metavar="TOKENS")
+    random_input_len: int | None = option(
+        None, "Tokens per random prompt; default: 1024, or what the model's context leaves.", low=1, metavar="TOKENS"
+    )
     random_output_len: int = option(128, "Tokens to generate per request.", low=1, metavar="TOKENS")
     random_range_ratio: float = option(0.0, "How far lengths may stray, as a share of them.", low=0.0, high=1.0)
     random_prefix_len: int = option(0, "Tokens that all random prompts begin with.", low=0, metavar="TOKENS")
@@ -168,11 +170,11 @@ async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
     key = plan.target.api_key
     client = HttpClient(plan.base_url, {"authorization": f"Bearer {key}"} if key else {})
     try:
-        offered = await wait_until_ready(client, plan.target.ready_check_timeout_sec)
+        offered, context = await wait_until_ready(client, plan.target.ready_check_timeout_sec)
         model = plan.target.model or offered
         tokenizer = load_tokenizer(plan.target.tokenizer or model)
         rng = np.random.default_rng(plan.load.seed)
-        requests = make_requests(plan, model, tokenizer, make_samples(plan, tokenizer, rng))
+        requests = make_requests(plan, model, tokenizer, make_samples(plan, tokenizer, rng, context))
         times = arrival_times(rng, len(requests), plan.load.request_rate, plan.load.burstiness)
         for _ in range(plan.load.num_warmups):
             await run_load(client, plan.endpoint, requests[:1], [0.0])
@@ -186,16 +188,22 @@ async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
     return describe(plan, model) | figures, answers
 
 
-async def wait_until_ready(client: HttpClient, seconds: float) -> str:
-    """Wait until the server names its models; return the first. Raises `QuireError` if it does not in time."""
+async def wait_until_ready(client: HttpClient, seconds: float) -> tuple[str, int | None]:
+    """Wait until the server names its models; return the first one's name, and its context length if it says so.
+
+    Raises:
+        QuireError: it does not name any in time.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return str((await client.get_json("/v1/models"))["data"][0]["id"])
+            first = (await client.get_json("/v1/models"))["data"][0]
+            context = first.get("max_model_len")
+            return str(first["id"]), context if isinstance(context, int) else None
         except QuireError:
             if time.monotonic() + RETRY_SECONDS > deadline:
                 raise
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, AttributeError):
             raise QuireError("the server offers no model at /v1/models") from None
         await asyncio.sleep(RETRY_SECONDS)
 
@@ -211,9 +219,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(f"no tokenizer to make prompts with; give --tokenizer: {error.message}") from None
 
 
-def make_samples(plan: Plan, tokenizer: Tokenizer, rng: Any) -> list[Sample]:
-    """Make the prompts, as token ids."""
-    from quire.cli.bench.dataset import file_samples, random_samples
+def make_samples(plan: Plan, tokenizer: Tokenizer, rng: Any, context: int | None = None) -> list[Sample]:
+    """Make the prompts, as token ids; `context` is the longest sequence the model takes, where known."""
+    from quire.cli.bench.dataset import file_samples, fitting_input_len, random_samples
 
     load = plan.load
     if load.dataset_path is not None:
@@ -222,7 +230,7 @@ def make_samples(plan: Plan, tokenizer: Tokenizer, rng: Any) -> list[Sample]:
         rng,
         load.num_prompts,
         vocab_size=tokenizer.vocab_size,
-        input_len=load.random_input_len,
+        input_len=fitting_input_len(load.random_input_len, context, load.random_output_len, load.random_prefix_len),
         output_len=load.random_output_len,
         range_ratio=load.random_range_ratio,
         prefix_len=load.random_prefix_len,

@@ -29,7 +29,9 @@ class ThroughputOptions:
     """Throughput benchmark"""
 
     num_prompts: int = option(1000, "Requests.", low=1)
-    input_len: int = option(1024, "Tokens per random prompt.", low=1, metavar="TOKENS")
+    input_len: int | None = option(
+        None, "Tokens per random prompt; default: 1024, or what the context leaves.", low=1, metavar="TOKENS"
+    )
     output_len: int = option(128, "Tokens generated per request.", low=1, metavar="TOKENS")
     random_range_ratio: float = option(
         0.0, "How far lengths may stray from input-len and output-len, as a share of them.", low=0.0, high=1.0
@@ -98,14 +100,16 @@ def run(args: argparse.Namespace) -> int:
 
 def make_samples(llm: LLM, options: ThroughputOptions, rng: np.random.Generator) -> list[Sample]:
     """Make the requests that `options` describe."""
-    from quire.cli.bench.dataset import file_samples, random_samples
+    from quire.cli.bench.dataset import file_samples, fitting_input_len, random_samples
 
     if options.dataset_path is None:
         return random_samples(
             rng,
             options.num_prompts,
             vocab_size=llm.vocab_size,
-            input_len=options.input_len,
+            input_len=fitting_input_len(
+                options.input_len, llm.max_model_len, options.output_len, options.random_prefix_len
+            ),
             output_len=options.output_len,
             range_ratio=options.random_range_ratio,
             prefix_len=options.random_prefix_len,
