@@ -226,6 +226,33 @@ def test_rope_that_makes_no_sense(read: Any, rope: object, words: str) -> None:
     assert words in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("config", "rotary_dim"),
+    [
+        ({}, 8),
+        ({"partial_rotary_factor": 0.75}, 6),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, 4),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": {"rope_type": "default"}}, 4),
+    ],
+)
+def test_the_rotated_part_of_a_head(read: Any, config: dict[str, Any], rotary_dim: int) -> None:
+    assert read(architectures=["Phi3ForCausalLM"], **config).rope.rotary_dim == rotary_dim
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (1.5, "partial_rotary_factor is 1.5 (expected a share of each head, above 0 and up to 1)"),
+        (0.4, "the rotated part of a head, set by partial_rotary_factor, is 3 (expected an even number from 2"),
+        (True, "partial_rotary_factor is True (expected a number above 0)"),
+    ],
+)
+def test_a_part_that_no_head_has(read: Any, share: object, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(architectures=["Phi3ForCausalLM"], partial_rotary_factor=share)
+    assert words in caught.value.message
+
+
 def test_overrides_are_merged_key_by_key(read: Any) -> None:
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "attention_bias": True}
     info = read(overrides={"rope_parameters": YARN, "vocab_size": 200, "attention_bias": None}, **config)

@@ -18,7 +18,7 @@ from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from quire.models.registry import MODELS, model_class
 from quire.step import LayerKVSpec
-from tests.helpers.checkpoints import PLAIN_CONFIG, write_checkpoint, write_plain
+from tests.helpers.checkpoints import FAMILIES, PLAIN_CONFIG, write_checkpoint, write_plain
 from tests.helpers.model_driver import ModelDriver
 from tests.helpers.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def test_a_loaded_model_no_longer_needs_its_files(device: str, tmp_path: Path) -
     np.testing.assert_allclose(driver.step({"b": PROMPT})["b"], before, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama"}))
 def test_dummy_weights_serve_every_family(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, family)
     (folder / "model.safetensors").unlink()
@@ -94,6 +94,14 @@ def test_files_without_the_outermost_prefix_load_too(family: str, prefix: str, t
     np.testing.assert_array_equal(logits(folder), expected)
 
 
+def test_phi3_refuses_the_scaling_of_its_early_files(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "phi3")
+    scaling = {"type": "yarn", "factor": 4.0}
+    info = load_model_info(folder, {"rope_scaling": scaling})
+    with pytest.raises(ModelError, match=r"rope_scaling is .* \(expected a rope_type of default or longrope"):
+        load_model(info, BACKEND)
+
+
 def test_cross_attention_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gpt2")
     config = json.loads((folder / "config.json").read_text())
@@ -108,6 +116,7 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
     [
         ("llama", {"num_key_value_heads": 2, "vocab_size": 131, "attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 133}),
+        ("phi3", {"vocab_size": 131}),
         ("opt", {"word_embed_proj_dim": 24}),
         ("gpt2", {"vocab_size": 131}),
     ],

@@ -87,6 +87,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 8}),
+    # fused projections, partial rotation
+    "phi3": ("phi3", {}),
+    "phi3-mha-window": ("phi3", {"num_key_value_heads": 4, "sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3-longrope-partial": (
+        "phi3",
+        {
+            "num_key_value_heads": 1,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": SHORT,
+                "long_factor": LONG,
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     # learned positions
     "opt": ("opt", {}),
     "opt-post-norm-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
@@ -158,7 +176,8 @@ def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint:
 
 @pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize(
-    ("case", "max_model_len", "length"), [("llama-dynamic", 300, 300), ("llama-longrope", 160, 140)]
+    ("case", "max_model_len", "length"),
+    [("llama-dynamic", 300, 300), ("llama-longrope", 160, 140), ("phi3-longrope-partial", 160, 140)],
 )
 def test_stretched_contexts_match_transformers_where_one_table_can(
     case: str, max_model_len: int, length: int, device: str, checkpoint: Any

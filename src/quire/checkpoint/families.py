@@ -29,6 +29,8 @@ class Family:
         defaults: values of keys that may be absent. A key that is present but null stays null.
         keys: our field name -> its key, where they differ.
         rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length.
+        rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
+            where whole heads are.
         windows: which layers have a sliding window.
     """
 
@@ -36,6 +38,7 @@ class Family:
     defaults: Mapping[str, Any]
     keys: Mapping[str, str] = field(default_factory=dict)
     rotary: bool = True
+    rotary_part: str | None = None
     windows: Windows = Windows.NEVER
 
 
@@ -56,6 +59,17 @@ FAMILIES: dict[str, Family] = {
         "qwen3",
         {**_LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768, "head_dim": 128},
         windows=Windows.BY_LAYER,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        {
+            **_LLAMA_LIKE,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        rotary_part="partial_rotary_factor",
+        windows=Windows.ALL,
     ),
     "OPTForCausalLM": Family(
         "opt",

@@ -115,7 +115,13 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
     max_positions = fields.integer(_key(family, "max_position_embeddings"), low=1, high=MAX_ROWS)
     rope = None
     if family.rotary:
-        rope = parse_rope(fields, head_dim=sizes["head_dim"], max_position_embeddings=max_positions)
+        rope = parse_rope(
+            fields,
+            head_dim=sizes["head_dim"],
+            max_position_embeddings=max_positions,
+            theta_key=_key(family, "rope_theta"),
+            part_key=family.rotary_part,
+        )
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_ROWS)
     return ModelInfo(
         path=folder,

@@ -69,10 +69,21 @@ class RopeParameters:
         return self.max_position_embeddings
 
 
-def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeParameters:
-    """Read the rotary parameters from config.json; raises `ModelError` naming the field."""
+def parse_rope(
+    config: Fields,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    theta_key: str = "rope_theta",
+    part_key: str | None = None,
+) -> RopeParameters:
+    """Read the rotary parameters from config.json; raises `ModelError` naming the field.
+
+    `theta_key` and `part_key` are the top-level keys of the base and of the rotated part of each head, see
+    `Family.rotary_part`; None where whole heads are rotated.
+    """
     rope = _rope_object(config)
-    theta = rope.number("rope_theta", None, above=1.0) or config.number("rope_theta", None, above=1.0)
+    theta = rope.number("rope_theta", None, above=1.0) or config.number(theta_key, None, above=1.0)
     rope_type = rope.text("rope_type", None) or rope.text("type", None) or "default"
     rope_type = _ALIASES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
@@ -80,13 +91,12 @@ def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -
             f"{config.path}: {rope.within}.rope_type {echo(rope_type)} is not supported "
             f"(supported: {', '.join(ROPE_TYPES)})"
         )
-    for fields in (rope, config):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.error("partial_rotary_factor", "1.0: this architecture rotates whole heads")
+    rotary_dim = _rotary_dim(config, rope, head_dim, part_key)
     smallest = 4 if rope_type == "dynamic" else 2
-    if head_dim % 2 or head_dim < smallest:
+    if rotary_dim % 2 or rotary_dim < smallest:
+        what = "head_dim" if rotary_dim == head_dim else f"the rotated part of a head, set by {part_key},"
         raise ModelError(
-            f"{config.path}: head_dim is {head_dim} (expected an even number from {smallest}, for rotary embeddings)"
+            f"{config.path}: {what} is {rotary_dim} (expected an even number from {smallest}, for rotary embeddings)"
         )
 
     original = max_position_embeddings
@@ -96,7 +106,7 @@ def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -
     common = RopeParameters(
         rope_type=rope_type,
         theta=theta or DEFAULT_THETA,
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
     )
@@ -119,9 +129,29 @@ def _rope_object(config: Fields) -> Fields:
                 f"{config.path}: {rope.within} differs by layer type (expected the same parameters for every layer)"
             )
         rope = Fields(per_layer_type[0], config.path, rope.within)
-    if rope is scaling and parameters is not None and rope.values.get("rope_theta") is None:
-        rope = Fields({**rope.values, "rope_theta": parameters.values.get("rope_theta")}, config.path, rope.within)
+    if rope is scaling and parameters is not None:
+        shared = {key: parameters.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        own = {key: value for key, value in rope.values.items() if value is not None}
+        rope = Fields({**shared, **own}, config.path, rope.within)
     return rope
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, part_key: str | None) -> int:
+    """Return how many values of each head are rotated: all, a share of them, or a number of them."""
+    if part_key is None:
+        for fields in (rope, config):
+            if fields.number("partial_rotary_factor", 1.0) != 1.0:
+                raise fields.error("partial_rotary_factor", "1.0: this architecture rotates whole heads")
+        return head_dim
+    if part_key == "rotary_dim":
+        return config.integer(part_key, head_dim, low=2, high=head_dim)
+    fields, key = (config, part_key)
+    if rope.values.get("partial_rotary_factor") is not None:
+        fields, key = rope, "partial_rotary_factor"
+    share = fields.number(key, 1.0)
+    if share > 1:
+        raise fields.error(key, "a share of each head, above 0 and up to 1")
+    return int(head_dim * share)
 
 
 def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:

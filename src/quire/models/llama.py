@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and the decoder that Mistral, Qwen2 and Qwen3 share with it.
+"""Llama (Touvron et al. 2023), and the decoder that other families share with it, each with its `DecoderOptions`.
 
     x = x + attention(norm(x));  x = x + mlp(norm(x))
 
@@ -30,6 +30,7 @@ class DecoderOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    fused: bool = False  # the file holds one qkv_proj and one gate_up_proj, each a stack of the parts
 
 
 class DecoderAttention:
@@ -41,7 +42,7 @@ class DecoderAttention:
         hidden, heads, head_dim = info.hidden_size, info.num_attention_heads, info.head_dim
         self.qkv_proj = QKVParallelLinear(
             builder,
-            ("q_proj", "k_proj", "v_proj"),
+            ("qkv_proj",) if options.fused else ("q_proj", "k_proj", "v_proj"),
             hidden,
             num_heads=heads,
             num_kv_heads=info.num_key_value_heads,
@@ -76,9 +77,8 @@ class DecoderMLP:
 
     def __init__(self, builder: Builder, info: ModelInfo, options: DecoderOptions) -> None:
         hidden, inner = info.hidden_size, info.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(
-            builder, ("gate_proj", "up_proj"), hidden, (inner, inner), bias=options.mlp_bias
-        )
+        names = ("gate_up_proj",) if options.fused else ("gate_proj", "up_proj")
+        self.gate_up_proj = ColumnParallelLinear(builder, names, hidden, (inner, inner), bias=options.mlp_bias)
         self.act = GatedActivation(builder.backend, info.hidden_act)
         self.down_proj = RowParallelLinear(builder, "down_proj", inner, hidden, bias=options.mlp_bias)
 

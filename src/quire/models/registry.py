@@ -14,6 +14,7 @@ MODELS = {
     "MistralForCausalLM": "quire.models.mistral",
     "Qwen2ForCausalLM": "quire.models.qwen2",
     "Qwen3ForCausalLM": "quire.models.qwen3",
+    "Phi3ForCausalLM": "quire.models.phi3",
     "OPTForCausalLM": "quire.models.opt",
     "GPT2LMHeadModel": "quire.models.gpt2",
 }
