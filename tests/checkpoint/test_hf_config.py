@@ -239,6 +239,14 @@ def test_the_rotated_part_of_a_head(read: Any, config: dict[str, Any], rotary_di
     assert read(architectures=["Phi3ForCausalLM"], **config).rope.rotary_dim == rotary_dim
 
 
+def test_gpt_neox_names_its_rotation_differently(read: Any) -> None:
+    neox = {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 64}
+    assert (read(**neox).rope.rotary_dim, read(**neox).rope.theta) == (4, 10000.0)
+    old = read(**neox, rotary_pct=0.5, rotary_emb_base=2e4)
+    new = read(**neox, rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 2e4})
+    assert (old.rope.rotary_dim, old.rope.theta) == (new.rope.rotary_dim, new.rope.theta) == (8, 20000.0)
+
+
 @pytest.mark.parametrize(
     ("share", "words"),
     [

@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**SMALL, "num_key_value_heads": 2},
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
     "phi3": {**SMALL, "num_key_value_heads": 2},
+    "gpt_neox": SMALL,
     "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
     "gpt2": {
         "vocab_size": 160,

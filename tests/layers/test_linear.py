@@ -91,6 +91,46 @@ def test_qkv_layer_splits_by_heads_and_repeats_kv_heads_where_ranks_outnumber_th
             np.testing.assert_allclose(part, whole[:, chosen].reshape(5, -1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_qkv_stored_by_groups_is_that_of_separate_tensors(ranks: int, kv_heads: int) -> None:
+    heads, size, group = 4, 3, 4 // kv_heads
+    matrices = [random(heads * size, 12), random(kv_heads * size, 12), random(kv_heads * size, 12)]
+    biases = [random(matrix.shape[0]) for matrix in matrices]
+    separate = Weights(zip([f"{name}.weight" for name in "qkv"], matrices))
+    separate.update(zip([f"{name}.bias" for name in "qkv"], biases))
+
+    def fused(parts: list[np.ndarray]) -> np.ndarray:
+        q, k, v = parts
+        rows = []
+        for head in range(kv_heads):
+            rows += [q[head * group * size : (head + 1) * group * size]]
+            rows += [k[head * size : (head + 1) * size], v[head * size : (head + 1) * size]]
+        return np.concatenate(rows)
+
+    grouped = Weights({"qkv.weight": fused(matrices), "qkv.bias": fused(biases)})
+
+    def outputs(weights: Weights, names: tuple[str, ...]) -> list[tuple[np.ndarray, ...]]:
+        def work(builder: Builder) -> tuple[np.ndarray, ...]:
+            layer = QKVParallelLinear(
+                builder,
+                names,
+                12,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_size=size,
+                bias=True,
+                by_group=len(names) == 1,
+            )
+            return tuple(numpy(part) for part in layer(BACKEND.from_numpy(X)))
+
+        return on_ranks(ranks, weights, work)
+
+    for ours, expected in zip(outputs(grouped, ("qkv",)), outputs(separate, ("q", "k", "v"))):
+        for part, whole in zip(ours, expected):
+            np.testing.assert_array_equal(part, whole)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_row_layer_sums_over_ranks_and_adds_its_bias_once(ranks: int, transposed: bool) -> None:

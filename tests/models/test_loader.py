@@ -117,6 +117,7 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
         ("llama", {"num_key_value_heads": 2, "vocab_size": 131, "attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 133}),
         ("phi3", {"vocab_size": 131}),
+        ("gpt_neox", {"vocab_size": 131}),
         ("opt", {"word_embed_proj_dim": 24}),
         ("gpt2", {"vocab_size": 131}),
     ],

@@ -105,6 +105,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # layer norms and rotation, blocks in parallel
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox-sequence": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "num_attention_heads": 2}),
+    "gpt-neox-tied-no-bias": (
+        "gpt_neox",
+        {"attention_bias": False, "tie_word_embeddings": True, "hidden_size": 64, "rotary_emb_base": 500},
+    ),
     # learned positions
     "opt": ("opt", {}),
     "opt-post-norm-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),

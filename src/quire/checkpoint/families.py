@@ -71,6 +71,18 @@ FAMILIES: dict[str, Family] = {
         rotary_part="partial_rotary_factor",
         windows=Windows.ALL,
     ),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox",
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
+            "rotary_pct": 0.25,
+        },
+        {"norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"},
+        rotary_part="rotary_pct",
+    ),
     "OPTForCausalLM": Family(
         "opt",
         {"layer_norm_eps": 1e-5, "activation_function": "relu", "tie_word_embeddings": True},

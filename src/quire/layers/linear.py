@@ -71,10 +71,22 @@ class ColumnParallelLinear:
         return self.backend.linear(x, self.weight)
 
 
+def split_groups(fused: HostTensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[HostTensor]:
+    """Return queries, keys and values of a tensor that holds, for each KV head, its queries, its key and its value.
+
+    The first axis is the one that is taken apart; the parts are those that separate tensors would hold.
+    """
+    queries, rest = num_heads // num_kv_heads, fused.shape[1:]
+    groups = fused.array.reshape(num_kv_heads, queries + 2, head_size, *rest)
+    parts = groups[:, :queries], groups[:, queries], groups[:, queries + 1]
+    return [HostTensor(part.reshape(-1, *rest), fused.dtype) for part in parts]
+
+
 class QKVParallelLinear:
     """Query, key and value projections in one packed weight, split by heads.
 
-    With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
+    With fewer KV heads than ranks, neighbouring ranks hold the same KV head. A single tensor holds all queries, then
+    all keys, then all values, or with `by_group` what `split_groups` says.
     """
 
     def __init__(
@@ -88,6 +100,7 @@ class QKVParallelLinear:
         head_size: int,
         bias: bool = False,
         transposed: bool = False,
+        by_group: bool = False,
     ) -> None:
         self.backend, parallel = builder.backend, builder.parallel
         self.num_heads = parallel.share(num_heads, "number of attention heads")
@@ -97,7 +110,14 @@ class QKVParallelLinear:
         self.q_size, self.kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
 
         sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
-        matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+        if by_group:
+            fused = read_stack(builder, names, [sum(sizes)], in_features, bias=bias, transposed=transposed)
+            matrices, biases = (
+                [part for whole in tensors for part in split_groups(whole, num_heads, num_kv_heads, head_size)]
+                for tensors in fused
+            )
+        else:
+            matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
         starts = [parallel.tp_rank * self.q_size, first_kv_head * head_size, first_kv_head * head_size]
         stops = [starts[0] + self.q_size, starts[1] + self.kv_size, starts[2] + self.kv_size]
 

@@ -15,6 +15,7 @@ MODELS = {
     "Qwen2ForCausalLM": "quire.models.qwen2",
     "Qwen3ForCausalLM": "quire.models.qwen3",
     "Phi3ForCausalLM": "quire.models.phi3",
+    "GPTNeoXForCausalLM": "quire.models.gpt_neox",
     "OPTForCausalLM": "quire.models.opt",
     "GPT2LMHeadModel": "quire.models.gpt2",
 }

@@ -1,0 +1,182 @@
+"""The decoder of families with layer norms, whose attention and feed-forward layer stand in sequence or in parallel:
+
+    x = x + attention(norm(x));  x = x + mlp(norm(x))
+    x = x + attention(norm(x)) + mlp(norm(x))
+
+Parallel ones (Wang & Komatsuzaki 2021) have a norm for each or one for both. A family says in `BlockOptions` what it
+has, and in `BlockNames` what its checkpoints call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
+from quire.layers.activation import Activation, GatedActivation
+from quire.layers.attention import Attention
+from quire.layers.builder import Builder
+from quire.layers.embedding import LMHead, VocabParallelEmbedding
+from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.norm import LayerNorm
+from quire.layers.rotary import RotaryEmbedding
+from quire.step import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """Names in the checkpoint. One name in `qkv` is a tensor of all three; two in `mlp_input` are gate and input."""
+
+    body: str = "model"
+    embedding: str = "embed_tokens"
+    blocks: str = "layers"
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention_output: str = "o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    mlp_input: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_output: str = "down_proj"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """Where the families that share this decoder differ.
+
+    Attributes:
+        parallel: attention and feed-forward layer see the same x. shared_norm: and the same norm of it.
+        qkv_by_group: the single tensor of `names.qkv` holds, for each KV head, its queries, its key and its value.
+    """
+
+    names: BlockNames = field(default_factory=BlockNames)
+    parallel: bool = False
+    shared_norm: bool = False
+    qkv_by_group: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+
+class BlockAttention:
+    """Self-attention of one block."""
+
+    def __init__(
+        self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding | None, options: BlockOptions
+    ) -> None:
+        heads, head_dim = info.num_attention_heads, info.head_dim
+        self.qkv = QKVParallelLinear(
+            builder,
+            options.names.qkv,
+            info.hidden_size,
+            num_heads=heads,
+            num_kv_heads=info.num_key_value_heads,
+            head_size=head_dim,
+            bias=options.qkv_bias,
+            by_group=options.qkv_by_group,
+        )
+        self.attention = Attention(
+            builder.backend,
+            AttentionParams(
+                num_heads=self.qkv.num_heads,
+                num_kv_heads=self.qkv.num_kv_heads,
+                head_size=head_dim,
+                scale=head_dim**-0.5,
+                sliding_window=info.layer_windows[layer],
+            ),
+            rotary,
+        )
+        self.output = RowParallelLinear(
+            builder, options.names.attention_output, heads * head_dim, info.hidden_size, bias=options.output_bias
+        )
+
+    def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
+        """[T, H] -> [T, H]."""
+        q, k, v = self.qkv(x)
+        return self.output(self.attention(positions, q, k, v, kv_cache, metadata))
+
+
+class BlockMLP:
+    """Feed-forward layer, gated or plain."""
+
+    def __init__(self, builder: Builder, info: ModelInfo, options: BlockOptions) -> None:
+        hidden, inner, names = info.hidden_size, info.intermediate_size, options.names
+        sizes = (inner,) * len(names.mlp_input)
+        self.input = ColumnParallelLinear(builder, names.mlp_input, hidden, sizes, bias=options.mlp_bias)
+        activation = GatedActivation if len(sizes) == 2 else Activation
+        self.act = activation(builder.backend, info.hidden_act)
+        self.output = RowParallelLinear(builder, names.mlp_output, inner, hidden, bias=options.mlp_bias)
+
+    def __call__(self, x: Array) -> Array:
+        """[T, H] -> [T, H]."""
+        return self.output(self.act(self.input(x)))
+
+
+class Block:
+    """Attention and feed-forward layer with their norms, on the residual stream."""
+
+    def __init__(
+        self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding | None, options: BlockOptions
+    ) -> None:
+        names, size, eps = options.names, info.hidden_size, info.norm_eps
+        self.parallel = options.parallel
+        self.attention_norm = LayerNorm(builder, names.attention_norm, size, eps)
+        self.attention = BlockAttention(builder.under(names.attention), info, layer, rotary, options)
+        self.mlp_norm = None if options.shared_norm else LayerNorm(builder, names.mlp_norm, size, eps)
+        self.mlp = BlockMLP(builder.under(names.mlp), info, options)
+
+    def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
+        """[T, H] -> [T, H]."""
+        normed = self.attention_norm(x)
+        after = x + self.attention(positions, normed, kv_cache, metadata)
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(x if self.parallel else after)
+        return after + self.mlp(normed)
+
+
+class BlockDecoder:
+    """Embedding, blocks, final norm, output head; a family is a subclass with its `options`."""
+
+    ignorable: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
+
+    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
+        self.vocab_size, hidden = info.vocab_size, info.hidden_size
+        options = self.options(info)
+        names = options.names
+        body = builder.under(names.body)
+        self.embedding = VocabParallelEmbedding(body, names.embedding, info.vocab_size, hidden)
+        rotary = None
+        if info.rope is not None:
+            rotary = RotaryEmbedding(builder.backend, info.rope, info.head_dim, max_model_len)
+        self.blocks = [
+            Block(body.under(f"{names.blocks}.{layer}"), info, layer, rotary, options)
+            for layer in range(info.num_hidden_layers)
+        ]
+        self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps)
+        tied_to = self.embedding if info.tie_word_embeddings else None
+        self.head = LMHead(builder, names.head, info.vocab_size, hidden, tied_to=tied_to)
+
+    @staticmethod
+    def options(info: ModelInfo) -> BlockOptions:
+        """What this family has, by its config."""
+        return BlockOptions()
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """See `Model.kv_cache_spec`."""
+        return KVCacheSpec([block.attention.attention.kv_spec() for block in self.blocks])
+
+    def forward(
+        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Array:
+        """See `Model.forward`."""
+        x = self.embedding(input_ids)
+        for block, kv_cache in zip(self.blocks, kv_caches, strict=True):
+            x = block(positions, x, kv_cache, metadata)
+        return self.final_norm(x)
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """See `Model.compute_logits`."""
+        return self.head(hidden)
