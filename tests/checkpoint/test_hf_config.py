@@ -27,6 +27,7 @@ CONFIG_KEYS = sorted(
         *("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "max_window_layers", "dtype"),
         *("torch_dtype", "quantization_config", "auto_map", "head_dim", "num_key_value_heads", "n_inner", "ffn_dim"),
         *("original_max_position_embeddings", "partial_rotary_factor", "tie_word_embeddings", "hidden_act"),
+        *("rotary_pct", "rotary_dim", "rotary_emb_base"),
     }
 )
 
@@ -247,6 +248,13 @@ def test_gpt_neox_names_its_rotation_differently(read: Any) -> None:
     assert (old.rope.rotary_dim, old.rope.theta) == (new.rope.rotary_dim, new.rope.theta) == (8, 20000.0)
 
 
+def test_gptj_says_how_many_values_it_rotates(read: Any) -> None:
+    gptj = {"architectures": ["GPTJForCausalLM"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    assert read(**gptj, rotary_dim=4).rope.rotary_dim == 4
+    with pytest.raises(ModelError, match=r"rotary_dim is 64 \(expected an integer from 2 to 8\)"):
+        read(**gptj, rotary_dim=64)
+
+
 @pytest.mark.parametrize(
     ("share", "words"),
     [
@@ -341,7 +349,7 @@ def test_any_value_is_understood_or_refused(
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     config = {**PLAIN_CONFIG, "architectures": [architecture], "ffn_dim": 48, "use_sliding_window": use, key: value}
-    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
     (folder / "config.json").write_text(json.dumps({**gpt2, **config}))
     try:
         assert load_model_info(folder).max_model_len >= 1

@@ -23,6 +23,15 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GPT2 = {
+    "vocab_size": 160,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": None},
@@ -30,16 +39,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
     "phi3": {**SMALL, "num_key_value_heads": 2},
     "gpt_neox": SMALL,
+    "stablelm": {**SMALL, "num_key_value_heads": 2},
+    "starcoder2": {**SMALL, "num_key_value_heads": 2},
+    "cohere": {**SMALL, "num_key_value_heads": 2},
+    "gptj": {**GPT2, "rotary_dim": 4},
     "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
-    "gpt2": {
-        "vocab_size": 160,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    "gpt2": GPT2,
 }
 
 

@@ -112,6 +112,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {"attention_bias": False, "tie_word_embeddings": True, "hidden_size": 64, "rotary_emb_base": 500},
     ),
+    "stablelm": ("stablelm", {}),
+    "stablelm-biases": ("stablelm", {"use_qkv_bias": True, "num_key_value_heads": 4, "partial_rotary_factor": 1.0}),
+    "stablelm-parallel-head-norms": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "hidden_size": 64, "layer_norm_eps": 1e-2},
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-window-no-bias": (
+        "starcoder2",
+        {"sliding_window": 7, "use_bias": False, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    ),
+    "starcoder2-mqa": ("starcoder2", {"num_key_value_heads": 1, "hidden_size": 48}),
+    "cohere": ("cohere", {}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True, "layer_norm_eps": 1e-2, "logit_scale": 0.3}),
+    "cohere-mha-bias-untied": (
+        "cohere",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": False, "hidden_size": 48},
+    ),
+    "gptj": ("gptj", {}),
+    "gptj-tied-wide": ("gptj", {"tie_word_embeddings": True, "n_head": 2, "rotary_dim": 10, "n_inner": 40}),
     # learned positions
     "opt": ("opt", {}),
     "opt-post-norm-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),

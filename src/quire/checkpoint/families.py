@@ -44,6 +44,15 @@ class Family:
 
 _LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 _WINDOW_LAYERS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
+}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
@@ -83,6 +92,53 @@ FAMILIES: dict[str, Family] = {
         {"norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"},
         rotary_part="rotary_pct",
     ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+        },
+        {"norm_eps": "layer_norm_eps"},
+        rotary_part="partial_rotary_factor",
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        {
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+        },
+        {"norm_eps": "norm_epsilon"},
+        windows=Windows.ALL,
+    ),
+    "CohereForCausalLM": Family(
+        "cohere",
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        {"norm_eps": "layer_norm_eps"},
+    ),
+    "GPTJForCausalLM": Family(
+        "gptj",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": False,
+            "n_positions": 2048,
+            "rotary_dim": 64,
+        },
+        _GPT2_KEYS,
+        rotary_part="rotary_dim",
+    ),
     "OPTForCausalLM": Family(
         "opt",
         {"layer_norm_eps": 1e-5, "activation_function": "relu", "tie_word_embeddings": True},
@@ -92,15 +148,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
         "gpt2",
         {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
-        {
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "hidden_act": "activation_function",
-            "norm_eps": "layer_norm_epsilon",
-        },
+        _GPT2_KEYS,
         rotary=False,
     ),
 }

@@ -46,13 +46,22 @@ class LMHead:
     """Scores every token: with the embedding's own table where the model ties them, else with its own matrix."""
 
     def __init__(
-        self, builder: Builder, name: str, vocab_size: int, width: int, *, tied_to: VocabParallelEmbedding | None
+        self,
+        builder: Builder,
+        name: str,
+        vocab_size: int,
+        width: int,
+        *,
+        tied_to: VocabParallelEmbedding | None,
+        bias: bool = False,
     ) -> None:
         self.table = tied_to or VocabParallelEmbedding(builder, name, vocab_size, width)
+        self.bias = builder.backend.vector(builder.get(f"{name}.bias", (vocab_size,))) if bias else None
 
     def __call__(self, hidden: Array) -> Array:
         """Hidden rows [R, width] -> logits [R, vocab_size]."""
-        return self.table.logits(hidden)
+        logits = self.table.logits(hidden)
+        return logits if self.bias is None else logits + self.bias
 
 
 class PositionEmbedding:

@@ -85,7 +85,8 @@ def split_groups(fused: HostTensor, num_heads: int, num_kv_heads: int, head_size
 class QKVParallelLinear:
     """Query, key and value projections in one packed weight, split by heads.
 
-    With fewer KV heads than ranks, neighbouring ranks hold the same KV head. A single tensor holds all queries, then
+    With fewer KV heads than ranks, neighbouring ranks hold the same KV head. `heads` and `kv_heads` are this rank's,
+    among those of the model. A single tensor holds all queries, then
     all keys, then all values, or with `by_group` what `split_groups` says.
     """
 
@@ -106,7 +107,9 @@ class QKVParallelLinear:
         self.num_heads = parallel.share(num_heads, "number of attention heads")
         copies = max(1, parallel.tp_size // num_kv_heads)
         self.num_kv_heads = parallel.share(num_kv_heads * copies, "number of key/value heads")
-        first_kv_head = parallel.tp_rank // copies * self.num_kv_heads
+        first_head, first_kv_head = parallel.tp_rank * self.num_heads, parallel.tp_rank // copies * self.num_kv_heads
+        self.heads = range(first_head, first_head + self.num_heads)
+        self.kv_heads = range(first_kv_head, first_kv_head + self.num_kv_heads)
         self.q_size, self.kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
 
         sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
@@ -118,7 +121,7 @@ class QKVParallelLinear:
             )
         else:
             matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
-        starts = [parallel.tp_rank * self.q_size, first_kv_head * head_size, first_kv_head * head_size]
+        starts = [first_head * head_size, first_kv_head * head_size, first_kv_head * head_size]
         stops = [starts[0] + self.q_size, starts[1] + self.kv_size, starts[2] + self.kv_size]
 
         def cut(tensors: list[HostTensor]) -> list[HostTensor]:

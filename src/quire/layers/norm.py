@@ -31,14 +31,41 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Layer norm (Ba et al. 2016), with a learned scale and shift unless `affine` is False."""
+    """Layer norm (Ba et al. 2016), with a learned scale and, if `bias`, shift; with neither unless `affine`."""
 
-    def __init__(self, builder: Builder, name: str, size: int, eps: float, *, affine: bool = True) -> None:
+    def __init__(
+        self, builder: Builder, name: str, size: int, eps: float, *, affine: bool = True, bias: bool = True
+    ) -> None:
         self.backend, self.eps = builder.backend, eps
         ones = HostTensor(np.ones(size, np.float32), "float32")
         self.weight = self.backend.vector(builder.get(f"{name}.weight", (size,)) if affine else ones)
-        self.bias = self.backend.vector(builder.get(f"{name}.bias", (size,))) if affine else None
+        self.bias = self.backend.vector(builder.get(f"{name}.bias", (size,))) if affine and bias else None
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis, [T, size]."""
         return self.backend.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class HeadLayerNorm:
+    """Layer norm of every head by itself, each with a scale of its own and no shift.
+
+    The file holds the scales of `num_heads` heads as a matrix, or one by one if `split`; a rank takes those of `mine`.
+    """
+
+    def __init__(
+        self, builder: Builder, name: str, num_heads: int, size: int, eps: float, *, mine: range, split: bool
+    ) -> None:
+        self.backend, self.size, self.eps = builder.backend, size, eps
+        if split:
+            vectors = [builder.get(f"{name}.norms.{head}.weight", (size,)) for head in range(num_heads)]
+            scales = np.concatenate([vectors[head].to_float32() for head in mine])
+        else:
+            matrix = builder.get(f"{name}.weight", (num_heads, size))
+            scales = matrix.rows(mine.start, mine.stop).to_float32().reshape(-1)
+        self.scales = self.backend.vector(HostTensor(scales, "float32"))
+        self.ones = self.backend.vector(HostTensor(np.ones(size, np.float32), "float32"))
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the heads of x [T, heads * size]."""
+        heads = self.backend.layer_norm(x.reshape(-1, self.size), self.ones, None, self.eps)
+        return heads.reshape(x.shape[0], -1) * self.scales

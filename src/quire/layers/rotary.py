@@ -19,15 +19,21 @@ from quire.kernels.backend import Array, Backend
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by their position; one object serves all layers of a model."""
+    """Rotates queries and keys by their position; one object serves all layers of a model.
 
-    def __init__(self, backend: Backend, rope: RopeParameters, head_size: int, max_len: int) -> None:
-        self.backend, self.head_size = backend, head_size
+    A head's values are rotated in pairs: the first with the first of the second half, and so on; or neighbours, if
+    `interleaved`.
+    """
+
+    def __init__(
+        self, backend: Backend, rope: RopeParameters, head_size: int, max_len: int, *, interleaved: bool = False
+    ) -> None:
+        self.backend, self.head_size, self.interleaved = backend, head_size, interleaved
         self.cos_sin = backend.from_numpy(cos_sin_table(rope, max_len))
 
     def __call__(self, positions: Array, q: Array, k: Array) -> None:
         """Rotate q [T, Hq*D] and k [T, Hkv*D] in place."""
-        self.backend.rotary_embedding(positions, q, k, self.cos_sin, self.head_size, interleaved=False)
+        self.backend.rotary_embedding(positions, q, k, self.cos_sin, self.head_size, self.interleaved)
 
 
 def cos_sin_table(rope: RopeParameters, max_len: int) -> np.ndarray:

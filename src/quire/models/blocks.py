@@ -10,7 +10,7 @@ has, and in `BlockNames` what its checkpoints call it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
@@ -19,7 +19,7 @@ from quire.layers.attention import Attention
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import LayerNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import KVCacheSpec
 
@@ -35,6 +35,8 @@ class BlockNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     attention_output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     mlp_input: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -49,6 +51,10 @@ class BlockOptions:
 
     Attributes:
         parallel: attention and feed-forward layer see the same x. shared_norm: and the same norm of it.
+        norm_bias: norms have a shift. head_bias: the output head has one.
+        head_norm: queries and keys have a `HeadLayerNorm` per head, its scales a matrix ("joint") or apart ("split").
+        interleaved: neighbours are rotated, see `RotaryEmbedding`.
+        logit_scale: multiplies the logits.
         qkv_by_group: the single tensor of `names.qkv` holds, for each KV head, its queries, its key and its value.
     """
 
@@ -59,6 +65,11 @@ class BlockOptions:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    norm_bias: bool = True
+    head_bias: bool = False
+    head_norm: Literal["joint", "split"] | None = None
+    interleaved: bool = False
+    logit_scale: float = 1.0
 
 
 class BlockAttention:
@@ -67,17 +78,28 @@ class BlockAttention:
     def __init__(
         self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding | None, options: BlockOptions
     ) -> None:
-        heads, head_dim = info.num_attention_heads, info.head_dim
+        heads, kv_heads, head_dim = info.num_attention_heads, info.num_key_value_heads, info.head_dim
+        names = options.names
         self.qkv = QKVParallelLinear(
             builder,
-            options.names.qkv,
+            names.qkv,
             info.hidden_size,
             num_heads=heads,
-            num_kv_heads=info.num_key_value_heads,
+            num_kv_heads=kv_heads,
             head_size=head_dim,
             bias=options.qkv_bias,
             by_group=options.qkv_by_group,
         )
+        self.q_norm: HeadLayerNorm | None = None
+        self.k_norm: HeadLayerNorm | None = None
+        if options.head_norm:
+            eps, split = info.norm_eps, options.head_norm == "split"
+            self.q_norm = HeadLayerNorm(
+                builder, names.query_norm, heads, head_dim, eps, mine=self.qkv.heads, split=split
+            )
+            self.k_norm = HeadLayerNorm(
+                builder, names.key_norm, kv_heads, head_dim, eps, mine=self.qkv.kv_heads, split=split
+            )
         self.attention = Attention(
             builder.backend,
             AttentionParams(
@@ -90,12 +112,14 @@ class BlockAttention:
             rotary,
         )
         self.output = RowParallelLinear(
-            builder, options.names.attention_output, heads * head_dim, info.hidden_size, bias=options.output_bias
+            builder, names.attention_output, heads * head_dim, info.hidden_size, bias=options.output_bias
         )
 
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
         """[T, H] -> [T, H]."""
         q, k, v = self.qkv(x)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.output(self.attention(positions, q, k, v, kv_cache, metadata))
 
 
@@ -123,9 +147,11 @@ class Block:
     ) -> None:
         names, size, eps = options.names, info.hidden_size, info.norm_eps
         self.parallel = options.parallel
-        self.attention_norm = LayerNorm(builder, names.attention_norm, size, eps)
+        self.attention_norm = LayerNorm(builder, names.attention_norm, size, eps, bias=options.norm_bias)
         self.attention = BlockAttention(builder.under(names.attention), info, layer, rotary, options)
-        self.mlp_norm = None if options.shared_norm else LayerNorm(builder, names.mlp_norm, size, eps)
+        self.mlp_norm = None
+        if not options.shared_norm:
+            self.mlp_norm = LayerNorm(builder, names.mlp_norm, size, eps, bias=options.norm_bias)
         self.mlp = BlockMLP(builder.under(names.mlp), info, options)
 
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
@@ -150,14 +176,17 @@ class BlockDecoder:
         self.embedding = VocabParallelEmbedding(body, names.embedding, info.vocab_size, hidden)
         rotary = None
         if info.rope is not None:
-            rotary = RotaryEmbedding(builder.backend, info.rope, info.head_dim, max_model_len)
+            rotary = RotaryEmbedding(
+                builder.backend, info.rope, info.head_dim, max_model_len, interleaved=options.interleaved
+            )
         self.blocks = [
             Block(body.under(f"{names.blocks}.{layer}"), info, layer, rotary, options)
             for layer in range(info.num_hidden_layers)
         ]
-        self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps)
+        self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps, bias=options.norm_bias)
         tied_to = self.embedding if info.tie_word_embeddings else None
-        self.head = LMHead(builder, names.head, info.vocab_size, hidden, tied_to=tied_to)
+        self.head = LMHead(builder, names.head, info.vocab_size, hidden, tied_to=tied_to, bias=options.head_bias)
+        self.logit_scale = options.logit_scale
 
     @staticmethod
     def options(info: ModelInfo) -> BlockOptions:
@@ -179,4 +208,5 @@ class BlockDecoder:
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale

@@ -16,6 +16,10 @@ MODELS = {
     "Qwen3ForCausalLM": "quire.models.qwen3",
     "Phi3ForCausalLM": "quire.models.phi3",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox",
+    "StableLmForCausalLM": "quire.models.stablelm",
+    "Starcoder2ForCausalLM": "quire.models.starcoder2",
+    "CohereForCausalLM": "quire.models.cohere",
+    "GPTJForCausalLM": "quire.models.gptj",
     "OPTForCausalLM": "quire.models.opt",
     "GPT2LMHeadModel": "quire.models.gpt2",
 }
