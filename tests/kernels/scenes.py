@@ -5,18 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import AttentionMetadata, AttentionParams, Backend
 from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Every kernel of `linear`: dtype and simd_level
+LINEARS = [
+    ("float32", "generic"),
+    ("bfloat16", "generic"),
+    pytest.param(
+        "bfloat16", "avx512_bf16", marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
+    ),
+    ("float16", "generic"),
+]
 
 
-def pair(dtype: str = "float32", kv_dtype: str | None = None) -> tuple[CPUBackend, ReferenceBackend]:
-    """Return the CPU backend and its oracle."""
-    return CPUBackend(dtype, kv_dtype or dtype), ReferenceBackend(dtype, kv_dtype or dtype)
+def pair(
+    dtype: str = "float32", kv_dtype: str | None = None, simd_level: str | None = None
+) -> tuple[CPUBackend, ReferenceBackend]:
+    """Return the CPU backend and its oracle, which rounds the inputs of `linear` if the former does."""
+    cpu = CPUBackend(dtype, kv_dtype or dtype, simd_level=simd_level)
+    return cpu, ReferenceBackend(dtype, kv_dtype or dtype, round_linear_inputs=rounds_inputs(dtype, cpu.simd_level))
+
+
+def rounds_inputs(dtype: str, simd_level: str) -> bool:
+    """Say whether `linear` rounds its inputs to bfloat16."""
+    return (dtype, simd_level) == ("bfloat16", "avx512_bf16")
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -132,7 +132,11 @@ class Backend(Protocol):
         """Look up rows: ids int [T], weight [V, H] -> [T, H]. Ids are in range (checked at the edge)."""
 
     def linear(self, x: Array, weight: LinearWeight) -> Array:
-        """x [T, K] @ weight.T (+ bias) -> [T, N], accumulated in float32, independent of T row by row."""
+        """x [T, K] @ weight.T (+ bias) -> [T, N], accumulated in float32, independent of T row by row.
+
+        Where weights are bfloat16, a backend may round x to bfloat16 (nearest even), because the fast instructions
+        multiply pairs of it; which backends do does not depend on T either.
+        """
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2, last axis) + eps) * weight; x [..., H] (Zhang & Sennrich 2019)."""

@@ -17,7 +17,7 @@ from quire.kernels.cpu import attention, elementwise, linear, sampling
 from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.formats import STORAGE, CPULinear, pack
 from quire.kernels.cpu.jit import is_cached, refresh_cache
-from quire.kernels.cpu.simd import TILE_ROWS
+from quire.kernels.cpu.simd import HAS_BF16_DOT, TILE_ROWS
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.memory import available_memory
 
@@ -43,6 +43,7 @@ ACTIVATIONS = {
     "gelu_tanh": elementwise.GELU_TANH,
     "quick_gelu": elementwise.QUICK_GELU,
 }
+SIMD_LEVELS = ("avx512_bf16", "generic")
 NO_FLOATS = np.empty(0, np.float32)
 
 
@@ -58,18 +59,42 @@ def _flat(values: np.ndarray) -> np.ndarray:
     return _array(values, np.float32).reshape(-1)
 
 
+def _settle_simd_level(level: str | None) -> str:
+    """Return the level asked for, or the best of this CPU for None."""
+    allowed = SIMD_LEVELS if HAS_BF16_DOT else SIMD_LEVELS[1:]
+    if level is not None and level not in allowed:
+        raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
+    return level or allowed[0]
+
+
 class CPUBackend:
-    """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32."""
+    """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32.
+
+    `simd_level` is "avx512_bf16" where the CPU multiplies pairs of bfloat16, otherwise "generic". With the former and
+    dtype bfloat16, `linear` rounds its inputs to bfloat16 (nearest even); everything else is the same on both.
+    """
 
     name = "cpu"
 
-    def __init__(self, dtype: str = "float32", kv_dtype: str = "float32", num_threads: int | None = None) -> None:
-        """Hold weights in `dtype` and keys and values in `kv_dtype`; use `num_threads`, None for all cores."""
+    def __init__(
+        self,
+        dtype: str = "float32",
+        kv_dtype: str = "float32",
+        num_threads: int | None = None,
+        simd_level: str | None = None,
+    ) -> None:
+        """Hold weights in `dtype` and keys and values in `kv_dtype`; use `num_threads`, None for all cores.
+
+        `simd_level` None takes the best of this CPU. Raises ConfigError for one that this CPU lacks.
+        """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
+        self.simd_level = _settle_simd_level(simd_level)
+        self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
         self._launcher = Launcher(num_threads)
         refresh_cache(linear.linear_float32)
-        self._linear, self._write, self._attend = LINEAR[dtype], WRITE[kv_dtype], ATTEND[kv_dtype]
+        self._linear = linear.linear_dot if self._paired else LINEAR[dtype]
+        self._write, self._attend = WRITE[kv_dtype], ATTEND[kv_dtype]
 
     @property
     def num_threads(self) -> int:
@@ -113,7 +138,7 @@ class CPUBackend:
 
     def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> CPULinear:
         """See `Backend.pack_linear`."""
-        return pack(parts, biases, self.dtype, self._launcher)
+        return pack(parts, biases, self.dtype, self._launcher, self._paired)
 
     # Model ops
 
@@ -126,20 +151,29 @@ class CPUBackend:
         rows, depth, width = x.shape[0], weight.inputs, weight.padded
         if x.shape[1] != depth:
             raise ValueError(f"linear: x is {x.shape}, the weight has {depth} inputs")
-        out = np.empty((rows, width), np.float32)
         if rows == 0:
-            return out[:, : weight.outputs]
-        flat, blocks = _flat(x), rows // TILE_ROWS
-        packed = np.empty(blocks * TILE_ROWS * depth, np.float32)
-        if blocks:
-            run = self._launcher.run
-            run(packed.size, linear.interleave_float32, flat, packed, TILE_ROWS, depth, blocks, 0)
+            return np.empty((0, weight.outputs), np.float32)
+        flat = _flat(x)
+        if weight.paired:
+            room = linear.padded_rows(rows)
+            packed = np.empty(room * weight.depth // 2, np.uint32)
+        else:
+            room, packed = rows, self._interleave(flat, rows // TILE_ROWS, depth)
+        out = np.empty((room, width), np.float32)
         items = width // linear.COLUMNS * -(-rows // linear.ROW_GROUP)
         work = rows * width * depth
         self._launcher.run(
             work, self._linear, weight.data, weight.bias, flat, packed, out.reshape(-1), rows, depth, items
         )
-        return out if width == weight.outputs else np.ascontiguousarray(out[:, : weight.outputs])
+        return out[:rows] if width == weight.outputs else np.ascontiguousarray(out[:rows, : weight.outputs])
+
+    def _interleave(self, flat: np.ndarray, blocks: int, depth: int) -> np.ndarray:
+        """Return the rows of the first `blocks` tiles of x as the tiles read them."""
+        packed = np.empty(blocks * TILE_ROWS * depth, np.float32)
+        if blocks:
+            run = self._launcher.run
+            run(packed.size, linear.interleave_float32, flat, packed, TILE_ROWS, depth, blocks, 0)
+        return packed
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """See `Backend.rms_norm`."""

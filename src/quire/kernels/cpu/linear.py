@@ -3,6 +3,9 @@
 A weight [N, K] is packed as [N/16][K][16]: sixteen output features lie side by side and go into the lanes of one
 vector, so that an output is a plain sum over k, in order, whatever the number of rows. The blocking follows Goto and
 van de Geijn (2008). N is padded to a multiple of 32 with zeros.
+
+`linear_dot` is for CPUs that multiply pairs of bfloat16: there a bfloat16 weight is packed as [N/16][K/2][16][2], K
+padded to an even number with a zero, and the rows of x are rounded to bfloat16 as well.
 """
 
 from __future__ import annotations
@@ -11,10 +14,24 @@ import numpy as np
 from numba import prange
 
 from quire.kernels.cpu.jit import kernel, part, share
-from quire.kernels.cpu.simd import TILE_ROWS, load, store, tile_four, tile_many, tile_one
+from quire.kernels.cpu.simd import (
+    TILE_ROWS,
+    dot_four,
+    dot_many,
+    dot_one,
+    get,
+    load,
+    put,
+    store,
+    tile_four,
+    tile_many,
+    tile_one,
+)
 
 COLUMNS = 32  # columns of a tile: two vectors
 ROW_GROUP = 64  # rows that one work item computes, so that wide machines find enough items
+DOT_ROWS = 8  # rows of the largest tile of `linear_dot`
+SKEW = 16  # keeps rows that are read side by side out of the same cache sets
 
 
 @part
@@ -87,6 +104,90 @@ def linear_float16(w, bias, x, packed, out, rows, depth, items, chunks):
     else:
         for c in prange(chunks):
             product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
+
+
+@part
+def tile_height(rows):
+    """Rows of the `linear_dot` tile that computes the next of `rows` rows; the tile may have more than are left."""
+    return 8 if rows > 4 else 4 if rows > 1 else 1
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of all tiles that `linear_dot` computes `rows` rows by; see `tile_height`."""
+    whole = rows // DOT_ROWS * DOT_ROWS
+    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
+
+
+@part
+def round_rows(x, packed, rows, depth, chunk, chunks):
+    """Round this chunk's share of the tiles of x [M][K] to bfloat16, as [K/2][height][2] each; missing ones are 0."""
+    pairs = (depth + 1) // 2
+    first, last = share((rows + DOT_ROWS - 1) // DOT_ROWS, chunk, chunks)
+    stride = pairs + SKEW
+    rounded = np.zeros(DOT_ROWS * stride, np.uint32)
+    halves = rounded.view(np.uint16)
+    for tile in range(first, last):
+        row = tile * DOT_ROWS
+        count = min(rows - row, DOT_ROWS)
+        height = tile_height(count)
+        for r in range(count):
+            for k in range(depth):
+                put(halves, 2 * r * stride + k, get(x, (row + r) * depth + k))
+        for r in range(count, height):
+            rounded[r * stride : r * stride + pairs] = 0
+        for k in range(pairs):
+            for r in range(height):
+                packed[row * pairs + k * height + r] = rounded[r * stride + k]
+
+
+@part
+def dot_item(w, bias, packed, out, rows, depth, item):
+    """Compute 32 columns of up to ROW_GROUP rows; `out` has room for the whole of the last tile."""
+    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
+    column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
+    last = min(row + ROW_GROUP, rows)
+    pairs = (depth + 1) // 2
+    stride = w.shape[0] // (2 * pairs)
+    at, next_vector, resume = column * 2 * pairs, 32 * pairs, 0
+    while row < last:
+        height, to = tile_height(last - row), row * stride + column
+        if bias.shape[0] > 0:
+            fill_bias(bias, column, out, to, stride, height)
+            resume = 1
+        if height == 8:
+            dot_many(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
+        elif height == 4:
+            dot_four(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
+        else:
+            dot_one(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
+        row += height
+
+
+@part
+def dots(w, bias, packed, out, rows, depth, items, chunk, chunks):
+    """Compute this chunk's share of the work items."""
+    first, last = share(items, chunk, chunks)
+    for item in range(first, last):
+        dot_item(w, bias, packed, out, rows, depth, item)
+
+
+@kernel
+def linear_dot(w, bias, x, packed, out, rows, depth, items, chunks):
+    """x [M*K] times w (packed in pairs), both bfloat16 -> out [at least M rows of N], accumulated in float32.
+
+    `packed` uint32 is room for x in pairs, and like `out` it holds whole tiles, see `tile_height`.
+    """
+    if chunks == 1:
+        round_rows(x, packed, rows, depth, chunks - 1, chunks)
+        dots(w, bias, packed, out, rows, depth, items, chunks - 1, chunks)
+    else:
+        if rows <= DOT_ROWS:
+            round_rows(x, packed, rows, depth, 0, 1)
+        else:
+            for c in prange(chunks):
+                round_rows(x, packed, rows, depth, np.int64(c), chunks)
+        for c in prange(chunks):
+            dots(w, bias, packed, out, rows, depth, items, np.int64(c), chunks)
 
 
 @part

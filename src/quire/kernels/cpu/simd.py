@@ -1,9 +1,10 @@
 """The vocabulary of the CPU kernels: sixteen float32 lanes as a Numba type, and LLVM instructions on it.
 
-Only generic LLVM vector operations, so the same kernel compiles for AVX-512, AVX2, NEON or plain SSE2. Arrays come in
-three storage formats told apart by their dtype, so that `load` and `get` widen and `put` narrows without a flag:
-float32 as it is, uint16 for the bits of bfloat16, int16 for the bits of float16. Offsets count elements of the flat,
-contiguous array. No algorithm lives here, except the exponential function and the inner loop of all matrix products.
+Only generic LLVM vector operations, so the same kernel compiles for AVX-512, AVX2, NEON or plain SSE2; the exception is
+`dot_many` with its neighbours, for CPUs with `HAS_BF16_DOT`. Arrays come in three storage formats told apart by their
+dtype, so that `load` and `get` widen and `put` narrows without a flag: float32 as it is, uint16 for the bits of
+bfloat16, int16 for the bits of float16. Offsets count elements of the flat, contiguous array. No algorithm lives here,
+except the exponential function and the inner loops of all matrix products.
 """
 
 from __future__ import annotations
@@ -35,9 +36,28 @@ def has_feature(name: str) -> bool:
 # Without these instructions LLVM would call a library function that is not there. Every AArch64 has them.
 HAS_HALF = has_feature("f16c") or platform.machine().lower() in ("aarch64", "arm64")
 
-# Rows of the register tile in `matmul_tile`: 8 x 2 sixteen-lane sums fill AVX-512's 32 registers; half as wide
+# Products of bfloat16 pairs, added to float32 sums, in one instruction (VDPBF16PS).
+HAS_BF16_DOT = has_feature("avx512bf16") and has_feature("avx512f")
+
+# Rows of the register tile in `tile_many`: 8 x 2 sixteen-lane sums fill AVX-512's 32 registers; half as wide
 # registers, or half as many, hold 2 x 2.
 TILE_ROWS = 8 if has_feature("avx512f") else 2
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks; only the operands of one instruction are of it."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash(BFloat)
+
+
+BF16_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 class VecType(types.Type):
@@ -426,3 +446,61 @@ def _tile(rows):
 
 
 tile_many, tile_four, tile_two, tile_one = _tile(TILE_ROWS), _tile(4), _tile(2), _tile(1)
+
+
+def _load_pairs(b, data, offset):
+    """Load thirty-two bfloat16 from an array of their bits."""
+    value = b.load(b.bitcast(b.gep(data, [offset]), BF16_PAIRS.as_pointer()))
+    value.align = 2
+    return value
+
+
+def _dot_tile(rows):
+    @intrinsic
+    def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, start):
+        def code(ctx, b, sig, a):
+            weights, factors, sums_out = (_data(ctx, b, sig.args[i], a[i]) for i in (0, 3, 6))
+            index = a[1].type
+            places = [
+                (r, b.add(a[7], b.add(b.mul(a[8], index(r)), index(LANES * c)))) for r in range(rows) for c in (0, 1)
+            ]
+            sums = [cgutils.alloca_once(b, F32V) for _ in places]
+            resume = b.icmp_signed("!=", a[9], a[9].type(0))
+            with b.if_else(resume) as (resumed, fresh):
+                with resumed:
+                    for total, (_, place) in zip(sums, places, strict=True):
+                        b.store(_load(b, "f32", sums_out, place), total)
+                with fresh:
+                    for total in sums:
+                        b.store(_constant(0.0), total)
+            with cgutils.for_range(b, a[5], intp=index) as loop:
+                step = b.add(a[1], b.mul(loop.index, index(2 * LANES)))
+                columns = [_load_pairs(b, weights, b.add(step, o)) for o in (index(0), a[2])]
+                x_step = b.add(a[4], b.mul(loop.index, index(rows)))
+                for r in range(rows):
+                    factor = b.load(b.gep(factors, [b.add(x_step, index(r))]))
+                    factor = b.bitcast(_splat(b, factor, I32V), BF16_PAIRS)
+                    for c in (0, 1):
+                        total = sums[2 * r + c]
+                        dot = _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [b.load(total), columns[c], factor])
+                        b.store(dot, total)
+            for total, (_, place) in zip(sums, places, strict=True):
+                _store(b, b.load(total), sums_out, place)
+            return ctx.get_dummy_value()
+
+        n = types.int64
+        return types.void(w, n, n, x, n, n, out, n, n, n), code
+
+    tile.__doc__ = f"""Like `tile_many` for bfloat16 on both sides, {rows} rows and 32 columns; needs HAS_BF16_DOT.
+
+    An element takes one pair of k after the other, with the same instruction whatever the number of rows. It counts
+    subnormal numbers as zeros. In elements:
+
+    w[k, c]   at w_at + (k // 2) * 32 + (c // 16) * w_next + c % 16 * 2 + k % 2; uint16, the bits of bfloat16
+    x[r, k]   half k % 2 of x_at + (k // 2) * {rows} + r; uint32, the lower half first; k < 2 * pairs
+    out[r, c] at out_at + r * out_next + c; float32
+    """
+    return tile
+
+
+dot_many, dot_four, dot_one = _dot_tile(8), _dot_tile(4), _dot_tile(1)

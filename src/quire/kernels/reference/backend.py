@@ -49,11 +49,16 @@ class ReferenceBackend:
         kv_dtype: str = "float32",
         device: str = "cpu",
         num_threads: int | None = None,
+        round_linear_inputs: bool = False,
     ) -> None:
-        """Hold weights in `dtype` and keys and values in `kv_dtype`, on torch device `device`."""
+        """Hold weights in `dtype` and keys and values in `kv_dtype`, on torch device `device`.
+
+        `round_linear_inputs` rounds the inputs of `linear` to `dtype`, as a backend may for bfloat16.
+        """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self.device = torch.device(device)
+        self._round_linear_inputs = round_linear_inputs
         self._compute = torch.float32 if self.device.type == "mps" else torch.float64
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -112,6 +117,8 @@ class ReferenceBackend:
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
         """See `Backend.linear`."""
+        if self._round_linear_inputs:
+            x = x.to(weight.weight.dtype)
         out = (x.to(self._compute) @ weight.weight.to(self._compute).T).float()
         return out if weight.bias is None else out + weight.bias
 
