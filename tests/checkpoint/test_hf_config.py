@@ -114,10 +114,25 @@ def test_the_first_known_architecture_is_taken(read: Any) -> None:
             },
             (7, None),
         ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7}, (None, None)),
+        (
+            {
+                "architectures": ["SmolLM3ForCausalLM"],
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            (None, 7),
+        ),
     ],
 )
 def test_sliding_windows(read: Any, config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert read(num_key_value_heads=2, **config).layer_windows == windows
+
+
+def test_smollm3_names_the_layers_of_its_window(read: Any) -> None:
+    with pytest.raises(ModelError, match=r"layer_types is missing \(expected a list of num_hidden_layers, 2, names"):
+        read(architectures=["SmolLM3ForCausalLM"], num_key_value_heads=2, sliding_window=7, use_sliding_window=True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from quire.errors import ModelError
 from quire.kernels.create import create_backend
 from quire.layers.activation import ACTIVATIONS, Activation, GatedActivation
 from quire.layers.builder import Builder
-from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 X = np.random.default_rng(0).standard_normal((6, 16)).astype(np.float32) * 2
@@ -48,12 +48,12 @@ class Weight:
 
 def test_norm_of_each_head_is_the_norm_of_its_slice() -> None:
     scale = np.linspace(0.5, 1.5, 4, dtype=np.float32)
-    norm = RMSNorm(Builder(Weight(scale), BACKEND), "q_norm", 4, 1e-6)
+    norm = HeadRMSNorm(Builder(Weight(scale), BACKEND), "q_norm", 4, 1e-6)
     heads = X.reshape(6, 4, 4)
     expected = heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
-    np.testing.assert_allclose(norm.each_head(BACKEND.from_numpy(X)), expected.reshape(6, 16), rtol=1e-5)
+    np.testing.assert_allclose(norm(BACKEND.from_numpy(X)), expected.reshape(6, 16), rtol=1e-5)
     wide = BACKEND.from_numpy(np.concatenate([X, X], axis=1))
-    np.testing.assert_allclose(norm.each_head(wide[:, 16:]), expected.reshape(6, 16), rtol=1e-5)
+    np.testing.assert_allclose(norm(wide[:, 16:]), expected.reshape(6, 16), rtol=1e-5)
 
 
 def test_adding_norm_updates_the_stream_in_place() -> None:

@@ -102,6 +102,13 @@ def test_phi3_refuses_the_scaling_of_its_early_files(tmp_path: Path) -> None:
         load_model(info, BACKEND)
 
 
+@pytest.mark.parametrize("layers", [[1], [1, 2], "all", [1, [0]]])
+def test_no_rope_layers_that_fit_no_model_are_refused(layers: object, tmp_path: Path) -> None:
+    info = load_model_info(write_checkpoint(tmp_path, "smollm3"), {"no_rope_layers": layers})
+    with pytest.raises(ModelError, match=r"no_rope_layers is .* \(expected a list of 2 zeros and ones\)"):
+        load_model(info, BACKEND)
+
+
 def test_cross_attention_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gpt2")
     config = json.loads((folder / "config.json").read_text())
@@ -120,6 +127,9 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
         ("gpt_neox", {"vocab_size": 131}),
         ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "num_key_value_heads": 1, "vocab_size": 131}),
         ("starcoder2", {"vocab_size": 131}),
+        ("olmo2", {"num_key_value_heads": 1, "vocab_size": 131}),
+        ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("granite", {"residual_multiplier": 0.3, "attention_bias": True}),
         ("cohere", {"use_qk_norm": True, "vocab_size": 131}),
         ("gptj", {"vocab_size": 131}),
         ("opt", {"word_embed_proj_dim": 24}),

@@ -105,6 +105,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # norms after the layers; multipliers; layers that do not rotate
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha-bias-tied": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2-mqa": ("olmo2", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2, "num_hidden_layers": 3}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granite-defaults-biases": (
+        "granite",
+        {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-window": (
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     # layer norms and rotation, blocks in parallel
     "gpt-neox": ("gpt_neox", {}),
     "gpt-neox-sequence": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "num_attention_heads": 2}),

@@ -17,6 +17,7 @@ class Windows(Enum):
 
     NEVER = "sliding_window has no meaning"
     ALL = "every layer, if sliding_window is set"
+    LISTED = "those layer_types names, if use_sliding_window"
     BY_LAYER = "those layer_types or max_window_layers name, if use_sliding_window"
 
 
@@ -115,6 +116,20 @@ FAMILIES: dict[str, Family] = {
         },
         {"norm_eps": "norm_epsilon"},
         windows=Windows.ALL,
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", {**_LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
+    "GraniteForCausalLM": Family("granite", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        {
+            **_LLAMA_LIKE,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "use_sliding_window": False,
+        },
+        windows=Windows.LISTED,
     ),
     "CohereForCausalLM": Family(
         "cohere",

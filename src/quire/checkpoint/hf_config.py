@@ -233,9 +233,11 @@ def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int
     if not fields.flag("use_sliding_window"):
         window = None
     layer_types = fields.values.get("layer_types")
-    if layer_types is None:
+    if layer_types is None and family.windows is Windows.BY_LAYER:
         first = fields.integer("max_window_layers")
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    if layer_types is None and window is None:
+        return (None,) * num_layers
     known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise fields.error("layer_types", f"a list of num_hidden_layers, {num_layers}, names")

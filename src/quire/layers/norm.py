@@ -24,10 +24,32 @@ class RMSNorm:
         """Add `x` to `residual` in place and return the norm of the sum; both [T, size]."""
         return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def each_head(self, x: Array) -> Array:
-        """Normalise every head by itself: x [T, heads * size] -> the same shape."""
-        tokens = x.shape[0]
-        return self.backend.rms_norm(x.reshape(-1, self.size), self.weight, self.eps).reshape(tokens, -1)
+
+class HeadRMSNorm(RMSNorm):
+    """Root-mean-square norm of every head by itself; all share one scale."""
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the heads of x [T, heads * size]."""
+        return super().__call__(x.reshape(-1, self.size)).reshape(x.shape[0], -1)
+
+
+class ProjectionRMSNorm:
+    """Root-mean-square norm over all heads of a projection that is split over ranks, as OLMo 2 has it.
+
+    Ranks that hold the same KV head would count it as often as it is held; so do all others, and the mean is the same.
+    """
+
+    def __init__(self, builder: Builder, name: str, num_heads: int, size: int, eps: float, *, mine: range) -> None:
+        self.backend, self.parallel, self.eps = builder.backend, builder.parallel, eps
+        scales = builder.get(f"{name}.weight", (num_heads * size,)).to_float32().reshape(num_heads, size)
+        copies = len(mine) * self.parallel.tp_size // num_heads
+        self.weight = self.backend.vector(HostTensor(np.repeat(scales, copies, axis=0).reshape(-1), "float32"))
+        width = len(mine) * size
+        self.start, self.stop = self.parallel.tp_rank * width, (self.parallel.tp_rank + 1) * width
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise this rank's part x [T, its heads * size] of the projection."""
+        return self.backend.rms_norm(self.parallel.join_ranks(x), self.weight, self.eps)[:, self.start : self.stop]
 
 
 class LayerNorm:

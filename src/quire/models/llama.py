@@ -8,7 +8,7 @@ with RMS norms, rotary positions, grouped key/value heads and a gated feed-forwa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
@@ -17,20 +17,33 @@ from quire.layers.attention import Attention
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """Where the families that share this decoder differ."""
+    """Where the families that share this decoder differ.
+
+    Attributes:
+        qk_norm: queries and keys have an RMS norm: each head by itself, or all heads together.
+        fused: the file holds one qkv_proj and one gate_up_proj, each a stack of the parts.
+        unrotated_layers: those whose queries and keys are not rotated.
+        attention_scale: multiplies q.k; None is head_dim**-0.5.
+        residual_scale, embedding_scale, logit_scale: multiply each layer's two outputs, the embedding, the logits.
+    """
 
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    fused: bool = False  # the file holds one qkv_proj and one gate_up_proj, each a stack of the parts
+    qk_norm: Literal["head", "projection"] | None = None
+    fused: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    attention_scale: float | None = None
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 class DecoderAttention:
@@ -40,27 +53,34 @@ class DecoderAttention:
         self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding, options: DecoderOptions
     ) -> None:
         hidden, heads, head_dim = info.hidden_size, info.num_attention_heads, info.head_dim
+        kv_heads, eps = info.num_key_value_heads, info.norm_eps
         self.qkv_proj = QKVParallelLinear(
             builder,
             ("qkv_proj",) if options.fused else ("q_proj", "k_proj", "v_proj"),
             hidden,
             num_heads=heads,
-            num_kv_heads=info.num_key_value_heads,
+            num_kv_heads=kv_heads,
             head_size=head_dim,
             bias=options.qkv_bias,
         )
-        self.q_norm = RMSNorm(builder, "q_norm", head_dim, info.norm_eps) if options.qk_norm else None
-        self.k_norm = RMSNorm(builder, "k_norm", head_dim, info.norm_eps) if options.qk_norm else None
+        self.q_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
+        self.k_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
+        if options.qk_norm == "head":
+            self.q_norm = HeadRMSNorm(builder, "q_norm", head_dim, eps)
+            self.k_norm = HeadRMSNorm(builder, "k_norm", head_dim, eps)
+        elif options.qk_norm == "projection":
+            self.q_norm = ProjectionRMSNorm(builder, "q_norm", heads, head_dim, eps, mine=self.qkv_proj.heads)
+            self.k_norm = ProjectionRMSNorm(builder, "k_norm", kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
         self.attention = Attention(
             builder.backend,
             AttentionParams(
                 num_heads=self.qkv_proj.num_heads,
                 num_kv_heads=self.qkv_proj.num_kv_heads,
                 head_size=head_dim,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if options.attention_scale is None else options.attention_scale,
                 sliding_window=info.layer_windows[layer],
             ),
-            rotary,
+            None if layer in options.unrotated_layers else rotary,
         )
         self.o_proj = RowParallelLinear(builder, "o_proj", heads * head_dim, hidden, bias=options.output_bias)
 
@@ -68,7 +88,7 @@ class DecoderAttention:
         """[T, H] -> [T, H]."""
         q, k, v = self.qkv_proj(x)
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm.each_head(q), self.k_norm.each_head(k)
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attention(positions, q, k, v, kv_cache, metadata))
 
 
@@ -97,6 +117,7 @@ class DecoderLayer:
         self.self_attn = DecoderAttention(builder.under("self_attn"), info, layer, rotary, options)
         self.post_attention_layernorm = RMSNorm(builder, "post_attention_layernorm", info.hidden_size, info.norm_eps)
         self.mlp = DecoderMLP(builder.under("mlp"), info, options)
+        self.scale = options.residual_scale
 
     def __call__(
         self, positions: Array, x: Array | None, residual: Array, kv_cache: KVCache, metadata: AttentionMetadata
@@ -104,24 +125,31 @@ class DecoderLayer:
         """Take the last layer's output `x` (None in the first) and the stream, both [T, H]; return this one's."""
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add(x, residual)
         x = self.self_attn(positions, x, kv_cache, metadata)
-        x = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x)
+        x = self.post_attention_layernorm.add(scaled(x, self.scale), residual)
+        return scaled(self.mlp(x), self.scale)
+
+
+def scaled(x: Array, scale: float) -> Array:
+    """x times `scale`, which costs nothing where it is 1."""
+    return x if scale == 1.0 else x * scale
 
 
 class LlamaForCausalLM:
-    """Embedding, decoder layers, final norm, output head."""
+    """Embedding, decoder layers, final norm, output head. A family is a subclass with its `options`."""
 
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     ignorable: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
         assert info.rope is not None
         self.vocab_size = info.vocab_size
         options = self.options(info)
+        self.embedding_scale, self.logit_scale = options.embedding_scale, options.logit_scale
         model = builder.under("model")
         self.embed_tokens = VocabParallelEmbedding(model, "embed_tokens", info.vocab_size, info.hidden_size)
         rotary = RotaryEmbedding(builder.backend, info.rope, info.head_dim, max_model_len)
         self.layers = [
-            DecoderLayer(model.under(f"layers.{layer}"), info, layer, rotary, options)
+            self.layer_class(model.under(f"layers.{layer}"), info, layer, rotary, options)
             for layer in range(info.num_hidden_layers)
         ]
         self.norm = RMSNorm(model, "norm", info.hidden_size, info.norm_eps)
@@ -142,7 +170,7 @@ class LlamaForCausalLM:
         self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Array:
         """See `Model.forward`."""
-        residual = self.embed_tokens(input_ids)
+        residual = scaled(self.embed_tokens(input_ids), self.embedding_scale)
         x = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(positions, x, residual, kv_cache, metadata)
@@ -150,4 +178,4 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""
-        return self.lm_head(hidden)
+        return scaled(self.lm_head(hidden), self.logit_scale)

@@ -13,4 +13,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def options(info: ModelInfo) -> DecoderOptions:
         """Norms on q and k; biases if the config asks for them."""
         bias = info.fields.flag("attention_bias", False)
-        return DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True)
+        return DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm="head")
