@@ -78,7 +78,12 @@ class ModelConfig:
     )
     chat_template: str | None = option(None, "File with a Jinja chat template, if not the model's own.")
     allow_nonfinite: bool = option(False, "Serve weights even if some are NaN or infinite.")
-    seed: int = option(0, "Seed of what the engine draws by itself, such as dummy weights.", low=0, high=2**63 - 1)
+    seed: int = option(
+        0,
+        "Seed of dummy weights and, offline, of requests that bring none; a server draws theirs.",
+        low=0,
+        high=2**63 - 1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,3 +306,15 @@ def test_adds_reach_the_engine_with_running_ids() -> None:
     quiet(llm, "c")
     assert [add.request_id for add in engine.added] == ["0", "1", "2"]
     assert all(isinstance(add, AddRequest) for add in engine.added)
+
+
+def test_a_script_repeats_itself_and_its_requests_differ() -> None:
+    def seeds(**options: Any) -> list[int]:
+        llm, engine = fake_llm(**options)
+        quiet(llm, ["a", "b"], SamplingParams(max_tokens=1))
+        quiet(llm, "c", SamplingParams(max_tokens=1))
+        return [request.seed for request in engine.added]
+
+    assert len(set(seeds())) == 3
+    assert seeds() == seeds()
+    assert seeds(seed=1) != seeds(seed=2)

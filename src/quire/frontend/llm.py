@@ -58,7 +58,7 @@ class LLM:
         self.config = config
         self._engine = engine
         self._front = front_model
-        self._processor = front_model.processor(engine.ready)
+        self._processor = front_model.processor(engine.ready, seed=config.model.seed)
         self._outputs = OutputProcessor(front_model.tokenizer)
         self._num_requests = 0
 

@@ -33,8 +33,8 @@ class FrontModel:
     chat_template: ChatTemplate | None
     use_sampling_defaults: bool = True
 
-    def processor(self, ready: Ready) -> Processor:
-        """Return the processor for requests to an engine that is ready."""
+    def processor(self, ready: Ready, seed: int | None = None) -> Processor:
+        """Return the processor for requests to an engine that is ready; `seed` as in `Processor`."""
         eos_ids = self.info.eos_token_ids
         if not eos_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos_ids = (self.tokenizer.eos_token_id,)
@@ -44,6 +44,7 @@ class FrontModel:
             max_model_len=ready.max_model_len,
             eos_token_ids=[index for index in eos_ids if index < ready.vocab_size],
             sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
+            seed=seed,
         )
 
     def template(self) -> ChatTemplate:

@@ -12,6 +12,7 @@ vocabulary, the prompt with the context length. Two rules to know:
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ class Processor:
         vocab_size: rows of the model's embedding table. max_model_len: context length [tokens].
         eos_token_ids: ids that end a text.
         sampling_defaults: SamplingParams fields used where the caller gives no parameters at all.
+        seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Processor:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         sampling_defaults: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> None:
+        self._random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -172,7 +176,7 @@ class Processor:
         self._check_params(params)
         self._check_options(request_id, priority, cache_salt)
         eos_ids = () if params.ignore_eos else self.eos_token_ids
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         room = self.max_model_len - len(token_ids)
         shared: dict[str, Any] = {
             "prompt_token_ids": token_ids,
