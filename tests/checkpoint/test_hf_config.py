@@ -27,7 +27,8 @@ CONFIG_KEYS = sorted(
         *("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "max_window_layers", "dtype"),
         *("torch_dtype", "quantization_config", "auto_map", "head_dim", "num_key_value_heads", "n_inner", "ffn_dim"),
         *("original_max_position_embeddings", "partial_rotary_factor", "tie_word_embeddings", "hidden_act"),
-        *("rotary_pct", "rotary_dim", "rotary_emb_base"),
+        *("rotary_pct", "rotary_dim", "rotary_emb_base", "n_embed", "expansion_ratio", "num_kv_heads", "alibi"),
+        *("multi_query", "new_decoder_architecture", "ffn_hidden_size"),
     }
 )
 
@@ -270,6 +271,41 @@ def test_gptj_says_how_many_values_it_rotates(read: Any) -> None:
         read(**gptj, rotary_dim=64)
 
 
+def test_bloom_has_two_names_for_its_sizes(read: Any) -> None:
+    sizes = {"n_embed": 48, "num_attention_heads": 6, "num_hidden_layers": 3, "seq_length": 64}
+    info = read(architectures=["BloomForCausalLM"], **sizes)
+    assert (info.hidden_size, info.num_attention_heads, info.num_hidden_layers) == (48, 6, 3)
+    assert (info.intermediate_size, info.max_model_len, info.rope) == (192, 64, None)
+
+
+def test_mpt_gives_its_width_as_a_multiple(read: Any) -> None:
+    mpt = {"architectures": ["MptForCausalLM"], "d_model": 32, "n_layers": 2, "n_heads": 4}
+    assert (read(**mpt).intermediate_size, read(**mpt, expansion_ratio=3).intermediate_size) == (128, 96)
+    with pytest.raises(ModelError, match=r"expansion_ratio is 2.5 \(expected an integer"):
+        read(**mpt, expansion_ratio=2.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        ({}, 1),
+        ({"multi_query": False}, 4),
+        ({"num_kv_heads": 2}, 1),
+        ({"num_kv_heads": 2, "new_decoder_architecture": True}, 2),
+        ({"new_decoder_architecture": True}, 4),
+    ],
+)
+def test_kv_heads_of_falcon(read: Any, config: dict[str, Any], kv_heads: int) -> None:
+    info = read(architectures=["FalconForCausalLM"], num_key_value_heads=None, **config)
+    assert (info.num_key_value_heads, info.intermediate_size, info.rope.rotary_dim) == (kv_heads, 128, 8)
+
+
+def test_falcon_with_alibi_does_not_rotate(read: Any) -> None:
+    assert read(architectures=["FalconForCausalLM"], alibi=True).rope is None
+    with pytest.raises(ModelError, match=r"num_kv_heads is 3 \(expected a divisor of num_attention_heads, 4\)"):
+        read(architectures=["FalconForCausalLM"], num_kv_heads=3, new_decoder_architecture=True)
+
+
 @pytest.mark.parametrize(
     ("share", "words"),
     [
@@ -365,7 +401,8 @@ def test_any_value_is_understood_or_refused(
     folder = tmp_path_factory.getbasetemp()
     config = {**PLAIN_CONFIG, "architectures": [architecture], "ffn_dim": 48, "use_sliding_window": use, key: value}
     gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-    (folder / "config.json").write_text(json.dumps({**gpt2, **config}))
+    mpt = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
+    (folder / "config.json").write_text(json.dumps({**gpt2, **mpt, **config}))
     try:
         assert load_model_info(folder).max_model_len >= 1
     except ModelError as error:

@@ -46,6 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**SMALL, "num_key_value_heads": 2, "no_rope_layer_interval": 2},
     "cohere": {**SMALL, "num_key_value_heads": 2},
     "gptj": {**GPT2, "rotary_dim": 4},
+    "falcon": {**SMALL, "ffn_hidden_size": 48, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "bloom": {"vocab_size": 160, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 256},
+    "mpt": {"vocab_size": 160, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
     "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
     "gpt2": GPT2,
 }
@@ -91,8 +94,11 @@ def oracle_logits(folder: Path, token_ids: list[int]) -> Any:
     import transformers
 
     torch.set_num_threads(1)
+    # With ALiBi, transformers' eager Falcon adds the bias twice: in the mask, and in each layer. Its sdpa adds it once.
+    config = transformers.AutoConfig.from_pretrained(folder)
+    attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=attention
     ).eval()
     with torch.no_grad():
         return model(torch.tensor([token_ids])).logits[0].numpy()

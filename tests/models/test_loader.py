@@ -81,7 +81,7 @@ def test_cache_needs_follow_heads_windows_and_dtype(tmp_path: Path) -> None:
     assert spec.layers == [LayerKVSpec(2, 8, "bfloat16", None), LayerKVSpec(2, 8, "bfloat16", 9)]
 
 
-@pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+@pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("bloom", "transformer.")])
 def test_files_without_the_outermost_prefix_load_too(family: str, prefix: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, family)
     expected = logits(folder)
@@ -109,6 +109,34 @@ def test_no_rope_layers_that_fit_no_model_are_refused(layers: object, tmp_path: 
         load_model(info, BACKEND)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mpt", {"no_bias": False}, "no_bias is False (expected true)"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is 'inv_sqrt_d_model' (expected null)"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type is 'rmsnorm' (expected layernorm or"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False (expected true)"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True (expected false)"),
+        ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv is 6 (expected null)"),
+        (
+            "mpt",
+            {"attn_config": {"attn_type": "multiquery_attention"}},
+            "attn_config.attn_type is 'multiquery_attention' (expected multihead_attention)",
+        ),
+        ("falcon", {"parallel_attn": False}, "parallel_attn is False (expected true, with new_decoder_architecture)"),
+        ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3 (expected an integer from 1 to 2)"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True (expected false)"),
+    ],
+)
+def test_variants_that_are_not_computed_are_refused(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    info = load_model_info(write_checkpoint(tmp_path, family), changes)
+    with pytest.raises(ModelError) as caught:
+        load_model(info, BACKEND)
+    assert words in caught.value.message
+
+
 def test_cross_attention_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gpt2")
     config = json.loads((folder / "config.json").read_text())
@@ -132,6 +160,10 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
         ("granite", {"residual_multiplier": 0.3, "attention_bias": True}),
         ("cohere", {"use_qk_norm": True, "vocab_size": 131}),
         ("gptj", {"vocab_size": 131}),
+        ("falcon", {"vocab_size": 131}),
+        ("falcon", {"new_decoder_architecture": False, "alibi": True, "bias": True}),
+        ("bloom", {"vocab_size": 131}),
+        ("mpt", {"vocab_size": 131}),
         ("opt", {"word_embed_proj_dim": 24}),
         ("gpt2", {"vocab_size": 131}),
     ],

@@ -162,6 +162,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gptj": ("gptj", {}),
     "gptj-tied-wide": ("gptj", {"tie_word_embeddings": True, "n_head": 2, "rotary_dim": 10, "n_inner": 40}),
+    "falcon": ("falcon", {}),
+    "falcon-one-norm-bias": ("falcon", {"num_ln_in_parallel_attn": 1, "bias": True, "num_kv_heads": 4}),
+    "falcon-multi-query": ("falcon", {"new_decoder_architecture": False, "hidden_size": 48, "ffn_hidden_size": None}),
+    "falcon-rw": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # biases by distance
+    "bloom": ("bloom", {}),
+    "bloom-six-heads-untied": ("bloom", {"hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),
+    "mpt": ("mpt", {}),
+    "mpt-five-heads-scaled": (
+        "mpt",
+        {"d_model": 40, "n_heads": 5, "attn_config": {"softmax_scale": 0.5}},
+    ),
     # learned positions
     "opt": ("opt", {}),
     "opt-post-norm-projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),

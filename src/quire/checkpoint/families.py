@@ -6,10 +6,12 @@ architecture's own configuration class, which apply when a folder's config.json 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from quire.checkpoint.fields import Fields
 
 
 class Windows(Enum):
@@ -29,10 +31,12 @@ class Family:
         model_type: the config's model_type, used when `architectures` is absent.
         defaults: values of keys that may be absent. A key that is present but null stays null.
         keys: our field name -> its key, where they differ.
-        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length.
+        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length, or by a
+            bias on attention (ALiBi), trained up to that length. alibi: config.json's "alibi" takes rotation away.
         rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
             where whole heads are.
         windows: which layers have a sliding window.
+        derive: computes keys from others, where one key does not say it all.
     """
 
     model_type: str
@@ -41,6 +45,33 @@ class Family:
     rotary: bool = True
     rotary_part: str | None = None
     windows: Windows = Windows.NEVER
+    alibi: bool = False
+    derive: Callable[[Fields], Mapping[str, Any]] | None = None
+
+
+def _bloom_sizes(fields: Fields) -> dict[str, Any]:
+    """The names that BLOOM's files have besides those that its class reads."""
+    names = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    return {key: fields.values[name] for name, key in names.items() if fields.values.get(name) is not None}
+
+
+def _mpt_sizes(fields: Fields) -> dict[str, Any]:
+    """The width of the feed-forward layers is given as a multiple."""
+    hidden = fields.integer("d_model", low=1, high=2**20)
+    return {"intermediate_size": hidden * fields.integer("expansion_ratio", 4, low=1, high=64)}
+
+
+def _falcon_sizes(fields: Fields) -> dict[str, Any]:
+    """Falcon's 40B and later say how many KV heads there are; before, there was one, or as many as heads."""
+    hidden = fields.integer("n_embed", None, low=1) or fields.integer("hidden_size", low=1)
+    heads = fields.integer("num_attention_heads", low=1)
+    kv_heads = 1 if fields.flag("multi_query", True) else heads
+    if fields.flag("new_decoder_architecture", False):
+        kv_heads = fields.integer("num_kv_heads", heads, low=1)
+        if heads % kv_heads:
+            raise fields.error("num_kv_heads", f"a divisor of num_attention_heads, {heads}")
+    inner = fields.integer("ffn_hidden_size", 4 * hidden, low=1)
+    return {"hidden_size": hidden, "num_key_value_heads": kv_heads, "intermediate_size": inner, "head_dim": None}
 
 
 _LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
@@ -153,6 +184,49 @@ FAMILIES: dict[str, Family] = {
         },
         _GPT2_KEYS,
         rotary_part="rotary_dim",
+    ),
+    "FalconForCausalLM": Family(
+        "falcon",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 2048,
+        },
+        {"norm_eps": "layer_norm_epsilon", "hidden_act": "activation"},
+        alibi=True,
+        derive=_falcon_sizes,
+    ),
+    "BloomForCausalLM": Family(
+        "bloom",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "seq_length": 2048,
+        },
+        {**_GPT2_KEYS, "hidden_size": "hidden_size", "max_position_embeddings": "seq_length"},
+        rotary=False,
+        derive=_bloom_sizes,
+    ),
+    "MptForCausalLM": Family(
+        "mpt",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu",
+            "tie_word_embeddings": True,
+            "max_seq_len": 2048,
+        },
+        {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+            "hidden_act": "activation_function",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        rotary=False,
+        derive=_mpt_sizes,
     ),
     "OPTForCausalLM": Family(
         "opt",

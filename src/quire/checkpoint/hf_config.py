@@ -52,7 +52,7 @@ class ModelInfo:
         intermediate_size: width of the feed-forward layers.
         max_position_embeddings: as config.json has it.
         max_model_len: context length to use when none is asked for. longest_model_len: the most one may ask for.
-        rope: rotary parameters; None where positions are a learned table.
+        rope: rotary parameters; None where positions are a learned table or a bias on attention.
         norm_eps, hidden_act, tie_word_embeddings: as named in most config.json files.
         layer_windows: per layer, the sliding window in tokens (itself included), or None for full attention.
         dtype: of the weights: "float32", "bfloat16" or "float16".
@@ -109,12 +109,14 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
     architecture, family = _architecture(config, path)
     _refuse_unsupported(config, path)
     fields = Fields({**family.defaults, **config}, path)
+    if family.derive is not None:
+        fields = Fields({**fields.values, **family.derive(fields)}, path)
     generation = _generation_fields(folder)
 
     sizes = _sizes(fields, family)
     max_positions = fields.integer(_key(family, "max_position_embeddings"), low=1, high=MAX_ROWS)
     rope = None
-    if family.rotary:
+    if family.rotary and not (family.alibi and fields.flag("alibi", False)):
         rope = parse_rope(
             fields,
             head_dim=sizes["head_dim"],

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, KVCache
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import LayerKVSpec
+
+
+def alibi_slopes(num_heads: int, span: float = 8.0) -> np.ndarray:
+    """Return each head's slope of ALiBi (Press et al. 2022, section 3), float32 [num_heads].
+
+    For a power of two, heads have 2 ** (-span * i / num_heads), i from 1; other numbers take every second slope of
+    the next power, and then from those between, as in the authors' code.
+    """
+    power = 1 << (num_heads - 1).bit_length()
+    exponents = span * np.arange(1, power + 1) / power
+    if power != num_heads:
+        exponents = np.concatenate([exponents[1::2], exponents[::2]])[:num_heads]
+    return np.asarray(2.0**-exponents, np.float32)
 
 
 class Attention:

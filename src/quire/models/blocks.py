@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
 from quire.layers.activation import Activation, GatedActivation
@@ -30,6 +32,7 @@ class BlockNames:
 
     body: str = "model"
     embedding: str = "embed_tokens"
+    embedding_norm: str | None = None
     blocks: str = "layers"
     attention_norm: str = "input_layernorm"
     attention: str = "self_attn"
@@ -53,6 +56,8 @@ class BlockOptions:
         parallel: attention and feed-forward layer see the same x. shared_norm: and the same norm of it.
         norm_bias: norms have a shift. head_bias: the output head has one.
         head_norm: queries and keys have a `HeadLayerNorm` per head, its scales a matrix ("joint") or apart ("split").
+        attention_scale: multiplies q.k; None is head_dim**-0.5.
+        alibi_slopes: of all heads of the model, see `AttentionParams`; None without ALiBi.
         interleaved: neighbours are rotated, see `RotaryEmbedding`.
         logit_scale: multiplies the logits.
         qkv_by_group: the single tensor of `names.qkv` holds, for each KV head, its queries, its key and its value.
@@ -68,6 +73,8 @@ class BlockOptions:
     norm_bias: bool = True
     head_bias: bool = False
     head_norm: Literal["joint", "split"] | None = None
+    attention_scale: float | None = None
+    alibi_slopes: np.ndarray | None = None
     interleaved: bool = False
     logit_scale: float = 1.0
 
@@ -100,14 +107,18 @@ class BlockAttention:
             self.k_norm = HeadLayerNorm(
                 builder, names.key_norm, kv_heads, head_dim, eps, mine=self.qkv.kv_heads, split=split
             )
+        slopes = options.alibi_slopes
+        if slopes is not None:
+            slopes = builder.backend.from_numpy(slopes[self.qkv.heads.start : self.qkv.heads.stop])
         self.attention = Attention(
             builder.backend,
             AttentionParams(
                 num_heads=self.qkv.num_heads,
                 num_kv_heads=self.qkv.num_kv_heads,
                 head_size=head_dim,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if options.attention_scale is None else options.attention_scale,
                 sliding_window=info.layer_windows[layer],
+                alibi_slopes=slopes,
             ),
             rotary,
         )
@@ -172,8 +183,11 @@ class BlockDecoder:
         self.vocab_size, hidden = info.vocab_size, info.hidden_size
         options = self.options(info)
         names = options.names
-        body = builder.under(names.body)
+        body = builder.under_if(names.body, f"{names.embedding}.weight")
         self.embedding = VocabParallelEmbedding(body, names.embedding, info.vocab_size, hidden)
+        self.embedding_norm = None
+        if names.embedding_norm is not None:
+            self.embedding_norm = LayerNorm(body, names.embedding_norm, hidden, info.norm_eps)
         rotary = None
         if info.rope is not None:
             rotary = RotaryEmbedding(
@@ -202,6 +216,8 @@ class BlockDecoder:
     ) -> Array:
         """See `Model.forward`."""
         x = self.embedding(input_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         for block, kv_cache in zip(self.blocks, kv_caches, strict=True):
             x = block(positions, x, kv_cache, metadata)
         return self.final_norm(x)

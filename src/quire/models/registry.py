@@ -23,6 +23,9 @@ MODELS = {
     "SmolLM3ForCausalLM": "quire.models.smollm3",
     "CohereForCausalLM": "quire.models.cohere",
     "GPTJForCausalLM": "quire.models.gptj",
+    "FalconForCausalLM": "quire.models.falcon",
+    "BloomForCausalLM": "quire.models.bloom",
+    "MptForCausalLM": "quire.models.mpt",
     "OPTForCausalLM": "quire.models.opt",
     "GPT2LMHeadModel": "quire.models.gpt2",
 }
