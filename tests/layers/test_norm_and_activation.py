@@ -13,7 +13,9 @@ from quire.errors import ModelError
 from quire.kernels.create import create_backend
 from quire.layers.activation import ACTIVATIONS, Activation, GatedActivation
 from quire.layers.builder import Builder
-from quire.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
+from quire.layers.norm import HeadLayerNorm, HeadRMSNorm, LayerNorm, ProjectionRMSNorm, RMSNorm
+from quire.layers.parallel import ParallelContext
+from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 X = np.random.default_rng(0).standard_normal((6, 16)).astype(np.float32) * 2
@@ -30,6 +32,14 @@ def test_names_mean_what_they_mean_in_transformers(name: str) -> None:
 def test_unknown_activation_lists_the_known_ones() -> None:
     with pytest.raises(ModelError, match="activation 'mish' is not supported \\(supported: relu, silu"):
         Activation(BACKEND, "mish")
+
+
+class Tensors(dict[str, np.ndarray]):
+    """Tensors in memory as a WeightSource."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        assert self[name].shape == shape
+        return HostTensor(self[name], "float32")
 
 
 class Weight:
@@ -54,6 +64,35 @@ def test_norm_of_each_head_is_the_norm_of_its_slice() -> None:
     np.testing.assert_allclose(norm(BACKEND.from_numpy(X)), expected.reshape(6, 16), rtol=1e-5)
     wide = BACKEND.from_numpy(np.concatenate([X, X], axis=1))
     np.testing.assert_allclose(norm(wide[:, 16:]), expected.reshape(6, 16), rtol=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_norm_of_each_head_with_scales_of_its_own(split: bool) -> None:
+    scales = np.random.default_rng(1).uniform(0.5, 1.5, (4, 4)).astype(np.float32)
+    one_by_one = {f"n.norms.{head}.weight": scales[head] for head in range(4)}
+    weights = Tensors(one_by_one if split else {"n.weight": scales})
+    norm = HeadLayerNorm(Builder(weights, BACKEND), "n", 4, 4, 1e-6, mine=range(1, 3), split=split)
+    heads = X[:, 4:12].reshape(6, 2, 4)
+    centred = heads - heads.mean(axis=-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6) * scales[1:3]
+    np.testing.assert_allclose(norm(BACKEND.from_numpy(X)[:, 4:12]), expected.reshape(6, 8), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "num_heads"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 1)])
+def test_norm_over_a_projection_that_is_split_or_repeated_over_ranks(ranks: int, num_heads: int) -> None:
+    x = X[:, : num_heads * 4]
+    scales = np.linspace(0.5, 1.5, num_heads * 4, dtype=np.float32)
+    expected = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scales
+
+    def work(parallel: ParallelContext) -> None:
+        held = max(1, num_heads // ranks)
+        first = parallel.tp_rank * num_heads // ranks
+        builder = Builder(Tensors({"n.weight": scales}), BACKEND, parallel)
+        norm = ProjectionRMSNorm(builder, "n", num_heads, 4, 1e-6, mine=range(first, first + held))
+        mine = slice(first * 4, (first + held) * 4)
+        np.testing.assert_allclose(norm(BACKEND.from_numpy(x.copy())[:, mine]), expected[:, mine], rtol=1e-5)
+
+    run_ranks(ranks, BACKEND, work)
 
 
 def test_adding_norm_updates_the_stream_in_place() -> None:

@@ -86,6 +86,9 @@ _GPT2_KEYS = {
     "norm_eps": "layer_norm_epsilon",
 }
 
+# Names under which models were published before transformers had a class for them -> that class.
+EARLIER_NAMES = {"MPTForCausalLM": "MptForCausalLM"}
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(

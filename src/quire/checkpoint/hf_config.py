@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.families import FAMILIES, Family, Windows
+from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.files import read_json_object
 from quire.checkpoint.rope import RopeParameters, parse_rope
@@ -177,7 +177,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
         raise ModelError(f"{path}: model_type {echo(model_type)} is not supported (supported: {known})")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise Fields(config, path).error("architectures", "a list of names")
-    for name in names:
+    for published in names:
+        name = str(EARLIER_NAMES.get(published, published))
         if name in FAMILIES:
             return name, FAMILIES[name]
     code = "; its own code (auto_map) is not run" if config.get("auto_map") else ""
