@@ -102,6 +102,28 @@ def test_phi3_refuses_the_scaling_of_its_early_files(tmp_path: Path) -> None:
         load_model(info, BACKEND)
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.rotary_emb.inv_freq"]),
+        ("gptj", ["transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"]),
+        ("stablelm", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+    ],
+)
+def test_masks_and_tables_of_older_files_are_no_news(
+    family: str, names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: np.ones(4, np.float32) for name in names}, folder / "model.safetensors")
+    np.testing.assert_array_equal(logits(folder), expected)
+    assert not caplog.records
+    save_file(tensors | {"model.strange.weight": np.ones(4, np.float32)}, folder / "model.safetensors")
+    logits(folder)
+    assert "model.strange.weight" in caplog.text
+
+
 @pytest.mark.parametrize("layers", [[1], [1, 2], "all", [1, [0]]])
 def test_no_rope_layers_that_fit_no_model_are_refused(layers: object, tmp_path: Path) -> None:
     info = load_model_info(write_checkpoint(tmp_path, "smollm3"), {"no_rope_layers": layers})
