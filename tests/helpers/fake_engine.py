@@ -158,9 +158,7 @@ class FakeEngine:
         reply: Reply = letters,
         tokens_per_step: int = 1,
     ) -> None:
-        self.ready = Ready(
-            num_blocks=64, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size, load_seconds=0.0
-        )
+        self.ready = Ready(num_blocks=64, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size)
         self.reply = reply
         self.max_num_seqs = max_num_seqs
         self.tokens_per_step = tokens_per_step

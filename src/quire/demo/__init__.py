@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-DEMO_MODEL_NAME = "quire-demo"
-
 
 def demo_model_path() -> Path:
     """Folder of the demo checkpoint, in the layout that any Hugging Face loader reads.

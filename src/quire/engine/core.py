@@ -43,7 +43,6 @@ class EngineCore:
         info: ModelInfo | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        started = time.perf_counter()
         info = info or load_info(config)
         asked = config.model.max_model_len
         self.config = config = settle(config, info)
@@ -81,7 +80,6 @@ class EngineCore:
             block_size=config.cache.block_size,
             max_model_len=max_model_len,
             vocab_size=info.vocab_size,
-            load_seconds=time.perf_counter() - started,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len

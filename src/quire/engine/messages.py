@@ -77,7 +77,6 @@ class Ready(msgspec.Struct, tag=True):
     block_size: int
     max_model_len: int
     vocab_size: int
-    load_seconds: float
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -44,11 +44,6 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
 
-    @property
-    def num_seqs(self) -> int:
-        """Sequences in the step."""
-        return int(self.seq_lens.shape[0])
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
@@ -107,9 +102,6 @@ class Backend(Protocol):
 
     def available_memory(self) -> int:
         """Bytes of device memory free for weights and KV now."""
-
-    def synchronize(self) -> None:
-        """Wait until everything queued on the device is done."""
 
     def compiled_before(self) -> bool:
         """Whether the kernels need no compiling, which the first start on a machine may."""

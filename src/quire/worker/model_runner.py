@@ -17,6 +17,7 @@ from quire.worker.input_batch import InputBatch, StepInputs
 
 # Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
 PROMPT_LOGPROB_ROWS = 128
+NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 class RunnableModel(Protocol):
@@ -112,7 +113,7 @@ class ModelRunner:
                 seeds=batch.seeds[rows],
                 positions=batch.num_tokens[rows],
                 extras=[batch.extras[row] for row in rows],
-                output_ids=[batch.output_ids(row) for row in rows],
+                output_ids=[NO_IDS if batch.extras[row] is None else batch.output_ids(row) for row in rows],
             ),
         )
         batch.append(rows[sampled.finite], sampled.token_ids[sampled.finite])

@@ -127,9 +127,6 @@ class CPUBackend:
         """See `Backend.available_memory`."""
         return available_memory()
 
-    def synchronize(self) -> None:
-        """See `Backend.synchronize`: every op here is done when it returns."""
-
     # Weights
 
     def vector(self, tensor: HostTensor) -> np.ndarray:

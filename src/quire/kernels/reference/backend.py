@@ -91,11 +91,6 @@ class ReferenceBackend:
         """See `Backend.compiled_before`: nothing is compiled here."""
         return True
 
-    def synchronize(self) -> None:
-        """See `Backend.synchronize`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     # Weights
 
     def vector(self, tensor: HostTensor) -> torch.Tensor:
