@@ -1,4 +1,4 @@
-"""From the command to the first token: `quire generate` started from cold, again and again; imports; size on disk.
+"""From the command to the first token: `quire generate` and `quire serve` started again and again; imports; disk.
 
 The time runs from before the process is made until the first byte of output. The first start may compile kernels and
 is reported by itself; the others are what users meet every day.
@@ -9,11 +9,13 @@ is reported by itself; the others are what users meet every day.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import sysconfig
 import time
+import urllib.request
 from pathlib import Path
 
 from common import print_header, print_table
@@ -33,6 +35,9 @@ def main() -> None:
     others = [first_byte(args.model, args.prompt) for _ in range(args.repeat)]
     rows = [["first token, first start", f"{first:.2f}"]]
     rows.append([f"first token, median of {args.repeat} more", f"{statistics.median(others):.2f}"])
+    served = [first_served_token(args.model, args.prompt) for _ in range(args.repeat)]
+    for what, seconds in zip(("ready", "first streamed token"), zip(*served, strict=True), strict=True):
+        rows.append([f"serve, {what}, median of {args.repeat}", f"{statistics.median(seconds):.2f}"])
     rows += [[f"import {name}", f"{import_time(name, args.repeat):.3f}"] for name in IMPORTS]
     rows.append(["python -c pass", f"{import_time('sys', args.repeat):.3f}"])
     print_table(("what", "seconds"), rows)
@@ -51,6 +56,25 @@ def first_byte(model: str, prompt: str) -> float:
     if process.returncode or not byte:
         raise SystemExit("quire generate failed: see above")
     return seconds
+
+
+def first_served_token(model: str, prompt: str) -> tuple[float, float]:
+    """Start `quire serve`; return the seconds until it says ready, and until the first event of a stream."""
+    words = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--log-level", "error"]
+    started = time.perf_counter()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split("url=")[1].strip()
+            name = process.stdout.readline().split("model=")[1].strip()
+            ready = time.perf_counter() - started
+            body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 8, "stream": True}).encode()
+            request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request) as response:
+                response.readline()
+                return ready, time.perf_counter() - started
+        finally:
+            process.terminate()
 
 
 def import_time(module: str, repeat: int) -> float:

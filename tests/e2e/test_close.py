@@ -1,0 +1,33 @@
+"""`with LLM(...)` gives everything back: memory, threads, and the right to start again."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+
+def resident_kib() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's process files")
+def test_engines_opened_and_closed_leave_nothing_behind() -> None:
+    def once() -> tuple[list[int], int, int]:
+        with LLM(device="cpu", num_gpu_blocks_override=2000) as llm:
+            prompt = {"prompt_token_ids": [1, *range(100, 400)]}
+            output = llm.generate([prompt] * 4, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0]
+        gc.collect()
+        return output.outputs[0].token_ids, resident_kib(), len(os.listdir("/proc/self/task"))
+
+    once()  # compiled kernels and thread pools stay, once
+    tokens, before, threads = once()
+    for _ in range(6):
+        again, now, tasks = once()
+        assert (again, tasks) == (tokens, threads)
+    assert now < before + 8 * 1024, "an engine here takes some 40 MiB; six of them would show"
