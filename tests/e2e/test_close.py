@@ -30,4 +30,4 @@ def test_engines_opened_and_closed_leave_nothing_behind() -> None:
     for _ in range(6):
         again, now, tasks = once()
         assert (again, tasks) == (tokens, threads)
-    assert now < before + 8 * 1024, "an engine here takes some 40 MiB; six of them would show"
+    assert now < before + 8 * 1024, "an engine here takes some 10 MiB; six of them would show"
