@@ -1,9 +1,11 @@
 """How kernels are compiled and cached on disk.
 
-Numba keys a kernel's cache by the file it stands in, not by the files of the parts it calls, and it writes its index
-before the code. So three rules hold here. A kernel has one signature only: whoever wins a race between two processes
-writes the same thing. Kernels are called with contiguous, writable arrays and Python numbers. And `refresh_cache`
-drops all compiled kernels when any file of this folder has changed.
+An `op` is a compiled function with one fixed C signature, so that a program is a list of addresses and arguments that
+compiled code can walk without Python (team.py). A `part` is what ops are made of.
+
+Numba keys a function's cache by the file it stands in, not by the files of the parts it calls, and it writes its index
+before the code. So two rules hold here: everything cached has one signature only, so that whoever wins a race between
+two processes writes the same thing; and `refresh_cache` drops all of it when any file of this folder has changed.
 """
 
 from __future__ import annotations
@@ -12,23 +14,71 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import cfunc, njit, types
+from numba.core.caching import FunctionCache
 
 STAMP = "quire-kernels.stamp"
+OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
 part = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorates what kernels are made of. No fastmath anywhere: the order of every sum is fixed."""
+"""Decorates what ops are made of. No fastmath anywhere: the order of every sum is fixed."""
+
+
+class Op:
+    """A function (args, first, last, scratch) that does items first .. last - 1 of one instruction.
+
+    `args` points to int64 values: addresses (`pointers.floats(args[0])` and so on), sizes, and the bits of float64
+    values (`pointers.real`). Items are independent of one another and may be done in any order by any thread.
+    `scratch` is the address of SCRATCH_BYTES of the thread's own, with whatever the last user left in it.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self.name = function.__qualname__
+        self.__doc__ = function.__doc__
+
+    @cached_property
+    def _compiled(self) -> Any:
+        options = {"error_model": "numpy"}
+        try:
+            return cfunc(OP_SIGNATURE, cache=True, **options)(self.function)
+        except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
+            return cfunc(OP_SIGNATURE, **options)(self.function)
+
+    @cached_property
+    def address(self) -> int:
+        """Where the compiled function lies; compiles it, or loads it from disk, when asked for the first time."""
+        return int(self._compiled.address)
+
+    def is_cached(self) -> bool:
+        """Say whether it lies compiled on disk, from the source files as they are now."""
+        return _lies_cached(self.function)
+
+
+def op(function: Callable[..., None]) -> Op:
+    """Decorate a function with the signature that `Op` describes; it is compiled when its address is first needed."""
+    return Op(function)
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """Decorate a function of integers that Python calls: without the GIL, cached where a folder can be written."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # see `Op`
+        return njit(**options)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorate a function that Python calls: parallel, without the GIL, cached where a folder can be written."""
+    """Decorate a parallel function that Python calls; on its way out, ops take its place."""
     options = {"parallel": True, "nogil": True, "error_model": "numpy"}
     try:
         return njit(**options, cache=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
+    except RuntimeError:
         return njit(**options)(function)
 
 
@@ -47,24 +97,30 @@ def source_stamp() -> str:
     return digest.hexdigest()
 
 
-def cache_folder(any_kernel: Any) -> Path | None:
-    """Return where `any_kernel` is cached, or None where it is not."""
-    path = any_kernel.stats.cache_path
-    return None if path is None else Path(path)
+def cache_folder(function: Callable[..., Any]) -> Path | None:
+    """Return where `function` is cached, or None where nothing can be."""
+    try:
+        return Path(FunctionCache(function).cache_path)
+    except RuntimeError:
+        return None
 
 
 def is_cached(any_kernel: Any) -> bool:
     """Say whether this kernel lies compiled on disk, from the source files as they are now."""
-    folder = cache_folder(any_kernel)
+    return any_kernel.is_cached() if isinstance(any_kernel, Op) else _lies_cached(any_kernel.py_func)
+
+
+def _lies_cached(function: Callable[..., Any]) -> bool:
+    folder = cache_folder(function)
     if folder is None:
         return False
-    name = f"{Path(any_kernel.py_func.__code__.co_filename).stem}.{any_kernel.py_func.__qualname__}-*.nbi"
-    return _read(folder / STAMP) == source_stamp() and any(folder.glob(name))
+    stem = Path(function.__code__.co_filename).stem
+    return _read(folder / STAMP) == source_stamp() and any(folder.glob(f"{stem}.{function.__qualname__}-*.nbi"))
 
 
-def refresh_cache(any_kernel: Any) -> None:
-    """Drop compiled kernels that were made from other source files than today's; call before the first kernel."""
-    folder = cache_folder(any_kernel)
+def refresh_cache(_any: object = None) -> None:
+    """Drop compiled functions that were made from other source files than today's; call before the first one."""
+    folder = cache_folder(source_stamp)
     stamp = source_stamp()
     if folder is None or _read(folder / STAMP) == stamp:
         return

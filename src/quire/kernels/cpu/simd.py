@@ -110,7 +110,8 @@ def _storage(array_type):
 
 
 def _data(ctx, b, array_type, array):
-    return ctx.make_array(array_type)(ctx, b, array).data
+    """Return the address of an array's data; a typed pointer is that already."""
+    return array if isinstance(array_type, types.CPointer) else ctx.make_array(array_type)(ctx, b, array).data
 
 
 def _all(kind, value):

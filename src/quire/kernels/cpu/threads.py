@@ -1,48 +1,230 @@
-"""How many threads a kernel gets, and keeping two callers apart where the threading layer cannot.
+"""The Python side of the thread team, and instructions: run at once, or recorded into a program and run again and again.
 
-Kernels take the number of chunks to cut their work into as their last argument; 1 stays in the calling thread.
+Outside a recording, `emit` runs its one instruction before it returns. Inside one it only notes it: the arrays that
+ops return then lie in an arena (arrays.py) and hold nothing yet. What a program computes from is found by address, so
+arrays it reads must stay where they are; it keeps them alive.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 import threading
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
+import numpy as np
 
 from quire.errors import ConfigError
+from quire.kernels.cpu import team
+from quire.kernels.cpu.arrays import Arena, Recorded, Recorder
+from quire.kernels.cpu.jit import Op
 
-# Waking the other threads costs some microseconds, more beside other busy processes: in that time one thread does
-# about this many multiply-adds.
-SMALL_WORK = 131072
+# About how many multiply-adds one thread does in the time that sharing an instruction takes.
+SMALL_WORK = 32768
 
-_workqueue_lock = threading.Lock()  # Numba's own pool aborts the process when entered twice at once
+SPINS = 600  # looks at a word before sleeping; each takes some 35 ns
+SCRATCH_BYTES = 1 << 20  # a thread's own memory for one call of an op
+CACHE_LINE = 64
+PIECES = 8  # a thread's share is taken in about so many pieces
+
+Argument = Any  # an array (its address), an int, a float (its bits), or None (0)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return where an array's first element lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+def float_bits(value: float) -> int:
+    """Return the bits of a float64 as an int64."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def aligned_zeros(size: int, alignment: int = CACHE_LINE) -> np.ndarray:
+    """Return `size` zero bytes that start at a multiple of `alignment`."""
+    room = np.zeros(size + alignment, np.uint8)
+    start = -address_of(room) % alignment
+    return room[start : start + size]
+
+
+class Program:
+    """Instructions that can be run again; `keep` holds the arrays they read beside those of the arena."""
+
+    def __init__(self, rows: np.ndarray, keep: list[np.ndarray], runner: Callable[[np.ndarray], None]) -> None:
+        self.rows, self._keep, self._runner = rows, keep, runner
+
+    def run(self) -> None:
+        """Carry out all instructions."""
+        self._runner(self.rows)
 
 
 class Launcher:
-    """Calls kernels with the backend's number of threads, from any Python thread."""
+    """Shares the work of ops among the backend's threads; may be called from any Python thread, one at a time."""
 
-    def __init__(self, num_threads: int | None) -> None:
-        """Use `num_threads`, or all cores of this process for None. Raises ConfigError above Numba's limit."""
+    def __init__(self, num_threads: int | None, spins: int = SPINS) -> None:
+        """Use `num_threads`, or all cores of this process for None. Raises ConfigError above the number of cores."""
         limit = numba.config.NUMBA_NUM_THREADS
         if num_threads is not None and not 1 <= num_threads <= limit:
             raise ConfigError(f"num_threads is {num_threads}; allowed: 1 to {limit}", param="num_threads")
         self.num_threads: int = num_threads or limit
-        self._guard: AbstractContextManager[Any] | None = None
+        self.arena = Arena()
+        self.recorder: Recorder | None = None  # whoever notes the arithmetic of recorded arrays
+        self._spins = spins
+        self._state = aligned_zeros(8 * (team.CLAIMS + team.LINE * self.num_threads)).view(np.int64)
+        self._scratch = aligned_zeros(SCRATCH_BYTES * self.num_threads)
+        self._masks = _core_masks(self.num_threads)
+        self._lock = threading.Lock()
+        self._started = False
+        self._recording: tuple[list[list[int]], list[np.ndarray]] | None = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether instructions are being noted rather than run."""
+        return self._recording is not None
+
+    def emit(
+        self,
+        op: Op,
+        *args: Argument,
+        items: int,
+        work: int,
+        items_at: np.ndarray | None = None,
+        alone_below: int | None = None,
+        grain: int | None = None,
+        fetch: np.ndarray | None = None,
+        fetch_bytes: int = 0,
+    ) -> None:
+        """Run or note one instruction.
+
+        Args:
+            args: at most 24; what each becomes is said at `Argument`.
+            items: how many there are. work: about how many multiply-adds all of them take; little is done by one
+                thread.
+            items_at: int64 array whose first value will be the number of items when the instruction's turn comes;
+                then `alone_below` says below how many items one thread does all.
+            grain: items taken at a time.
+            fetch, fetch_bytes: memory that item i reads from byte i * fetch_bytes on, worth fetching ahead.
+        """
+        if alone_below is None:
+            alone_below = items + 1 if work < SMALL_WORK else 0
+        if grain is None:
+            grain = max(1, items // (self.num_threads * PIECES))
+        keep: list[np.ndarray] = []
+        row = [0] * team.ROW
+        row[team.OP], row[team.ITEMS], row[team.GRAIN], row[team.ALONE_BELOW] = op.address, items, grain, alone_below
+        if items_at is not None:
+            row[team.ITEMS_AT] = self._word(items_at, keep)
+        if fetch is not None:
+            row[team.FETCH], row[team.FETCH_BYTES] = self._word(fetch, keep), fetch_bytes
+        assert len(args) <= team.ROW - team.ARGS, f"{op.name} has too many arguments"
+        for place, arg in enumerate(args, team.ARGS):
+            row[place] = arg if type(arg) is int else self._word(arg, keep)
+        if self._recording is None:
+            self._run(np.array([row], np.int64))
+        else:
+            self._recording[0].append(row)
+            self._recording[1].extend(keep)
+
+    @staticmethod
+    def _word(arg: Argument, keep: list[np.ndarray]) -> int:
+        if isinstance(arg, np.ndarray):
+            if not isinstance(arg, Recorded):
+                keep.append(arg)
+            return address_of(arg)
+        if isinstance(arg, float | np.floating):
+            return float_bits(float(arg))
+        return 0 if arg is None else int(arg)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return an array for an op to fill: in the arena while recording, else one of numpy's."""
+        if self._recording is None:
+            return np.empty(shape, dtype)
+        assert self.recorder is not None
+        return self.arena.empty(shape, dtype, self.recorder)
 
     def run(self, work: int, kernel: Any, *args: Any) -> None:
-        """Call `kernel(*args, chunks)`; `work` is about how many multiply-adds it takes."""
-        if self.num_threads == 1 or work < SMALL_WORK:
-            kernel(*args, 1)
-            return
-        with self._guard or self._start():
-            if numba.get_num_threads() != self.num_threads:  # a setting of each Python thread
-                numba.set_num_threads(self.num_threads)
-            kernel(*args, self.num_threads)
+        """Call a parallel kernel `kernel(*args, chunks)`; on its way out, `emit` takes its place."""
+        assert self._recording is None
+        if self.num_threads > 1 and numba.get_num_threads() != self.num_threads:
+            numba.set_num_threads(self.num_threads)
+        kernel(*args, 1 if work < SMALL_WORK else self.num_threads)
 
-    def _start(self) -> AbstractContextManager[Any]:
-        """Start Numba's threads, so that it says which layer it chose."""
-        numba.set_num_threads(self.num_threads)
-        self._guard = _workqueue_lock if numba.threading_layer() == "workqueue" else nullcontext()
-        return self._guard
+    @contextmanager
+    def record(self) -> Iterator[list[Program]]:
+        """Note what is emitted inside; the list holds the program afterwards.
+
+        Arrays made inside lie in the arena. They hold what the program computed until the next recording begins or
+        another program runs.
+        """
+        assert self._recording is None, "recordings do not nest"
+        rows, keep = [], []
+        self._recording = (rows, keep)
+        made: list[Program] = []
+        self.arena.restart()
+        try:
+            yield made
+            made.append(Program(np.array(rows, np.int64).reshape(-1, team.ROW), keep, self._run))
+        finally:
+            self._recording = None
+
+    def _run(self, rows: np.ndarray) -> None:
+        with self._lock:
+            if not self._started:
+                self._start()
+            state, scratch, ranks = address_of(self._state), address_of(self._scratch), self.num_threads
+            masks = self._masks
+            team.run(
+                state,
+                address_of(rows),
+                len(rows),
+                ranks,
+                self._spins,
+                scratch,
+                address_of(masks) if masks.size else 0,
+                masks.shape[1],
+            )
+
+    def _start(self) -> None:
+        """Start the other threads; they end with this object."""
+        state, scratch = address_of(self._state), address_of(self._scratch)
+        kept = (self._state, self._scratch)
+        for rank in range(1, self.num_threads):
+            core = _own_cores()[rank] if self._masks.size else None
+            args = (kept, core, state, rank, self.num_threads, self._spins, scratch + rank * SCRATCH_BYTES)
+            threading.Thread(target=_serve, args=args, name=f"quire-cpu-{rank}", daemon=True).start()
+        self._started = True
+        weakref.finalize(self, _stop, kept, state)
+
+
+def _core_masks(num_threads: int) -> np.ndarray:
+    """Return the sets of cores of `team.run`, bit by bit, uint8 [2, bytes]; empty where threads should not be bound.
+
+    A team as large as the machine binds each thread to a core of its own: the system likes to wake a thread on the
+    core of the one that woke it, where it then waits for that one to fall asleep.
+    """
+    cores = _own_cores()
+    if num_threads == 1 or num_threads != len(cores):
+        return np.zeros((0, 0), np.uint8)
+    bits = np.zeros((2, (max(cores) // 64 + 1) * 64), np.uint8)
+    bits[0, cores[0]], bits[1, cores] = 1, 1
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+def _own_cores() -> list[int]:
+    """Return the cores this process may use, none where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _serve(kept: object, core: int | None, *args: int) -> None:
+    """Be one of the team's threads, on a core of its own if given; `kept` is the memory it works in."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    team.serve(*args)
+
+
+def _stop(kept: object, state: int) -> None:
+    team.stop(state)

@@ -1,0 +1,133 @@
+"""Arrays of a recording: numpy arrays in an arena whose arithmetic is noted instead of done.
+
+While a program is recorded its arrays hold nothing yet. So whatever would read them must become an instruction:
+`Recorded` hands + - * to its recorder and refuses everything else that numpy would compute at once. Slicing and
+reshaping are only other views of the same memory and need no instruction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+SLAB_BYTES = 1 << 26
+ALIGNMENT = 64
+ARITHMETIC = {np.add: 0, np.subtract: 1, np.multiply: 2}
+
+
+class Recorder(Protocol):
+    """Who notes the arithmetic of recorded arrays."""
+
+    def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
+        """Note x + y, x - y or x * y for kinds 0, 1 and 2, into `out` if given."""
+
+    def contiguous(self, x: np.ndarray) -> np.ndarray:
+        """Return x, or note a copy of it whose rows follow one another."""
+
+
+class Recorded(np.ndarray):
+    """An array in a program's arena."""
+
+    recorder: Recorder
+
+    def __array_finalize__(self, source: Any) -> None:
+        """Views have the recorder of what they are views of."""
+        self.recorder = getattr(source, "recorder", None)  # type: ignore[assignment]
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        """Note additions, subtractions and products; refuse all else."""
+        if method != "__call__" or ufunc not in ARITHMETIC or options:
+            raise TypeError(f"a recorded array knows + - * only, not {ufunc.__name__}")
+        return self.recorder.combine(ARITHMETIC[ufunc], *inputs, out=None if out is None else out[0])
+
+    def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Any:
+        """Refuse: numpy would compute with memory that holds nothing yet."""
+        raise TypeError(f"numpy.{function.__name__} cannot be recorded; use an op of the backend")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Slice; an index array would read the values now."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(part, slice | int) for part in parts):
+            raise TypeError("a recorded array can be sliced, not indexed; use take_rows")
+        return super().__getitem__(index)
+
+    def reshape(self, *shape: Any, **options: Any) -> Any:
+        """Return another view, of a recorded copy where the memory does not allow one."""
+        try:
+            return super().reshape(*shape, copy=False)
+        except ValueError:
+            return self.recorder.contiguous(self).reshape(*shape)
+
+
+def as_rows(x: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return x [T, W] as float32 rows whose elements lie side by side, and how many elements lie between two rows.
+
+    Views of wider arrays pass as they are. Others are copied, except recorded ones, which are never otherwise.
+    """
+    if x.dtype != np.float32 or (x.shape[1] > 1 and x.strides[1] != 4) or x.strides[0] % 4 or not x.flags.aligned:
+        assert not isinstance(x, Recorded), "a recorded array with scattered elements"
+        x = np.require(x, np.float32, ["C", "A"])
+    return x, x.strides[0] // 4
+
+
+class Arena:
+    """Memory for the arrays of recordings. Freed pieces are used again within the same recording.
+
+    A program carries out its instructions in the order they were noted, so memory that is free when an instruction is
+    noted is free when it runs. Recordings use the same memory one after another; it grows and never moves.
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[np.ndarray] = []
+        self._generation = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new recording."""
+        self._generation += 1
+        self._slab, self._used = 0, 0
+        self._free: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes taken from the system, touched or not."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, recorder: Recorder) -> Recorded:
+        """Return an array of this shape."""
+        count = math.prod(shape)
+        size = max(1, -(-count * np.dtype(dtype).itemsize // ALIGNMENT)) * ALIGNMENT
+        waiting = self._free.get(size)
+        slab, start = waiting.pop() if waiting else self._new_piece(size)
+        # numpy arrays point past other arrays to the owner of the memory, so this object lives as long as any view.
+        owner = _piece_type(size).from_buffer(self._slabs[slab].data, start)
+        weakref.finalize(owner, self._give_back, self._generation, size, (slab, start)).atexit = False
+        array = np.frombuffer(owner, dtype, count).view(Recorded).reshape(shape)
+        array.recorder = recorder
+        return array
+
+    def _new_piece(self, size: int) -> tuple[int, int]:
+        while self._slab < len(self._slabs):
+            if self._used + size <= self._slabs[self._slab].nbytes:
+                start, self._used = self._used, self._used + size
+                return self._slab, start
+            self._slab, self._used = self._slab + 1, 0
+        room = np.empty(max(size, SLAB_BYTES) + ALIGNMENT, np.uint8)
+        skip = -room.__array_interface__["data"][0] % ALIGNMENT
+        self._slabs.append(room[skip : skip + room.nbytes - ALIGNMENT])
+        self._used = size
+        return self._slab, 0
+
+    def _give_back(self, generation: int, size: int, piece: tuple[int, int]) -> None:
+        if generation == self._generation:
+            self._free.setdefault(size, []).append(piece)
+
+
+@cache
+def _piece_type(size: int) -> Any:
+    return ctypes.c_char * size

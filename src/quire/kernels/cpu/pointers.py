@@ -1,0 +1,36 @@
+"""Addresses as typed pointers, for ops: `floats(args[0])[i]` reads and writes like an array that knows no length.
+
+The element type says what `simd.load` and `simd.get` make of it; see STORAGE in formats.py.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+def _pointer(numba_type, llvm_type):
+    @intrinsic
+    def pointer(ty, address):
+        result = types.CPointer(numba_type)
+        return result(types.int64), lambda ctx, b, sig, a: b.inttoptr(a[0], llvm_type.as_pointer())
+
+    return pointer
+
+
+floats = _pointer(types.float32, ir.FloatType())  # float32
+words = _pointer(types.uint16, ir.IntType(16))  # the bits of bfloat16
+halves = _pointer(types.int16, ir.IntType(16))  # the bits of float16
+octets = _pointer(types.uint8, ir.IntType(8))
+signed_octets = _pointer(types.int8, ir.IntType(8))
+uints = _pointer(types.uint32, ir.IntType(32))
+ints = _pointer(types.int32, ir.IntType(32))
+longs = _pointer(types.int64, ir.IntType(64))
+doubles = _pointer(types.float64, ir.DoubleType())
+
+
+@intrinsic
+def real(ty, bits):
+    """Return the float64 whose bits are this int64."""
+    return types.float64(types.int64), lambda ctx, b, sig, a: b.bitcast(a[0], ir.DoubleType())

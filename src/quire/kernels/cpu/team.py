@@ -1,0 +1,326 @@
+"""The thread team, inside compiled code: every thread walks the same program and they meet after each instruction.
+
+A program is int64 [n][ROW], one instruction a row: the address of an `Op`, how many items it has, how to share them,
+and its arguments. Each thread takes items from its own share first and then from what others have left, so that a
+thread that has lost its core delays the others by one piece of work. The last thread to arrive at the end of an
+instruction carries out the small ones that follow, alone, before it lets the others go on: a small instruction costs
+its own time and no meeting.
+
+Waiting is polite. A thread spins for about as long as a wake-up takes (some 20 us) and then sleeps in a futex: beside
+other busy processes a sleeper is woken at once, while one that spins uses up its time slice and then waits for
+milliseconds. While it spins for a linear layer's turn it fetches the first weights of its next share into its cache,
+which keeps memory busy.
+
+State of a team, int64 in cache lines of its own: see the names below. Only compiled code lives here; threads.py has
+the Python side.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from quire.kernels.cpu.jit import entry, part
+from quire.kernels.cpu.pointers import longs
+
+# One row of a program
+ROW = 32  # int64 values
+OP, ITEMS, ITEMS_AT, GRAIN, ALONE_BELOW, FETCH, FETCH_BYTES = range(7)  # see `threads.Launcher.emit`
+ARGS = 8  # the first argument; those before are the team's
+
+# A team's state; a line of 8 values each
+JOB, ARRIVED, MET, SLEEPING, CLAIMS = 0, 8, 16, 24, 32
+PROGRAM, COUNT, STOP, NEXT = JOB + 1, JOB + 2, JOB + 3, MET + 1
+LINE = 8
+
+FETCH_LIMIT = 1 << 17  # bytes a waiting thread fetches ahead: part of a core's second-level cache
+PAUSES = 8  # spins between two looks at the clock word
+
+HAS_FUTEX = sys.platform == "linux" and platform.machine().lower() in ("x86_64", "amd64", "aarch64", "arm64")
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+SYS_FUTEX, SYS_SCHED_SETAFFINITY = (202, 203) if IS_X86 else (98, 122)
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+NAP = 50  # microseconds, where there is no futex
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def _cell(b, a):
+    return b.gep(a[0], [a[1]])
+
+
+def _system_call(b, number, *args):
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(I64, [I64], var_arg=True), "syscall")
+    b.call(function, [I64(number), *args])
+
+
+@intrinsic
+def atomic_add(ty, cells, index, value):
+    """cells[index] += value; return what it was before."""
+    n = types.int64
+    return n(cells, n, n), lambda ctx, b, sig, a: b.atomic_rmw("add", _cell(b, a), a[2], "seq_cst")
+
+
+@intrinsic
+def atomic_load(ty, cells, index):
+    """Return cells[index]; what was written before it was stored can be read after."""
+    n = types.int64
+    return n(cells, n), lambda ctx, b, sig, a: b.load_atomic(_cell(b, a), "seq_cst", 8)
+
+
+@intrinsic
+def atomic_store(ty, cells, index, value):
+    """cells[index] = value, after everything written before."""
+
+    def code(ctx, b, sig, a):
+        b.store_atomic(a[2], _cell(b, a), "seq_cst", 8)
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(cells, n, n), code
+
+
+@intrinsic
+def call_op(ty, address, args, first, last, scratch):
+    """Call the op at `address`."""
+
+    def code(ctx, b, sig, a):
+        kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64, I64])
+        b.call(b.inttoptr(a[0], kind.as_pointer()), list(a[1:]))
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(n, types.CPointer(n), n, n, n), code
+
+
+@intrinsic
+def offset(ty, pointer, count):
+    """Return the pointer `count` elements further."""
+    return pointer(pointer, types.int64), lambda ctx, b, sig, a: b.gep(a[0], [a[1]])
+
+
+@intrinsic
+def system_wait(ty, cells, index, value):
+    """Sleep until woken, unless the low half of cells[index] is no longer that of `value`."""
+
+    def code(ctx, b, sig, a):
+        if HAS_FUTEX:
+            seen = b.and_(a[2], I64(0xFFFFFFFF))
+            _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, a), I64), I64(FUTEX_WAIT_PRIVATE), seen, I64(0))
+        else:
+            kind = ir.FunctionType(I32, [I32])
+            b.call(cgutils.get_or_insert_function(b.module, kind, "usleep"), [I32(NAP)])
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(cells, n, n), code
+
+
+@intrinsic
+def system_wake(ty, cells, index):
+    """Wake everybody who sleeps on cells[index]."""
+
+    def code(ctx, b, sig, a):
+        if HAS_FUTEX:
+            _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, a), I64), I64(FUTEX_WAKE_PRIVATE), I64(1 << 30))
+        return ctx.get_dummy_value()
+
+    return types.void(cells, types.int64), code
+
+
+@intrinsic
+def run_on(ty, mask, size):
+    """Keep the calling thread on the cores whose bits are set in the `size` bytes at address `mask`, if it can be."""
+
+    def code(ctx, b, sig, a):
+        if HAS_FUTEX:
+            _system_call(b, SYS_SCHED_SETAFFINITY, I64(0), a[1], a[0])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@intrinsic
+def pause(ty):
+    """Tell the core that this is a waiting loop, where there is an instruction for it."""
+
+    def code(ctx, b, sig, a):
+        kind = ir.FunctionType(ir.VoidType(), [])
+        if IS_X86:
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+        return ctx.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic
+def fetch(ty, address):
+    """Start loading the cache line at this address into the second-level cache."""
+
+    def code(ctx, b, sig, a):
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+        b.call(function, [b.inttoptr(a[0], I8.as_pointer()), I32(0), I32(2), I32(1)])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+# Sharing the items of one instruction
+
+
+@part
+def item_count(row):
+    """How many items an instruction has: known when it was recorded, or computed by one before it."""
+    if row[ITEMS_AT] != 0:
+        return longs(row[ITEMS_AT])[0]
+    return row[ITEMS]
+
+
+@part
+def deal(team, ranks, items):
+    """Give every rank its share of the items to begin with."""
+    for rank in range(ranks):
+        cell = CLAIMS + LINE * rank
+        team[cell + 1] = items * (rank + 1) // ranks
+        atomic_store(team, cell, items * rank // ranks)
+
+
+@part
+def do_items(team, row, rank, ranks, scratch):
+    """Do items of one instruction until all are taken."""
+    grain = row[GRAIN]
+    for step in range(ranks):
+        cell = CLAIMS + LINE * ((rank + step) % ranks)
+        end = team[cell + 1]
+        while atomic_load(team, cell) < end:
+            first = atomic_add(team, cell, grain)
+            if first < end:
+                call_op(row[OP], offset(row, ARGS), first, min(first + grain, end), scratch)
+
+
+@part
+def do_alone(team, program, index, count, ranks, scratch):
+    """Carry out small instructions from `index` on; return where the first of the others is, its items dealt out."""
+    while index < count:
+        row = longs(program + 8 * ROW * index)
+        items = item_count(row)
+        if items > 0:
+            if ranks > 1 and items >= row[ALONE_BELOW]:
+                deal(team, ranks, items)
+                return index
+            call_op(row[OP], offset(row, ARGS), 0, items, scratch)
+        index += 1
+    return index
+
+
+# Meeting
+
+
+@part
+def fetch_ahead(program, index, count, rank, ranks, team, met):
+    """Fetch the first weights of this rank's share of the next large instruction until the others are there."""
+    if index >= count:
+        return
+    row = longs(program + 8 * ROW * index)
+    if row[FETCH] == 0:
+        return
+    items = row[ITEMS]
+    start = row[FETCH] + items * rank // ranks * row[FETCH_BYTES]
+    size = min((items * (rank + 1) // ranks - items * rank // ranks) * row[FETCH_BYTES], FETCH_LIMIT)
+    for at in range(0, size, 1024):
+        if atomic_load(team, MET) != met:
+            return
+        for line in range(at, min(at + 1024, size), 64):
+            fetch(start + line)
+
+
+@part
+def next_large(program, index, count):
+    """Return the next instruction that fetches ahead, at most eight further on."""
+    for candidate in range(index, min(index + 8, count)):
+        if longs(program + 8 * ROW * candidate)[FETCH] != 0:
+            return candidate
+    return count
+
+
+@part
+def wait(team, word, seen, spins):
+    """Return when team[word] is no longer `seen`."""
+    for _ in range(spins):
+        if atomic_load(team, word) != seen:
+            return
+        pause()
+    atomic_add(team, SLEEPING, 1)
+    while atomic_load(team, word) == seen:
+        system_wait(team, word, seen)
+    atomic_add(team, SLEEPING, -1)
+
+
+@part
+def release(team, word):
+    """Let those go on who wait for this word to change."""
+    atomic_add(team, word, 1)
+    if atomic_load(team, SLEEPING) > 0:
+        system_wake(team, word)
+
+
+@part
+def walk(team, program, index, count, rank, ranks, spins, scratch):
+    """Do this rank's part of the program from the large instruction `index` on."""
+    while index < count:
+        do_items(team, longs(program + 8 * ROW * index), rank, ranks, scratch)
+        met = atomic_load(team, MET)
+        if atomic_add(team, ARRIVED, 1) == ranks - 1:
+            atomic_store(team, ARRIVED, 0)
+            index = do_alone(team, program, index + 1, count, ranks, scratch)
+            team[NEXT] = index
+            release(team, MET)
+        else:
+            fetch_ahead(program, next_large(program, index + 1, count), count, rank, ranks, team, met)
+            wait(team, MET, met, spins)
+            index = team[NEXT]
+
+
+@entry
+def run(state, program, count, ranks, spins, scratch, masks, mask_size):
+    """Run a program as rank 0, with the other ranks if it has large instructions. Addresses and numbers, all int64.
+
+    `masks`, if not 0: two sets of cores, where rank 0 runs meanwhile and where this thread runs otherwise.
+    """
+    team = longs(state)
+    index = do_alone(team, program, 0, count, ranks, scratch)
+    if index == count:
+        return
+    if masks != 0:
+        run_on(masks, mask_size)
+    team[PROGRAM], team[COUNT], team[NEXT] = program, count, index
+    release(team, JOB)
+    walk(team, program, index, count, 0, ranks, spins, scratch)
+    if masks != 0:
+        run_on(masks + mask_size, mask_size)
+
+
+@entry
+def serve(state, rank, ranks, spins, scratch):
+    """Be one of the other ranks: do a share of every program until `stop`."""
+    team, seen = longs(state), 0
+    while True:
+        wait(team, JOB, seen, spins)
+        seen += 1
+        if team[STOP] != 0:
+            return
+        walk(team, team[PROGRAM], team[NEXT], team[COUNT], rank, ranks, spins, scratch)
+
+
+@entry
+def stop(state):
+    """Send the other ranks home."""
+    team = longs(state)
+    team[STOP] = 1
+    release(team, JOB)
