@@ -10,7 +10,7 @@ N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +19,13 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
+Arrays = tuple[Any, ...]  # arrays, or None in place of one
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
 KVCache = Any  # opaque: one layer's keys and values
 
 NEG_INF = float("-inf")
+QUANTIZATIONS = ("int8", "int8-weight-only", "int4")
+"""What weights can be turned into while they are packed; docs/quantization.md says what each is."""
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class AttentionMetadata:
         seq_lens: int32 [S]; context length including this step's tokens. A sequence's queries are its last positions.
         block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
-        max_query_len, max_seq_len: over the step.
+        max_query_len, max_seq_len: none is longer.
     """
 
     cu_query_lens: Array
@@ -84,7 +87,8 @@ class Backend(Protocol):
 
     name: str  # "cpu", "reference"
     dtype: str  # weights are held in it: "float32", "bfloat16" or "float16"
-    kv_dtype: str  # "float32", "bfloat16" or "float16"
+    kv_dtype: str  # "float32", "bfloat16", "float16" or "int8"
+    quantization: str | None  # one of QUANTIZATIONS, or None
 
     # Arrays
 
@@ -100,6 +104,16 @@ class Backend(Protocol):
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Join [*, n_i] arrays along the last axis."""
 
+    def assign(self, target: Array, values: np.ndarray) -> None:
+        """target[...] = values, in place; target may be a slice of an array of `zeros`."""
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """Return a function that computes what `build()` does, from the arrays that `build` read, wherever it may.
+
+        `build` calls model ops only. It is called once or each time; so the arrays it reads must stay where they are,
+        and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
+        """
+
     def available_memory(self) -> int:
         """Bytes of device memory free for weights and KV now."""
 
@@ -111,11 +125,25 @@ class Backend(Protocol):
     def vector(self, tensor: HostTensor) -> Array:
         """Take a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
 
-    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        parts: Sequence[HostTensor],
+        biases: Sequence[HostTensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> LinearWeight:
         """Pack [N_i, K] matrices, stacked along N into one, with an optional bias of the same N.
 
-        Parts are consumed one after the other, so that no second full copy of a model ever exists. The result serves
-        `linear` and, for an embedding table [V, H], `embedding` as well (tied embeddings are packed once).
+        Parts are consumed one after the other, so that no second full copy of a model ever exists. They are quantized
+        where the backend does so. The result serves `linear`, or with these keywords something else:
+
+        Args:
+            gated: two parts of the same size, gate and up, for `gated_linear` only.
+            table: an embedding table [V, H], for `embedding` too (tied embeddings are packed once); 8 bits a weight
+                where others have 4.
+            exact: never quantized.
         """
 
     # Model ops
@@ -127,11 +155,21 @@ class Backend(Protocol):
         """x [T, K] @ weight.T (+ bias) -> [T, N], accumulated in float32, independent of T row by row.
 
         Where weights are bfloat16, a backend may round x to bfloat16 (nearest even), because the fast instructions
-        multiply pairs of it; which backends do does not depend on T either.
+        multiply pairs of it; which backends do does not depend on T either. Where weights are quantized, it may
+        quantize x, row by row.
         """
 
+    def gated_linear(self, x: Array, weight: LinearWeight, kind: str) -> Array:
+        """act(gate) * up -> [T, I], where gate and up are the halves of `linear`; `weight` was packed as `gated`.
+
+        `kind` is one of those of `activation`.
+        """
+
+    def take_rows(self, x: Array, ids: Array) -> Array:
+        """Return x[ids]: rows ids int64 [R] of x [T, N]."""
+
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """x / sqrt(mean(x^2, last axis) + eps) * weight; x [..., H] (Zhang & Sennrich 2019)."""
+        """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019) of each piece of H: x [..., n * H], weight [H]."""
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Array:
         """In place: residual += x; return rms_norm(residual). Both [T, H]."""
@@ -160,7 +198,10 @@ class Backend(Protocol):
     # KV cache and attention
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> KVCache:
-        """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows."""
+        """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows.
+
+        In "int8" every token's key and value has, per head, a float32 scale of its own.
+        """
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
         """Store k, v [T, Hkv*D] at slot_mapping [T], rounding to `kv_dtype`."""

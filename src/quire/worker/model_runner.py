@@ -6,35 +6,18 @@ computed, the backend's.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
-from quire.kernels.backend import Array, AttentionMetadata, Backend, KVCache
+from quire.kernels.backend import Array, Backend
 from quire.sampling.sampler import Sampler, SamplingBatch, pack_logprobs
-from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.step import ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
 
 # Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
 PROMPT_LOGPROB_ROWS = 128
+WARM_UP_TOKENS = 2  # the first step's, before any scheduler has a say
 NO_IDS = np.zeros(0, dtype=np.int32)
-
-
-class RunnableModel(Protocol):
-    """What the runner needs of a model; see `models.interface` for the whole contract."""
-
-    vocab_size: int
-
-    def forward(
-        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Array:
-        """Return hidden states [T, H]."""
-
-    def compute_logits(self, hidden: Array) -> Array:
-        """Return logits float32 [R, V] of hidden rows [R, H]."""
-
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """Say what each layer caches."""
 
 
 class ModelRunner:
@@ -48,6 +31,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
         self.model = model
@@ -63,6 +47,15 @@ class ModelRunner:
             backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
             for layer in model.kv_cache_spec().layers
         ]
+        self.graphs = StepGraphs(
+            model,
+            backend,
+            self.kv_caches,
+            max_tokens=max(max_num_batched_tokens, WARM_UP_TOKENS),
+            max_num_seqs=max_num_seqs,
+            max_blocks=self.batch.block_table.shape[1],
+            block_size=block_size,
+        )
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
@@ -74,34 +67,18 @@ class ModelRunner:
         if not step.num_scheduled_tokens:
             return ModelOutput(sampled_token_ids={})
         inputs = self.batch.inputs(step.num_scheduled_tokens)
-        hidden = self.model.forward(
-            self.backend.from_numpy(inputs.input_ids),
-            self.backend.from_numpy(inputs.positions),
-            self.kv_caches,
-            self._metadata(inputs),
-        )
+        chosen = np.flatnonzero(inputs.sampled)
+        last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
+        hidden, logits = self.graphs.run(inputs, last)
+        output = ModelOutput(sampled_token_ids={})
         prompt_logprobs = self._prompt_logprobs(hidden, inputs)
-        output = self._sample(hidden, inputs)
+        if logits is not None:
+            self._sample(logits, inputs, chosen, output)
         output.prompt_logprobs = prompt_logprobs
         return output
 
-    def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
-        backend = self.backend
-        return AttentionMetadata(
-            cu_query_lens=backend.from_numpy(inputs.cu_query_lens),
-            seq_lens=backend.from_numpy(inputs.seq_lens),
-            block_tables=backend.from_numpy(inputs.block_tables),
-            slot_mapping=backend.from_numpy(inputs.slot_mapping),
-            max_query_len=int(inputs.num_scheduled.max()),
-            max_seq_len=int(inputs.seq_lens.max()),
-        )
-
-    def _sample(self, hidden: Array, inputs: StepInputs) -> ModelOutput:
-        chosen = np.flatnonzero(inputs.sampled)
-        if not chosen.size:
-            return ModelOutput(sampled_token_ids={})
-        last = self.backend.from_numpy(inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1)
-        logits = self.model.compute_logits(hidden[last])
+    def _sample(self, logits: Array, inputs: StepInputs, chosen: np.ndarray, output: ModelOutput) -> None:
+        """Sample for the sequences `chosen` from logits [len(chosen), V] and put the tokens into `output`."""
         batch, rows = self.batch, inputs.rows[chosen]
         sampled = self.sampler.sample(
             logits,
@@ -117,7 +94,6 @@ class ModelRunner:
             ),
         )
         batch.append(rows[sampled.finite], sampled.token_ids[sampled.finite])
-        output = ModelOutput(sampled_token_ids={})
         for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
             request_id = inputs.request_ids[index]
             if not sampled.finite[r]:
@@ -126,7 +102,6 @@ class ModelRunner:
             output.sampled_token_ids[request_id] = [token]
             if r in sampled.logprobs:
                 output.logprobs[request_id] = [sampled.logprobs[r]]
-        return output
 
     def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput
-from quire.worker.model_runner import ModelRunner
+from quire.worker.model_runner import WARM_UP_TOKENS, ModelRunner
 
 _REQUEST_ID = "warm-up"
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run a two-token prompt through `runner`, so that every kernel is compiled or loaded.
+    """Run a short prompt through `runner`, so that every kernel is compiled or loaded.
 
     It writes into block 0, which belongs to nobody yet, and leaves no trace in the batch.
     """
@@ -25,7 +25,7 @@ def warm_up(runner: ModelRunner) -> None:
         logit_bias={0: 1.0},
         allowed_token_ids=[0, 1],
     )
-    length = min(2, runner.batch.token_ids.shape[1] - 1)
+    length = min(WARM_UP_TOKENS, runner.batch.token_ids.shape[1] - 1)
     new = NewSequenceData(
         request_id=_REQUEST_ID,
         token_ids=[0] * length,

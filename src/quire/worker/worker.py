@@ -64,6 +64,7 @@ class Worker:
             num_blocks=num_blocks,
             block_size=self.config.cache.block_size,
             max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
         )
         started = time.perf_counter()

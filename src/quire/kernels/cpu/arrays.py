@@ -43,7 +43,8 @@ class Recorded(np.ndarray):
         """Note additions, subtractions and products; refuse all else."""
         if method != "__call__" or ufunc not in ARITHMETIC or options:
             raise TypeError(f"a recorded array knows + - * only, not {ufunc.__name__}")
-        return self.recorder.combine(ARITHMETIC[ufunc], *inputs, out=None if out is None else out[0])
+        x, y = inputs
+        return self.recorder.combine(ARITHMETIC[ufunc], x, y, None if out is None else out[0])
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Any:
         """Refuse: numpy would compute with memory that holds nothing yet."""

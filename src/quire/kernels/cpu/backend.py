@@ -6,26 +6,21 @@ that are views are copied here, and outputs are made here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.backend import AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
 from quire.kernels.cpu import attention, elementwise, linear, sampling
 from quire.kernels.cpu.cache import CPUKVCache
-from quire.kernels.cpu.formats import STORAGE, CPULinear, pack
+from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
 from quire.kernels.cpu.jit import is_cached, refresh_cache
-from quire.kernels.cpu.simd import HAS_BF16_DOT, TILE_ROWS
+from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.memory import available_memory
 
-LINEAR = {
-    "float32": linear.linear_float32,
-    "bfloat16": linear.linear_bfloat16,
-    "float16": linear.linear_float16,
-}
 WRITE = {
     "float32": attention.write_float32,
     "bfloat16": attention.write_bfloat16,
@@ -59,6 +54,13 @@ def _flat(values: np.ndarray) -> np.ndarray:
     return _array(values, np.float32).reshape(-1)
 
 
+def _activation(kind: str) -> int:
+    """Return the kernels' number of an activation."""
+    if kind not in ACTIVATIONS:
+        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
+    return ACTIVATIONS[kind]
+
+
 def _settle_simd_level(level: str | None) -> str:
     """Return the level asked for, or the best of this CPU for None."""
     allowed = SIMD_LEVELS if HAS_BF16_DOT else SIMD_LEVELS[1:]
@@ -89,11 +91,12 @@ class CPUBackend:
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
+        self.quantization: str | None = None
         self.simd_level = _settle_simd_level(simd_level)
         self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
         self._launcher = Launcher(num_threads)
-        refresh_cache(linear.linear_float32)
-        self._linear = linear.linear_dot if self._paired else LINEAR[dtype]
+        refresh_cache()
+        self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
         self._write, self._attend = WRITE[kv_dtype], ATTEND[kv_dtype]
 
     @property
@@ -119,6 +122,14 @@ class CPUBackend:
         """See `Backend.zeros`."""
         return np.zeros(shape, dtype)
 
+    def assign(self, target: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.assign`."""
+        target[...] = values
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """See `Backend.graph`; here it becomes a program, see threads.py."""
+        return build
+
     def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """See `Backend.concat`."""
         return np.concatenate(arrays, axis=-1)
@@ -133,9 +144,17 @@ class CPUBackend:
         """See `Backend.vector`."""
         return np.array(tensor.to_float32(), np.float32, order="C")
 
-    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> CPULinear:
+    def pack_linear(
+        self,
+        parts: Sequence[HostTensor],
+        biases: Sequence[HostTensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> CPULinear:
         """See `Backend.pack_linear`."""
-        return pack(parts, biases, self.dtype, self._launcher, self._paired)
+        return pack(parts, biases, self.dtype, self._launcher, self._paired, gated and can_gate(parts))
 
     # Model ops
 
@@ -145,39 +164,26 @@ class CPUBackend:
 
     def linear(self, x: np.ndarray, weight: CPULinear) -> np.ndarray:
         """See `Backend.linear`."""
-        rows, depth, width = x.shape[0], weight.inputs, weight.padded
-        if x.shape[1] != depth:
-            raise ValueError(f"linear: x is {x.shape}, the weight has {depth} inputs")
-        if rows == 0:
-            return np.empty((0, weight.outputs), np.float32)
-        flat = _flat(x)
-        if weight.paired:
-            room = linear.padded_rows(rows)
-            packed = np.empty(room * weight.depth // 2, np.uint32)
-        else:
-            room, packed = rows, self._interleave(flat, rows // TILE_ROWS, depth)
-        out = np.empty((room, width), np.float32)
-        items = width // linear.COLUMNS * -(-rows // linear.ROW_GROUP)
-        work = rows * width * depth
-        self._launcher.run(
-            work, self._linear, weight.data, weight.bias, flat, packed, out.reshape(-1), rows, depth, items
-        )
-        return out[:rows] if width == weight.outputs else np.ascontiguousarray(out[:rows, : weight.outputs])
+        if x.shape[1] != weight.inputs:
+            raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
+        return linear.linear(self._launcher, x, weight)
 
-    def _interleave(self, flat: np.ndarray, blocks: int, depth: int) -> np.ndarray:
-        """Return the rows of the first `blocks` tiles of x as the tiles read them."""
-        packed = np.empty(blocks * TILE_ROWS * depth, np.float32)
-        if blocks:
-            run = self._launcher.run
-            run(packed.size, linear.interleave_float32, flat, packed, TILE_ROWS, depth, blocks, 0)
-        return packed
+    def gated_linear(self, x: np.ndarray, weight: CPULinear, kind: str) -> np.ndarray:
+        """See `Backend.gated_linear`."""
+        if not weight.gated:
+            return self._activate(self.linear(x, weight), _activation(kind), 1)
+        return linear.linear(self._launcher, x, weight, _activation(kind))
+
+    def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """See `Backend.take_rows`."""
+        return x[ids]
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """See `Backend.rms_norm`."""
         out = np.empty(x.shape, np.float32)
         flat = _flat(x)
         self._launcher.run(
-            2 * x.size, elementwise.rms_norm, flat, flat, weight, out.reshape(-1), x.shape[-1], float(eps), 0
+            2 * x.size, elementwise.rms_norm, flat, flat, weight, out.reshape(-1), weight.shape[0], float(eps), 0
         )
         return out
 
@@ -254,9 +260,7 @@ class CPUBackend:
 
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
         """See `Backend.activation`."""
-        if kind not in ACTIVATIONS:
-            raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
-        return self._activate(x, ACTIVATIONS[kind], 0)
+        return self._activate(x, _activation(kind), 0)
 
     def _activate(self, x: np.ndarray, kind: int, gated: int) -> np.ndarray:
         width = x.shape[-1] // 2 if gated else x.shape[-1]

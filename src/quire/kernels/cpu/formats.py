@@ -1,4 +1,4 @@
-"""The three storage formats as numpy dtypes, and turning checkpoint tensors into them and into packed weights."""
+"""The three float storage formats as numpy dtypes, and turning checkpoint tensors into them and into packed weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor
-from quire.kernels.cpu.linear import COLUMNS, interleave_16, interleave_float32
-from quire.kernels.cpu.threads import Launcher
+from quire.kernels.cpu.interleave import weave_weights_16, weave_weights_32
+from quire.kernels.cpu.threads import Launcher, address_of
 
 # Signed or unsigned says which 16-bit float the bits are: see simd.py.
 STORAGE: dict[str, np.dtype] = {
@@ -18,6 +18,7 @@ STORAGE: dict[str, np.dtype] = {
     "float16": np.dtype(np.int16),
 }
 LANES = 16
+COLUMNS = 32  # rows of a weight are padded to a multiple: the columns of a tile
 STAGED_ELEMENTS = 1 << 20  # of a weight that are converted at a time
 
 
@@ -28,14 +29,21 @@ class CPULinear:
     Attributes:
         data: flat [N/16][K][16] in a storage dtype, N padded to `padded` rows; if `paired` [N/16][K/2][16][2], K
             padded to `depth`.
-        bias: float32 [padded], or empty.
+        bias: float32 [padded] in the same order of rows, or None.
+        gated: whether the blocks of sixteen rows alternate between the two halves of the weight, gate and up.
     """
 
     data: np.ndarray
-    bias: np.ndarray
+    bias: np.ndarray | None
     outputs: int
     inputs: int
     paired: bool = False
+    gated: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Name of the storage format."""
+        return next(name for name, dtype in STORAGE.items() if dtype == self.data.dtype)
 
     @property
     def depth(self) -> int:
@@ -49,6 +57,7 @@ class CPULinear:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return rows `ids` of the weight as float32 [len(ids), K]."""
+        assert not self.gated
         step = 2 if self.paired else 1
         blocks = self.data.reshape(-1, self.depth // step, LANES, step)
         found = blocks[ids // LANES, :, ids % LANES].reshape(len(ids), self.depth)
@@ -79,59 +88,90 @@ def to_storage(tensor: HostTensor, dtype: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+def can_gate(parts: Sequence[HostTensor]) -> bool:
+    """Whether two matrices can be packed as gate and up."""
+    return len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
+
+
 def pack(
     parts: Sequence[HostTensor],
     biases: Sequence[HostTensor] | None,
     dtype: str,
     launcher: Launcher,
     paired: bool = False,
+    gated: bool = False,
 ) -> CPULinear:
     """Stack matrices [N_i, K] along N and pack them, see `CPULinear`; reads a part only when its turn comes.
 
     `paired` is for 16-bit formats: two neighbours of a row move together, as the four bytes of a float32 would.
     """
+    assert not gated or can_gate(parts)
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     padded = -(-outputs // COLUMNS) * COLUMNS
     depth = inputs + inputs % 2 if paired else inputs
     data = np.empty(padded * depth, STORAGE[dtype])
-    element = np.float32 if paired or dtype == "float32" else np.uint16
-    kernel = interleave_float32 if element is np.float32 else interleave_16
-    raw = data.view(element)
-    at = 0
-    for staged in _staged(parts, padded, depth, dtype):
-        flat = staged.view(element).reshape(-1)
-        launcher.run(staged.size, kernel, flat, raw, LANES, flat.size // staged.shape[0], staged.shape[0] // LANES, at)
-        at += flat.size
-    bias = np.zeros(0 if biases is None else padded, np.float32)
-    if biases is not None:
-        bias[:outputs] = np.concatenate([part.to_float32().reshape(-1) for part in biases])
-    return CPULinear(data, bias, outputs, inputs, paired)
+    data[outputs // LANES * LANES * depth :] = 0
+    words = depth // 2 if paired else depth
+    weave = weave_weights_32 if paired or dtype == "float32" else weave_weights_16
+    block, spread, halfway = 0, 2 if gated else 1, outputs // LANES // 2
+    for staged in _staged(parts, depth, dtype):
+        count = staged.shape[0] // LANES
+        place = 2 * block + 1 - 2 * halfway if gated and block >= halfway else spread * block
+        launcher.emit(
+            weave, address_of(staged), staged.strides[0], data, words, spread, place, items=count, work=4 * staged.size
+        )
+        block += count
+    return CPULinear(data, _stack_biases(biases, padded, gated), outputs, inputs, paired, gated)
 
 
-def _staged(parts: Sequence[HostTensor], padded: int, depth: int, dtype: str) -> Iterator[np.ndarray]:
-    """Yield the rows of all parts, then zero rows up to `padded`, in groups of a multiple of 16; one reused buffer.
+def _stack_biases(biases: Sequence[HostTensor] | None, padded: int, gated: bool) -> np.ndarray | None:
+    if biases is None:
+        return None
+    flat = np.concatenate([part.to_float32().reshape(-1) for part in biases])
+    if gated:
+        flat = flat.reshape(2, -1, LANES).transpose(1, 0, 2).reshape(-1)
+    bias = np.zeros(padded, np.float32)
+    bias[: flat.size] = flat
+    return bias
 
-    Rows shorter than `depth` end with zeros.
 
-    The copy also settles what checkpoints may hold: rows that start anywhere, read-only or unaligned memory.
+def _staged(parts: Sequence[HostTensor], depth: int, dtype: str) -> Iterator[np.ndarray]:
+    """Yield the rows of all parts in groups of a multiple of 16, zero rows at the end; elements of a row side by side.
+
+    Parts that are stored like that already are yielded as they are. Others go through one reused buffer, which also
+    settles what checkpoints may hold: other formats, columns that are rows of the file, rows shorter than `depth`.
     """
+    if all(_is_direct(part, depth, dtype) for part in parts):
+        for part in parts:
+            yield part.array
+        return
     group = max(LANES, STAGED_ELEMENTS // max(1, depth) // LANES * LANES)
-    stage = np.zeros((min(group, padded), depth), STORAGE[dtype])
-    inputs = parts[0].shape[1]
-    filled = 0
+    total = -(-sum(part.shape[0] for part in parts) // LANES) * LANES
+    half = sum(part.shape[0] for part in parts) // 2 if len(parts) == 2 else 0
+    stage = np.zeros((min(group, total), depth), STORAGE[dtype])
+    inputs, filled, done = parts[0].shape[1], 0, 0
     for part in parts:
         start = 0
         while start < part.shape[0]:
             count = min(part.shape[0] - start, stage.shape[0] - filled)
             stage[filled : filled + count, :inputs] = to_storage(part.rows(start, start + count), dtype)
-            start, filled = start + count, filled + count
-            if filled == stage.shape[0]:
-                yield stage
+            start, filled, done = start + count, filled + count, done + count
+            if filled == stage.shape[0] or (done == half and filled % LANES == 0):  # gate and up stay apart
+                yield stage[:filled]
                 filled = 0
     if filled:
         stop = -(-filled // LANES) * LANES
         stage[filled:stop] = 0
         yield stage[:stop]
-    rest = padded - -(-sum(part.shape[0] for part in parts) // LANES) * LANES
-    if rest:
-        yield np.zeros((rest, depth), STORAGE[dtype])
+
+
+def _is_direct(part: HostTensor, depth: int, dtype: str) -> bool:
+    array = part.array
+    return (
+        part.dtype == dtype
+        and array.shape[0] % LANES == 0
+        and array.shape[1] == depth
+        and array.strides[1] == array.itemsize
+        and array.strides[0] % 2 == 0
+        and address_of(array) % 2 == 0
+    )

@@ -1,37 +1,43 @@
-"""Matrix products with packed weights: out = x @ weight.T (+ bias), one kernel per storage format.
+"""Matrix products with packed float weights: out = x @ weight.T (+ bias), one op per storage format.
 
 A weight [N, K] is packed as [N/16][K][16]: sixteen output features lie side by side and go into the lanes of one
 vector, so that an output is a plain sum over k, in order, whatever the number of rows. The blocking follows Goto and
 van de Geijn (2008). N is padded to a multiple of 32 with zeros.
 
-`linear_dot` is for CPUs that multiply pairs of bfloat16: there a bfloat16 weight is packed as [N/16][K/2][16][2], K
+`linear_pairs` is for CPUs that multiply pairs of bfloat16: there a bfloat16 weight is packed as [N/16][K/2][16][2], K
 padded to an even number with a zero, and the rows of x are rounded to bfloat16 as well.
+
+In a gated weight the vectors of sixteen features alternate between gate and up, and what comes out is
+activation(gate) * up. Products of integers are in linear_int.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
-from quire.kernels.cpu.jit import kernel, part, share
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.elementwise import activate
+from quire.kernels.cpu.formats import CPULinear
+from quire.kernels.cpu.interleave import padded_rows, rounded, tile_height, woven
+from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.pointers import floats, halves, uints, words
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
     dot_four,
     dot_many,
     dot_one,
-    get,
     load,
-    put,
+    mul,
     store,
     tile_four,
     tile_many,
     tile_one,
 )
+from quire.kernels.cpu.threads import Launcher
 
 COLUMNS = 32  # columns of a tile: two vectors
 ROW_GROUP = 64  # rows that one work item computes, so that wide machines find enough items
-DOT_ROWS = 8  # rows of the largest tile of `linear_dot`
-SKEW = 16  # keeps rows that are read side by side out of the same cache sets
+NO_GATE = -1
 
 
 @part
@@ -44,181 +50,127 @@ def fill_bias(bias, column, out, at, stride, rows):
 
 
 @part
-def product_item(w, bias, x, packed, out, rows, depth, item):
-    """Compute 32 columns of up to ROW_GROUP rows: by full tiles from `packed`, then by fours and ones from `x`."""
-    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
-    last = min(row + ROW_GROUP, rows)
-    stride = out.shape[0] // rows
-    at, next_vector, resume = column * depth, 16 * depth, 0
-    if bias.shape[0] > 0:
-        fill_bias(bias, column, out, row * stride + column, stride, last - row)
-        resume = 1
-    while row + TILE_ROWS <= last:
-        to = row * stride + column
-        tile_many(w, at, 16, next_vector, packed, row * depth, TILE_ROWS, 1, depth, out, to, stride, resume)
-        row += TILE_ROWS
-    while row + 4 <= last:
-        to = row * stride + column
-        tile_four(w, at, 16, next_vector, x, row * depth, 1, depth, depth, out, to, stride, resume)
-        row += 4
-    while row < last:
-        to = row * stride + column
-        tile_one(w, at, 16, next_vector, x, row * depth, 1, depth, depth, out, to, stride, resume)
-        row += 1
+def finish_gated(tile, out, at, stride, rows, kind):
+    """Write activation(gate) * up of a tile [rows][32] to out."""
+    for r in range(rows):
+        store(out, at + r * stride, mul(activate(load(tile, r * COLUMNS), kind), load(tile, r * COLUMNS + 16)))
 
 
 @part
-def product(w, bias, x, packed, out, rows, depth, items, chunk, chunks):
-    """Compute this chunk's share of the work items."""
-    first, last = share(items, chunk, chunks)
+def place_of(item, groups, rows):
+    """Return column, first row and last row + 1 of an item."""
+    column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
+    return column, row, min(row + ROW_GROUP, rows)
+
+
+@part
+def float_items(w, args, first, last, scratch):
+    """Items of a product of float32 rows: full tiles from the woven rows, then fours and ones from x itself."""
+    x, x_step, packed, out, stride = floats(args[2]), args[3], floats(args[4]), floats(args[5]), args[6]
+    rows, depth, kind = args[7], args[8], args[9]
+    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
+    tile = floats(scratch)
     for item in range(first, last):
-        product_item(w, bias, x, packed, out, rows, depth, item)
+        column, start, stop = place_of(item, groups, rows)
+        at, next_vector, row = column * depth, 16 * depth, start
+        target, to, step = out, start * stride + column, stride
+        if kind >= 0:
+            target, to, step = tile, 0, COLUMNS
+        if args[1] != 0:
+            fill_bias(floats(args[1]), column, target, to, step, stop - start)
+        resume = np.int64(args[1] != 0)
+        while row + TILE_ROWS <= stop:
+            place = to + (row - start) * step
+            tile_many(w, at, 16, next_vector, packed, row * depth, TILE_ROWS, 1, depth, target, place, step, resume)
+            row += TILE_ROWS
+        while row + 4 <= stop:
+            place = to + (row - start) * step
+            tile_four(w, at, 16, next_vector, x, row * x_step, 1, x_step, depth, target, place, step, resume)
+            row += 4
+        while row < stop:
+            place = to + (row - start) * step
+            tile_one(w, at, 16, next_vector, x, row * x_step, 1, x_step, depth, target, place, step, resume)
+            row += 1
+        if kind >= 0:
+            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
 
 
-@kernel
-def linear_float32(w, bias, x, packed, out, rows, depth, items, chunks):
-    """x [M*K] times w (packed) -> out [M*N]. `packed` is x by `interleave_float32`; bias float32 [N] or empty."""
-    if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
-    else:
-        for c in prange(chunks):
-            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
+@op
+def linear_float32(args, first, last, scratch):
+    """x times w. args: w, bias or 0, x, its row step, woven x, out, its row step, rows, depth, gate's kind or -1."""
+    float_items(floats(args[0]), args, first, last, scratch)
 
 
-@kernel
-def linear_bfloat16(w, bias, x, packed, out, rows, depth, items, chunks):
+@op
+def linear_bfloat16(args, first, last, scratch):
     """Like `linear_float32`, the bits of bfloat16 in w."""
-    if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
-    else:
-        for c in prange(chunks):
-            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
+    float_items(words(args[0]), args, first, last, scratch)
 
 
-@kernel
-def linear_float16(w, bias, x, packed, out, rows, depth, items, chunks):
+@op
+def linear_float16(args, first, last, scratch):
     """Like `linear_float32`, the bits of float16 in w."""
-    if chunks == 1:
-        product(w, bias, x, packed, out, rows, depth, items, chunks - 1, chunks)
-    else:
-        for c in prange(chunks):
-            product(w, bias, x, packed, out, rows, depth, items, np.int64(c), chunks)
+    float_items(halves(args[0]), args, first, last, scratch)
 
 
-@part
-def tile_height(rows):
-    """Rows of the `linear_dot` tile that computes the next of `rows` rows; the tile may have more than are left."""
-    return 8 if rows > 4 else 4 if rows > 1 else 1
-
-
-def padded_rows(rows: int) -> int:
-    """Return the rows of all tiles that `linear_dot` computes `rows` rows by; see `tile_height`."""
-    whole = rows // DOT_ROWS * DOT_ROWS
-    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
-
-
-@part
-def round_rows(x, packed, rows, depth, chunk, chunks):
-    """Round this chunk's share of the tiles of x [M][K] to bfloat16, as [K/2][height][2] each; missing ones are 0."""
-    pairs = (depth + 1) // 2
-    first, last = share((rows + DOT_ROWS - 1) // DOT_ROWS, chunk, chunks)
-    stride = pairs + SKEW
-    rounded = np.zeros(DOT_ROWS * stride, np.uint32)
-    halves = rounded.view(np.uint16)
-    for tile in range(first, last):
-        row = tile * DOT_ROWS
-        count = min(rows - row, DOT_ROWS)
-        height = tile_height(count)
-        for r in range(count):
-            for k in range(depth):
-                put(halves, 2 * r * stride + k, get(x, (row + r) * depth + k))
-        for r in range(count, height):
-            rounded[r * stride : r * stride + pairs] = 0
-        for k in range(pairs):
-            for r in range(height):
-                packed[row * pairs + k * height + r] = rounded[r * stride + k]
-
-
-@part
-def dot_item(w, bias, packed, out, rows, depth, item):
-    """Compute 32 columns of up to ROW_GROUP rows; `out` has room for the whole of the last tile."""
+@op
+def linear_pairs(args, first, last, scratch):
+    """x times w, both bfloat16. args: w, bias or 0, rounded x, out, its row step, rows, pairs, gate's kind or -1."""
+    w, packed, out, stride = words(args[0]), uints(args[2]), floats(args[3]), args[4]
+    rows, pairs, kind = args[5], args[6], args[7]
     groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
-    last = min(row + ROW_GROUP, rows)
-    pairs = (depth + 1) // 2
-    stride = w.shape[0] // (2 * pairs)
-    at, next_vector, resume = column * 2 * pairs, 32 * pairs, 0
-    while row < last:
-        height, to = tile_height(last - row), row * stride + column
-        if bias.shape[0] > 0:
-            fill_bias(bias, column, out, to, stride, height)
-            resume = 1
-        if height == 8:
-            dot_many(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
-        elif height == 4:
-            dot_four(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
-        else:
-            dot_one(w, at, next_vector, packed, row * pairs, pairs, out, to, stride, resume)
-        row += height
-
-
-@part
-def dots(w, bias, packed, out, rows, depth, items, chunk, chunks):
-    """Compute this chunk's share of the work items."""
-    first, last = share(items, chunk, chunks)
+    tile = floats(scratch)
+    resume = np.int64(args[1] != 0)
     for item in range(first, last):
-        dot_item(w, bias, packed, out, rows, depth, item)
+        column, start, stop = place_of(item, groups, rows)
+        at, next_vector, row = column * 2 * pairs, 32 * pairs, start
+        target, to, step = out, start * stride + column, stride
+        if kind >= 0:
+            target, to, step = tile, 0, COLUMNS
+        while row < stop:
+            height, place = tile_height(rows - row), to + (row - start) * step
+            if args[1] != 0:
+                fill_bias(floats(args[1]), column, target, place, step, height)
+            if height == 8:
+                dot_many(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume)
+            elif height == 4:
+                dot_four(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume)
+            else:
+                dot_one(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume)
+            row += height
+        if kind >= 0:
+            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
 
 
-@kernel
-def linear_dot(w, bias, x, packed, out, rows, depth, items, chunks):
-    """x [M*K] times w (packed in pairs), both bfloat16 -> out [at least M rows of N], accumulated in float32.
+FLOAT_OPS: dict[str, Op] = {
+    "float32": linear_float32,
+    "bfloat16": linear_bfloat16,
+    "float16": linear_float16,
+}
 
-    `packed` uint32 is room for x in pairs, and like `out` it holds whole tiles, see `tile_height`.
-    """
-    if chunks == 1:
-        round_rows(x, packed, rows, depth, chunks - 1, chunks)
-        dots(w, bias, packed, out, rows, depth, items, chunks - 1, chunks)
+
+def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int = NO_GATE) -> np.ndarray:
+    """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
+    assert (gate >= 0) == weight.gated
+    rows, width = x.shape[0], weight.padded
+    outputs = weight.outputs // 2 if weight.gated else weight.outputs
+    stride = width // 2 if weight.gated else width
+    if rows == 0:
+        return launcher.empty((0, outputs))
+    groups = -(-rows // ROW_GROUP)
+    sharing = {"items": width // COLUMNS * groups, "work": rows * width * weight.depth}
+    if groups == 1:
+        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.data.itemsize}
+    if weight.paired:
+        packed = rounded(launcher, x)
+        out = launcher.empty((padded_rows(rows), stride))
+        launcher.emit(
+            linear_pairs, weight.data, weight.bias, packed, out, stride, rows, weight.depth // 2, gate, **sharing
+        )
     else:
-        if rows <= DOT_ROWS:
-            round_rows(x, packed, rows, depth, 0, 1)
-        else:
-            for c in prange(chunks):
-                round_rows(x, packed, rows, depth, np.int64(c), chunks)
-        for c in prange(chunks):
-            dots(w, bias, packed, out, rows, depth, items, np.int64(c), chunks)
-
-
-@part
-def interleave(source, target, width, depth, blocks, at, chunk, chunks):
-    """target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k]."""
-    first, last = share(blocks, chunk, chunks)
-    for block in range(first, last):
-        for k in range(depth):
-            for r in range(width):
-                target[at + (block * depth + k) * width + r] = source[(block * width + r) * depth + k]
-
-
-@kernel
-def interleave_float32(source, target, width, depth, blocks, at, chunks):
-    """Turn rows [blocks * width][depth] into [blocks][depth][width]: of weights, or of the activations of a tile.
-
-    The tile reads one x of every row for each k: side by side they are one cache line. Row after row they lie K
-    apart, which, when K is a power of two, maps all of them to the same few cache sets.
-    """
-    if chunks == 1:
-        interleave(source, target, width, depth, blocks, at, chunks - 1, chunks)
-    else:
-        for c in prange(chunks):
-            interleave(source, target, width, depth, blocks, at, np.int64(c), chunks)
-
-
-@kernel
-def interleave_16(source, target, width, depth, blocks, at, chunks):
-    """Like `interleave_float32` for uint16 elements."""
-    if chunks == 1:
-        interleave(source, target, width, depth, blocks, at, chunks - 1, chunks)
-    else:
-        for c in prange(chunks):
-            interleave(source, target, width, depth, blocks, at, np.int64(c), chunks)
+        x, step = as_rows(x)
+        packed = woven(launcher, x)
+        out = launcher.empty((rows, stride))
+        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.depth, gate)
+        launcher.emit(FLOAT_OPS[weight.dtype], *args, **sharing)
+    return out[:rows, :outputs]

@@ -167,6 +167,26 @@ def _store(b, value, data, offset):
     b.store(value, b.bitcast(b.gep(data, [offset]), F32V.as_pointer())).align = 4
 
 
+def round_pairs(b, low, high):
+    """Round 32 floats, two vectors, to nearest even bfloat16; neighbours become the halves of sixteen 32-bit lanes.
+
+    With the instruction that does it (HAS_BF16_DOT), subnormal results are zeros, as they are in the products.
+    """
+    if HAS_BF16_DOT:
+        pairs = _call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_PAIRS, [high, low])
+        return b.bitcast(pairs, I32V)
+    halves = []
+    for value in (low, high):
+        bits = b.bitcast(value, I32V)
+        odd = b.and_(b.lshr(bits, _integers(16)), _integers(1))
+        rounded = b.lshr(b.add(b.add(bits, _integers(0x7FFF)), odd), _integers(16))
+        halves.append(b.select(b.fcmp_unordered("uno", value, value), _integers(0x7FC0), rounded))
+    lanes = ir.VectorType(I32, LANES)
+    even = b.shuffle_vector(*halves, ir.Constant(lanes, list(range(0, 2 * LANES, 2))))
+    uneven = b.shuffle_vector(*halves, ir.Constant(lanes, list(range(1, 2 * LANES, 2))))
+    return b.or_(even, b.shl(uneven, _integers(16)))
+
+
 def _exp(b, x):
     """e^x to about two units in the last place; exactly 1 at 0, 0 below -87, finite above 88.
 

@@ -1,4 +1,4 @@
-"""The Python side of the thread team, and instructions: run at once, or recorded into a program and run again and again.
+"""The Python side of the thread team, and its instructions: run at once, or recorded into a program and run again.
 
 Outside a recording, `emit` runs its one instruction before it returns. Inside one it only notes it: the arrays that
 ops return then lie in an arena (arrays.py) and hold nothing yet. What a program computes from is found by address, so
@@ -161,7 +161,8 @@ class Launcher:
         another program runs.
         """
         assert self._recording is None, "recordings do not nest"
-        rows, keep = [], []
+        rows: list[list[int]] = []
+        keep: list[np.ndarray] = []
         self._recording = (rows, keep)
         made: list[Program] = []
         self.arena.restart()

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
 from quire.kernels.memory import available_memory
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
@@ -57,6 +57,7 @@ class ReferenceBackend:
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
+        self.quantization: str | None = None
         self.device = torch.device(device)
         self._round_linear_inputs = round_linear_inputs
         self._compute = torch.float32 if self.device.type == "mps" else torch.float64
@@ -76,6 +77,14 @@ class ReferenceBackend:
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
         """See `Backend.zeros`."""
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def assign(self, target: torch.Tensor, values: np.ndarray) -> None:
+        """See `Backend.assign`."""
+        target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """See `Backend.graph`; here everything is computed each time."""
+        return build
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Backend.concat`."""
@@ -97,7 +106,15 @@ class ReferenceBackend:
         """See `Backend.vector`."""
         return self.from_numpy(np.array(tensor.to_float32()))
 
-    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> ReferenceLinear:
+    def pack_linear(
+        self,
+        parts: Sequence[HostTensor],
+        biases: Sequence[HostTensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> ReferenceLinear:
         """See `Backend.pack_linear`."""
         weight_dtype = TORCH_DTYPES[self.dtype]
         weight = torch.cat([self.vector(part).to(weight_dtype) for part in parts])
@@ -117,10 +134,20 @@ class ReferenceBackend:
         out = (x.to(self._compute) @ weight.weight.to(self._compute).T).float()
         return out if weight.bias is None else out + weight.bias
 
+    def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
+        """See `Backend.gated_linear`."""
+        gate, up = self.linear(x, weight).chunk(2, dim=-1)
+        return self.activation(gate, kind) * up
+
+    def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """See `Backend.take_rows`."""
+        return x[ids]
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Backend.rms_norm`."""
-        wide = x.to(self._compute)
-        return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight).float()
+        pieces = x.to(self._compute).unflatten(-1, (-1, weight.shape[0]))
+        normed = pieces * torch.rsqrt(pieces.square().mean(dim=-1, keepdim=True) + eps) * weight
+        return normed.flatten(-2).float()
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Backend.add_rms_norm`."""

@@ -1,0 +1,186 @@
+"""Rows turned into the order in which tiles read them: of weights while loading, of activations before a product.
+
+A tile reads one element (or pair, in 32 bits) of every row for each k: side by side they are one cache line. Row after
+row they lie K apart, which, when K is a power of two, maps all of them to the same few cache sets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.pointers import floats, uints, words
+from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, round_pairs
+from quire.kernels.cpu.threads import Launcher
+
+DOT_ROWS = 8  # rows of the largest tile of pairs
+
+
+def _zip(b, first, second, start):
+    """Return first[start], second[start], first[start + 1], ... sixteen lanes in all."""
+    lanes = [start + i // 2 + LANES * (i % 2) for i in range(LANES)]
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, LANES), lanes))
+
+
+def _woven(b, rows):
+    """Return a power of two of vectors woven together: lane 0 of all, then lane 1 of all, and so on."""
+    if len(rows) == 1:
+        return rows
+    even, odd = _woven(b, rows[0::2]), _woven(b, rows[1::2])
+    return [_zip(b, *pair, start) for pair in zip(even, odd, strict=True) for start in (0, LANES // 2)]
+
+
+def _weave(rows, convert):
+    """Make the intrinsic that weaves sixteen 32-bit values of `rows` rows each, or 32 floats as pairs if `convert`."""
+
+    @intrinsic
+    def weave(ty, source, at, step, last, target, to):
+        def code(ctx, b, sig, a):
+            index = a[1].type
+            vectors = []
+            for r in range(rows):
+                row = b.select(b.icmp_signed("<", index(r), a[3]), index(r), a[3])
+                place = b.add(a[1], b.mul(row, a[2]))
+                if convert:
+                    low, high = (_load(b, "f32", a[0], b.add(place, index(shift))) for shift in (0, LANES))
+                    vectors.append(round_pairs(b, low, high))
+                else:
+                    value = b.load(b.bitcast(b.gep(a[0], [place]), I32V.as_pointer()))
+                    value.align = 2
+                    vectors.append(value)
+            for r, vector in enumerate(_woven(b, vectors)):
+                place = b.gep(a[4], [b.add(a[5], index(LANES * r))])
+                b.store(vector, b.bitcast(place, I32V.as_pointer())).align = 4
+            return ctx.get_dummy_value()
+
+        n = types.int64
+        return types.void(source, n, n, n, target, n), code
+
+    weave.__doc__ = (
+        f"""target[to + k * {rows} + r] = value k < 16 of row min(r, last), which begins at source[at + r * step]."""
+    )
+    return weave
+
+
+weave_16, weave_8, weave_4, weave_1 = (_weave(rows, False) for rows in (16, 8, 4, 1))
+round_8, round_4, round_1 = (_weave(rows, True) for rows in (8, 4, 1))
+
+
+# Activations in bfloat16
+
+
+@part
+def tile_height(rows):
+    """Rows of the tile of pairs that computes the next of `rows` rows; the tile may have more than are left."""
+    return 8 if rows > 4 else 4 if rows > 1 else 1
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of all tiles that compute `rows` rows; see `tile_height`."""
+    whole = rows // DOT_ROWS * DOT_ROWS
+    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
+
+
+@part
+def round_some(x, at, step, last, height, target, to):
+    """Round 32 elements of each row of a tile and weave their pairs."""
+    if height == 8:
+        round_8(x, at, step, last, target, to)
+    elif height == 4:
+        round_4(x, at, step, last, target, to)
+    else:
+        round_1(x, at, step, last, target, to)
+
+
+@op
+def round_tiles(args, first, last, scratch):
+    """Tiles of x float32 rounded to bfloat16, as [K/2][height][2] each. args: x, its row step, packed, rows, depth."""
+    x, step, packed, rows, depth = floats(args[0]), args[1], uints(args[2]), args[3], args[4]
+    pairs = (depth + 1) // 2
+    whole = depth // 32 * 32
+    rest, woven = floats(scratch), uints(scratch + 4 * DOT_ROWS * 32)
+    for tile in range(first, last):
+        row = tile * DOT_ROWS
+        count = min(rows - row, DOT_ROWS)
+        height, to = tile_height(rows - row), row * pairs
+        for k in range(0, whole, 32):
+            round_some(x, row * step + k, step, count - 1, height, packed, to + k // 2 * height)
+        if whole < depth:
+            for r in range(count):
+                for k in range(32):
+                    rest[r * 32 + k] = x[(row + r) * step + whole + k] if whole + k < depth else np.float32(0)
+            round_some(rest, 0, 32, count - 1, height, woven, 0)
+            for i in range((pairs - whole // 2) * height):
+                packed[to + whole // 2 * height + i] = woven[i]
+
+
+def rounded(launcher: Launcher, x: np.ndarray) -> np.ndarray:
+    """Return x [T, K] in bfloat16 as tiles of pairs read it: flat uint32, see `simd.dot_many`."""
+    x, step = as_rows(x)
+    rows, depth = x.shape
+    packed = launcher.empty((padded_rows(rows) * ((depth + 1) // 2),), np.uint32)
+    launcher.emit(round_tiles, x, step, packed, rows, depth, items=-(-rows // DOT_ROWS), work=x.size)
+    return packed
+
+
+# Activations in float32
+
+
+@op
+def weave_tiles(args, first, last, scratch):
+    """Whole tiles of x float32 as [K][TILE_ROWS] each. args: x, its row step, packed, depth."""
+    x, step, packed, depth = floats(args[0]), args[1], floats(args[2]), args[3]
+    for tile in range(first, last):
+        row = tile * TILE_ROWS
+        for k in range(depth):
+            for r in range(TILE_ROWS):
+                packed[(row * depth) + k * TILE_ROWS + r] = x[(row + r) * step + k]
+
+
+def woven(launcher: Launcher, x: np.ndarray) -> np.ndarray:
+    """Return the rows of x [T, K] that fill whole tiles as `simd.tile_many` reads them: flat float32."""
+    x, step = as_rows(x)
+    tiles, depth = x.shape[0] // TILE_ROWS, x.shape[1]
+    packed = launcher.empty((tiles * TILE_ROWS * depth,), np.float32)
+    if tiles:
+        launcher.emit(weave_tiles, x, step, packed, depth, items=tiles, work=4 * packed.size)
+    return packed
+
+
+# Weights
+
+
+@op
+def weave_weights_32(args, first, last, scratch):
+    """Blocks of sixteen rows as [K][16] each, in 32 bits. args: source, row step, target, depth, block step, shift.
+
+    Block i of the source becomes block i * step + shift of the target. The step between rows is in bytes, for mapped
+    files; rows begin at multiples of two.
+    """
+    step, target, depth = args[1], uints(args[2]), args[3]
+    whole = depth // LANES * LANES
+    for block in range(first, last):
+        start = args[0] + block * LANES * step
+        to = (block * args[4] + args[5]) * depth * LANES
+        for k in range(0, whole, LANES):
+            weave_16(words(start), 2 * k, step // 2, LANES - 1, target, to + k * LANES)
+        for k in range(whole, depth):
+            for r in range(LANES):
+                low, high = words(start + r * step)[2 * k], words(start + r * step)[2 * k + 1]
+                target[to + k * LANES + r] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
+
+
+@op
+def weave_weights_16(args, first, last, scratch):
+    """Like `weave_weights_32` for elements of 16 bits."""
+    step, target, depth = args[1], words(args[2]), args[3]
+    for block in range(first, last):
+        start = args[0] + block * LANES * step
+        to = (block * args[4] + args[5]) * depth * LANES
+        for k in range(depth):
+            for r in range(LANES):
+                target[to + k * LANES + r] = words(start + r * step)[k]

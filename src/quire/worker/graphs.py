@@ -1,0 +1,108 @@
+"""The model's part of a step, recorded once for each shape of batch and run again without Python in between.
+
+A step's shape is its number of tokens, of sequences, and of rows to sample. What differs between steps of one shape is
+copied into arrays that stay where they are. What a backend makes of a recording is its own business (see
+`Backend.graph`); one that has nothing to gain just computes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, KVCache
+from quire.step import KVCacheSpec
+from quire.worker.input_batch import StepInputs
+
+MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find theirs
+
+StepResult = tuple[Array, Array | None]  # hidden states [T, H] and logits [R, V], None without rows to sample
+
+
+class RunnableModel(Protocol):
+    """What the runner needs of a model; see `models.interface` for the whole contract."""
+
+    vocab_size: int
+
+    def forward(
+        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Array:
+        """Return hidden states [T, H]."""
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """Return logits float32 [R, V] of hidden rows [R, H]."""
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Say what each layer caches."""
+
+
+class StepGraphs:
+    """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        backend: Backend,
+        kv_caches: list[KVCache],
+        *,
+        max_tokens: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._model, self._backend, self._kv_caches = model, backend, kv_caches
+        self._max_seq_len = max_blocks * block_size
+        self._input_ids = backend.zeros((max_tokens,), "int64")
+        self._positions = backend.zeros((max_tokens,), "int64")
+        self._slot_mapping = backend.zeros((max_tokens,), "int64")
+        self._cu_query_lens = backend.zeros((max_num_seqs + 1,), "int32")
+        self._seq_lens = backend.zeros((max_num_seqs,), "int32")
+        self._block_tables = backend.zeros((max_num_seqs, max_blocks), "int32")
+        self._sampled_rows = backend.zeros((max_num_seqs,), "int64")
+        self._graphs: OrderedDict[tuple[int, int, int], Callable[[], Arrays]] = OrderedDict()
+
+    def run(self, inputs: StepInputs, sampled_rows: np.ndarray) -> StepResult:
+        """Compute a step: hidden states of all its tokens, and logits of the hidden rows `sampled_rows` int64 [R].
+
+        The result is overwritten by the next step.
+        """
+        tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(sampled_rows)
+        write = self._backend.assign
+        write(self._input_ids[:tokens], inputs.input_ids)
+        write(self._positions[:tokens], inputs.positions)
+        write(self._slot_mapping[:tokens], inputs.slot_mapping)
+        write(self._cu_query_lens[: sequences + 1], inputs.cu_query_lens)
+        write(self._seq_lens[:sequences], inputs.seq_lens)
+        write(self._block_tables[:sequences, : inputs.block_tables.shape[1]], inputs.block_tables)
+        write(self._sampled_rows[:rows], sampled_rows)
+        hidden, logits = self._graph(tokens, sequences, rows)()
+        return hidden, logits
+
+    def _graph(self, tokens: int, sequences: int, rows: int) -> Callable[[], Arrays]:
+        shape = (tokens, sequences, rows)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._backend.graph(lambda: self._compute(*shape))
+            self._graphs[shape] = graph
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        else:
+            self._graphs.move_to_end(shape)
+        return graph
+
+    def _compute(self, tokens: int, sequences: int, rows: int) -> StepResult:
+        metadata = AttentionMetadata(
+            cu_query_lens=self._cu_query_lens[: sequences + 1],
+            seq_lens=self._seq_lens[:sequences],
+            block_tables=self._block_tables[:sequences],
+            slot_mapping=self._slot_mapping[:tokens],
+            max_query_len=tokens - sequences + 1,
+            max_seq_len=self._max_seq_len,
+        )
+        hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)
+        if rows == 0:
+            return hidden, None
+        return hidden, self._model.compute_logits(self._backend.take_rows(hidden, self._sampled_rows[:rows]))
