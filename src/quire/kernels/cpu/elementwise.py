@@ -10,33 +10,28 @@ import math
 import numpy as np
 from numba import prange
 
+from quire.kernels.cpu.activations import (  # noqa: F401
+    GELU,
+    GELU_TANH,
+    QUICK_GELU,
+    RELU,
+    SILU,
+    activate,
+    zero,
+)
 from quire.kernels.cpu.jit import kernel, part, share
 from quire.kernels.cpu.simd import (
-    add,
-    div,
-    exp,
     get,
     lane_sum,
     load,
     load_some,
-    maximum,
     mul,
     multiply_add,
     put,
     splat,
     store,
     store_some,
-    sub,
 )
-
-RELU, SILU, GELU, GELU_TANH, QUICK_GELU = range(5)
-
-
-@part
-def zero():
-    """Sixteen zeros."""
-    return splat(np.float32(0))
-
 
 # Norms
 
@@ -124,42 +119,6 @@ def layer_norm(x, weight, bias, out, width, eps, chunks):
 
 
 # Activations
-
-
-@part
-def error_function(x):
-    """erf(x) to 2e-7: Abramowitz and Stegun 7.1.26 on |x|, erf being odd."""
-    size = maximum(x, sub(zero(), x))
-    one = splat(np.float32(1))
-    t = div(one, multiply_add(size, splat(np.float32(0.3275911)), one))
-    series = splat(np.float32(1.061405429))
-    series = multiply_add(series, t, splat(np.float32(-1.453152027)))
-    series = multiply_add(series, t, splat(np.float32(1.421413741)))
-    series = multiply_add(series, t, splat(np.float32(-0.284496736)))
-    series = multiply_add(series, t, splat(np.float32(0.254829592)))
-    tail = mul(mul(series, t), exp(sub(zero(), mul(size, size))))
-    positive = sub(one, tail)
-    sign = div(x, maximum(size, splat(np.float32(1e-30))))
-    return mul(sign, positive)
-
-
-@part
-def activate(x, kind):
-    """Apply one of the five activations; three of them are x * sigmoid(f(x))."""
-    one = splat(np.float32(1))
-    if kind == RELU:
-        return maximum(x, zero())
-    if kind == GELU:
-        half = mul(x, splat(np.float32(0.5)))
-        return multiply_add(half, error_function(mul(x, splat(np.float32(0.7071067811865476)))), half)
-    argument = x
-    if kind == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
-        cube = mul(mul(x, x), x)
-        inner = multiply_add(cube, splat(np.float32(0.044715)), x)
-        argument = mul(inner, splat(np.float32(1.5957691216057308)))
-    elif kind == QUICK_GELU:
-        argument = mul(x, splat(np.float32(1.702)))
-    return div(x, add(one, exp(sub(zero(), argument))))
 
 
 @part

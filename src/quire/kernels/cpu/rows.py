@@ -1,0 +1,93 @@
+"""Rows found by number: of an array, and of a packed embedding table. The numbers are read when the op runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.pointers import floats, halves, longs, words
+from quire.kernels.cpu.simd import get, load, load_some, store, store_some
+from quire.kernels.cpu.threads import Launcher
+
+LANES = 16
+
+
+def as_ids(launcher: Launcher, ids: np.ndarray) -> np.ndarray:
+    """Return numbers as contiguous int64. While recording they must be that already: a copy would be out of date."""
+    if ids.dtype == np.int64 and ids.flags.carray:
+        return ids
+    if launcher.recording:
+        raise TypeError(f"while recording, ids and positions are contiguous int64, not {ids.dtype} {ids.strides}")
+    return np.require(ids, np.int64, ["C", "A"])
+
+
+@op
+def copy_rows(args, first, last, scratch):
+    """Items are ids. ids, x, elements between its rows, out, width."""
+    ids, x, stride, out, width = longs(args[0]), floats(args[1]), args[2], floats(args[3]), args[4]
+    whole = width // 16 * 16
+    for row in range(first, last):
+        source, target = ids[row] * stride, row * width
+        for i in range(0, whole, 16):
+            store(out, target + i, load(x, source + i))
+        if whole < width:
+            store_some(out, target + whole, load_some(x, source + whole, width - whole), width - whole)
+
+
+def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return x[ids]: rows of x [R, W] float32, ids int64 [n] -> [n, W]."""
+    source, stride = as_rows(x)
+    out = launcher.empty((len(ids), x.shape[1]))
+    rows = as_ids(launcher, ids)
+    launcher.emit(copy_rows, rows, source, stride, out, x.shape[1], items=len(ids), work=out.size)
+    return out
+
+
+@part
+def widen_rows(args, table, first, last):
+    """Items are ids. table, ids, out, width of a row, its width as stored, neighbours of a row that lie together."""
+    ids, out, width, depth, together = longs(args[1]), floats(args[2]), args[3], args[4], args[5]
+    step = LANES * together
+    for item in range(first, last):
+        row, target = ids[item], item * width
+        at = row // LANES * LANES * depth + row % LANES * together
+        for k in range(0, width, together):
+            for j in range(k, min(k + together, width)):
+                out[target + j] = get(table, at + (j - k))
+            at += step
+
+
+@op
+def embed_float32(args, first, last, scratch):
+    """See `widen_rows`; a float32 table."""
+    widen_rows(args, floats(args[0]), first, last)
+
+
+@op
+def embed_bfloat16(args, first, last, scratch):
+    """See `widen_rows`; a bfloat16 table."""
+    widen_rows(args, words(args[0]), first, last)
+
+
+@op
+def embed_float16(args, first, last, scratch):
+    """See `widen_rows`; a float16 table."""
+    widen_rows(args, halves(args[0]), first, last)
+
+
+EMBED = {np.dtype(np.float32): embed_float32, np.dtype(np.uint16): embed_bfloat16, np.dtype(np.int16): embed_float16}
+
+
+def embedding(
+    launcher: Launcher, ids: np.ndarray, data: np.ndarray, width: int, depth: int, paired: bool
+) -> np.ndarray:
+    """Return rows `ids` [T] of a packed table [N, width] as float32 [T, width].
+
+    `data` is in a storage dtype, [N/16][depth][16], or [N/16][depth/2][16][2] if `paired`.
+    """
+    out = launcher.empty((len(ids), width))
+    numbers = as_ids(launcher, ids)
+    sizes = width, depth, 2 if paired else 1
+    launcher.emit(EMBED[data.dtype], data, numbers, out, *sizes, items=len(ids), work=8 * out.size)
+    return out
