@@ -1,0 +1,548 @@
+"""Matrix products with integer weights: packing them, out = x @ weight.T (+ bias), and looking up rows.
+
+    out[m, n] = x_scale[m] * column_scale[n] * F[m, n] (+ bias[n])
+
+F sums products of integers: exactly in int32 within a group of k, in float32 over groups. The integers and scales are
+those of quantize.py. A product of `FLOAT_OP` leaves x as it is: for those who want nothing but the weights rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor
+from quire.errors import ConfigError
+from quire.kernels.cpu import quantize
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.elementwise import activate
+from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
+from quire.kernels.cpu.quantize import padded_rows, tile_height
+from quire.kernels.cpu.simd import add, get, load, mul, splat, store
+from quire.kernels.cpu.simd_int import (
+    FLOAT_ROWS,
+    HAS_VNNI,
+    float_four,
+    float_many,
+    float_one,
+    int4_tiles,
+    int8_tiles,
+)
+from quire.kernels.cpu.threads import Launcher, address_of
+
+COLUMNS = 32  # of an item: two vectors
+ROW_GROUP = 64  # rows of an item
+DEPTH_UNIT = 16  # K of weights without groups is padded to a multiple of it
+GROUPS = (32, 64, 128)
+STAGED_ELEMENTS = 1 << 20  # of a weight that are copied at a time, where it cannot be read as it lies
+NO_ACTIVATION = -1
+LEVELS = ("avx512_vnni", "generic")
+
+
+# Products
+
+
+@part
+def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind, gated):
+    """Scale `count` rows of 32 sums and write them; `x_scales` and `bias` are addresses, 0 for none."""
+    low, high = load(scales, column), load(scales, column + 16)
+    at = row * stride + (column // 2 if gated else column)
+    for r in range(count):
+        left, right = mul(load(sums, r * COLUMNS), low), mul(load(sums, r * COLUMNS + 16), high)
+        if x_scales != 0:
+            factor = splat(get(floats(x_scales), row + r))
+            left, right = mul(left, factor), mul(right, factor)
+        if bias != 0:
+            left, right = add(left, load(floats(bias), column)), add(right, load(floats(bias), column + 16))
+        if gated:
+            store(out, at + r * stride, mul(activate(left, kind), right))
+        else:
+            if kind >= 0:
+                left, right = activate(left, kind), activate(right, kind)
+            store(out, at + r * stride, left)
+            store(out, at + r * stride + 16, right)
+
+
+@part
+def item_place(item, rows):
+    """Return the first column, the first row and the last row + 1 of an item."""
+    blocks = (rows + ROW_GROUP - 1) // ROW_GROUP
+    row = item % blocks * ROW_GROUP
+    return item // blocks * COLUMNS, row, min(row + ROW_GROUP, rows)
+
+
+def _items(bits, vnni):
+    """Return the part that does items first .. last - 1 of `linear_int*`."""
+    many, four, one = (int8_tiles if bits == 8 else int4_tiles)[vnni]
+    many_rows, few_rows, in_word = 8 if vnni else 2, 4 if vnni else 2, 32 // bits
+
+    @part
+    def items(args, first, last, scratch):
+        w, depth, group, packed, starts = uints(args[0]), args[1], args[2], uints(args[7]), ints(args[8])
+        scales, zeros, rows, sums = halves(args[4]), halves(args[5]), args[12], floats(scratch)
+        groups, steps, w_next = depth // group, group // in_word, depth // in_word * 16
+        for item in range(first, last):
+            column, begin, end = item_place(item, rows)
+            w_at, s_at, s_next = column // 16 * w_next, column * groups, 16 * groups
+            row = begin
+            while row < end:
+                height = tile_height(end - row)
+                x_at, start, to, r = row * depth // 4, row * groups, (row - begin) * COLUMNS, 0
+                while r + many_rows <= height:
+                    many(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
+                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                    r += many_rows
+                while r + few_rows <= height:
+                    four(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
+                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                    r += few_rows
+                while r < height:
+                    one(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
+                        scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                    r += 1
+                row += height
+            out, stride = floats(args[10]), args[11]
+            scales_at, count, kind = floats(args[3]), end - begin, args[13]
+            write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind, args[14])
+
+    return items
+
+
+items_int8_vnni, items_int8, items_int4_vnni, items_int4 = (
+    _items(bits, vnni) for bits in (8, 4) for vnni in (True, False)
+)
+
+
+@op
+def linear_int8_vnni(args, first, last, scratch):
+    """One item is 32 columns of up to ROW_GROUP rows.
+
+    Weight, depth, group, column scales, group scales or 0, zeros or 0, bias or 0, packed x, starts, x scales, out, its
+    row stride, rows, activation, gated. Layouts: `IntLinear` and `quantize_tiles`.
+    """
+    items_int8_vnni(args, first, last, scratch)
+
+
+@op
+def linear_int8_generic(args, first, last, scratch):
+    """Like `linear_int8_vnni` on any CPU."""
+    items_int8(args, first, last, scratch)
+
+
+@op
+def linear_int4_vnni(args, first, last, scratch):
+    """Like `linear_int8_vnni` for four bits."""
+    items_int4_vnni(args, first, last, scratch)
+
+
+@op
+def linear_int4_generic(args, first, last, scratch):
+    """Like `linear_int8_vnni` for four bits, on any CPU."""
+    items_int4(args, first, last, scratch)
+
+
+@op
+def linear_int8_float(args, first, last, scratch):
+    """Like `linear_int8_vnni` without groups and with x in float32 by `interleave_tiles`; starts and x scales are 0."""
+    w, depth, packed, rows, sums = uints(args[0]), args[1], floats(args[7]), args[12], floats(scratch)
+    for item in range(first, last):
+        column, begin, end = item_place(item, rows)
+        w_at, w_next, steps, row = column * depth // 4, depth * 4, depth // 4, begin
+        while row < end:
+            height = tile_height(end - row)
+            x_at, to, r = row * depth, (row - begin) * COLUMNS, 0
+            while r + FLOAT_ROWS <= height:
+                float_many(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
+                r += FLOAT_ROWS
+            while r + 4 <= height:
+                float_four(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
+                r += 4
+            while r < height:
+                float_one(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
+                r += 1
+            row += height
+        out, stride = floats(args[10]), args[11]
+        scales_at, count, kind = floats(args[3]), end - begin, args[13]
+        write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind, args[14])
+
+
+OPS: dict[tuple[int, str], Op] = {
+    (8, "avx512_vnni"): linear_int8_vnni,
+    (8, "generic"): linear_int8_generic,
+    (4, "avx512_vnni"): linear_int4_vnni,
+    (4, "generic"): linear_int4_generic,
+}
+FLOAT_OP = linear_int8_float
+
+
+@op
+def embedding_rows(args, first, last, scratch):
+    """ids, weight, bits, depth, width, group, column scales, group scales, zeros, out: one item is one row of out."""
+    ids, octet, bits, depth, width, group = longs(args[0]), octets(args[1]), args[2], args[3], args[4], args[5]
+    scales, out, groups = floats(args[6]), floats(args[9]), depth // group
+    for item in range(first, last):
+        column = ids[item]
+        lane, block = column % 16, column // 16
+        size, place = np.float32(1), block * groups * 16 + lane
+        for k in range(width):
+            if bits == 8:
+                value = np.float32(np.int32(octet[((block * (depth // 4) + k // 4) * 16 + lane) * 4 + k % 4]) - 128)
+            else:
+                pair = np.int32(octet[((block * (depth // 8) + k // 8) * 16 + lane) * 4 + k % 4])
+                value = np.float32((pair >> (k // 4 % 2 * 4) & 15) - 8)
+            if args[7] != 0:
+                if args[8] != 0:
+                    value -= get(halves(args[8]), place + k // group * 16)
+                size = get(halves(args[7]), place + k // group * 16)
+            out[item * width + k] = value * (size * scales[column])
+
+
+# Weights
+
+
+@dataclass(frozen=True, slots=True)
+class IntLinear:
+    """A packed integer weight; w[n, k] = column_scale[n] * group_scale[n, k // group] * (u - 128 or 8 - zero).
+
+    Attributes:
+        data: uint32 [padded/16][depth/4][16] of four u8 of neighbouring k, the first in the low byte; or
+            [padded/16][depth/8][16] of eight u4: k 0..3 in the low halves of the bytes, 4..7 in the high ones.
+        scales: float32 [padded], one for every column.
+        group_scales: the bits of float16, int16 [padded/16][depth/group][16]; None for all 1, in one group.
+        zeros: likewise, relative to the middle of the range; None for all 0.
+        bias: float32 [padded], or None.
+        outputs: rows of all parts together. gated: the first half of them, the gate, and the second alternate by
+            sixteens.
+        inputs, depth: K, without and with padding. group: K of a group; `depth` where there is one only.
+    """
+
+    data: np.ndarray
+    scales: np.ndarray
+    group_scales: np.ndarray | None
+    zeros: np.ndarray | None
+    bias: np.ndarray | None
+    outputs: int
+    inputs: int
+    depth: int
+    bits: int
+    group: int
+    gated: bool = False
+
+    @property
+    def padded(self) -> int:
+        """Columns as stored, a multiple of 32."""
+        return self.scales.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.data, self.scales, self.group_scales, self.zeros, self.bias)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def columns(self, ids: np.ndarray) -> np.ndarray:
+        """Return where rows `ids` of the weight are stored."""
+        if not self.gated:
+            return ids
+        half = self.outputs // 2
+        row = ids % half
+        return row // 16 * 32 + ids // half * 16 + row % 16
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows `ids` of the weight as float32 [len(ids), K]."""
+        columns = self.columns(np.asarray(ids))
+        block, lane = columns // 16, columns % 16
+        words = self.data.reshape(-1, self.depth * self.bits // 32, 16)[block, :, lane]
+        stored = np.ascontiguousarray(words).view(np.uint8)
+        if self.bits == 4:
+            quads = stored.reshape(len(columns), -1, 1, 4)
+            stored = np.concatenate([quads & 15, quads >> 4], axis=2).reshape(len(columns), -1)
+        values = stored.astype(np.float32) - np.float32(1 << (self.bits - 1))
+        scale = self.scales[columns, None]
+        if self.group_scales is not None:
+            if self.zeros is not None:
+                values -= self._by_k(self.zeros, block, lane)
+            scale = self._by_k(self.group_scales, block, lane) * scale
+        return (values * scale)[:, : self.inputs]
+
+    def _by_k(self, stored: np.ndarray, block: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        groups = stored.view(np.float16).reshape(-1, self.depth // self.group, 16)[block, :, lane]
+        return np.repeat(groups.astype(np.float32), self.group, axis=1)
+
+
+def _blank(outputs: int, inputs: int, bits: int, group: int | None, gated: bool, zeros: bool = False) -> IntLinear:
+    """Return a weight with room for everything; what no part will fill is 0."""
+    assert outputs % 2 == 0 or not gated, "gate and up differ in size"
+    padded = -(-outputs // (2 * 16)) * (2 * 16)
+    unit = group or DEPTH_UNIT
+    depth = -(-inputs // unit) * unit
+    data = np.empty(padded * depth * bits // 32, np.uint32)
+    places = padded * (depth // unit)
+    relative = np.zeros(places, np.int16) if group else None
+    shifts = np.zeros(places, np.int16) if zeros else None
+    scales = np.zeros(padded, np.float32)
+    weight = IntLinear(data, scales, relative, shifts, None, outputs, inputs, depth, bits, group or depth, gated)
+    unused = np.setdiff1d(np.arange(padded), weight.columns(np.arange(outputs)))
+    data.reshape(-1, depth * bits // 32, 16)[unused // 16, :, unused % 16] = 0x80808080 if bits == 8 else 0x88888888
+    return weight
+
+
+def _with_bias(weight: IntLinear, biases: Sequence[HostTensor] | None) -> IntLinear:
+    """Return the weight with the stacked biases in the order of its columns."""
+    if biases is None:
+        return weight
+    bias = np.zeros(weight.padded, np.float32)
+    bias[weight.columns(np.arange(weight.outputs))] = np.concatenate([b.to_float32().reshape(-1) for b in biases])
+    names = ("data", "scales", "group_scales", "zeros")
+    arrays = [getattr(weight, name) for name in names]
+    return IntLinear(
+        *arrays, bias, weight.outputs, weight.inputs, weight.depth, weight.bits, weight.group, weight.gated
+    )
+
+
+def _readable(tensor: HostTensor) -> bool:
+    """Say whether an op can read the tensor's rows where they lie."""
+    array, size = tensor.array, tensor.array.itemsize
+    in_order = array.shape[1] <= 1 or array.strides[1] == size
+    known = tensor.dtype in ("float32", "bfloat16", "float16") and array.dtype.isnative
+    return known and in_order and array.strides[0] % size == 0 and address_of(array) % size == 0
+
+
+def _pieces(tensor: HostTensor) -> Iterator[tuple[int, HostTensor]]:
+    """Yield the first row and the rows of pieces that an op can read: the tensor as it is, or copies of some rows."""
+    if _readable(tensor):
+        yield 0, tensor
+        return
+    count = max(1, STAGED_ELEMENTS // max(1, tensor.shape[1]))
+    for start in range(0, tensor.shape[0], count):
+        values = tensor.rows(start, min(start + count, tensor.shape[0])).to_float32()
+        yield start, HostTensor(np.require(values, np.float32, ["C", "A"]), "float32")
+
+
+def _pack(parts: Sequence[HostTensor], weight: IntLinear, launcher: Launcher) -> None:
+    """Quantize all parts into `weight`."""
+    base, inputs = 0, weight.inputs
+    for number, tensor in enumerate(parts):
+        assert tensor.shape[1] == inputs
+        for start, piece in _pieces(tensor):
+            count = piece.shape[0]
+            pack_op = getattr(quantize, f"pack_int{weight.bits}_{piece.dtype}")
+            extra = () if weight.group_scales is None else (weight.group, weight.group_scales)
+            launcher.emit(
+                pack_op, piece.array, piece.array.strides[0] // piece.array.itemsize, inputs, weight.depth,
+                weight.data, weight.scales, base + start, number if weight.gated else -1, *extra,
+                items=count, work=count * inputs, grain=64,
+            )  # fmt: skip
+        base += 0 if weight.gated else tensor.shape[0]
+
+
+def pack_int8(
+    parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None, launcher: Launcher, gated: bool = False
+) -> IntLinear:
+    """Stack matrices [N_i, K] along N and quantize every row to 8 bits; reads a part only when its turn comes.
+
+    `gated` takes two parts of the same size, gate and up.
+    """
+    assert not gated or len(parts) == 2
+    weight = _blank(sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 8, None, gated)
+    _pack(parts, weight, launcher)
+    return _with_bias(weight, biases)
+
+
+def pack_int4(
+    parts: Sequence[HostTensor],
+    biases: Sequence[HostTensor] | None,
+    launcher: Launcher,
+    group: int = 64,
+    gated: bool = False,
+) -> IntLinear:
+    """Like `pack_int8` to 4 bits with a scale for every `group` neighbours of a row. Raises ConfigError for others."""
+    if group not in GROUPS:
+        raise ConfigError(f"group is {group}; allowed: {', '.join(map(str, GROUPS))}", param="group")
+    assert not gated or len(parts) == 2
+    weight = _blank(sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 4, group, gated)
+    assert weight.depth // group * 4 <= 1 << 20, "group scales of a row fit an op's scratch"
+    _pack(parts, weight, launcher)
+    return _with_bias(weight, biases)
+
+
+def _fill(weight: IntLinear, q: np.ndarray) -> None:
+    """Store unsigned integers q uint8 [N, K]."""
+    row_words = weight.depth * weight.bits // 32
+    blocks = weight.data.reshape(-1, row_words, 16)
+    source = np.full(weight.padded, -1)
+    source[weight.columns(np.arange(weight.outputs))] = np.arange(weight.outputs)
+    at_once = max(1, STAGED_ELEMENTS // (16 * weight.depth))
+    for first in range(0, len(blocks), at_once):
+        some = source[first * 16 : (first + at_once) * 16]
+        stage = np.full((len(some), weight.depth), 1 << (weight.bits - 1), np.uint8)
+        stage[some >= 0, : weight.inputs] = q[some[some >= 0]]
+        if weight.bits == 4:
+            eights = stage.reshape(len(some), -1, 2, 4)
+            stage = eights[:, :, 0] | eights[:, :, 1] << 4
+        found = np.ascontiguousarray(stage).reshape(len(some), -1).view(np.uint32)
+        blocks[first : first + at_once] = found.reshape(-1, 16, row_words).transpose(0, 2, 1)
+
+
+def _by_lane(weight: IntLinear, values: np.ndarray, target: np.ndarray) -> None:
+    """Store values [N, K/group] of the groups as float16."""
+    columns = weight.columns(np.arange(weight.outputs))
+    target.view(np.float16).reshape(-1, weight.depth // weight.group, 16)[columns // 16, :, columns % 16] = values
+
+
+def _fill_scales(weight: IntLinear, scales: np.ndarray, zeros: np.ndarray | None) -> None:
+    """Store scales and zero points [N, K/group].
+
+    Column scales are powers of two here, so that scales that were float16 or bfloat16 stay what they are.
+    """
+    wide = scales.astype(np.float32)
+    largest = np.abs(wide).max(axis=1)
+    powers = np.where(largest > 0, np.ldexp(np.float32(1), np.frexp(largest)[1]), np.float32(0)).astype(np.float32)
+    weight.scales[weight.columns(np.arange(weight.outputs))] = np.where(np.isfinite(largest), powers, np.nan)
+    usable = np.where(np.isfinite(largest) & (powers > 0), powers, np.float32(np.inf))[:, None]
+    assert weight.group_scales is not None
+    _by_lane(weight, np.where(np.isfinite(wide), wide, 0) / usable, weight.group_scales)
+    if zeros is not None:
+        assert weight.zeros is not None
+        _by_lane(weight, zeros.astype(np.float32) - np.float32(1 << (weight.bits - 1)), weight.zeros)
+
+
+def pack_int8_from(
+    q: np.ndarray,
+    scales: np.ndarray,
+    group: int | None = None,
+    biases: Sequence[HostTensor] | None = None,
+    gated: bool = False,
+) -> IntLinear:
+    """Pack integers of a quantized checkpoint: w = q * scale.
+
+    q int8 [N, K]; scales [N], or [N, ceil(K/group)] with `group`, a multiple of 32. `gated`: the first N/2 rows are
+    the gate.
+    """
+    weight = _blank(*q.shape, 8, group, gated)
+    _fill(weight, q.view(np.uint8) ^ np.uint8(128))
+    if group is None:
+        weight.scales[weight.columns(np.arange(weight.outputs))] = scales.reshape(-1)
+    else:
+        assert group % 32 == 0
+        _fill_scales(weight, scales, None)
+    return _with_bias(weight, biases)
+
+
+def pack_int4_from(
+    q: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    group: int,
+    biases: Sequence[HostTensor] | None = None,
+    gated: bool = False,
+) -> IntLinear:
+    """Pack integers of a quantized checkpoint: w = (q - zero) * scale, zero 8 where `zeros` is None.
+
+    q uint8 [N, K] of 0 .. 15; scales and zeros [N, ceil(K/group)], whole numbers or not; group a multiple of 32.
+    `gated`: the first N/2 rows are the gate.
+    """
+    assert group % 32 == 0
+    weight = _blank(*q.shape, 4, group, gated, zeros is not None)
+    _fill(weight, q)
+    _fill_scales(weight, scales, zeros)
+    return _with_bias(weight, biases)
+
+
+# What a backend calls
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """x [M, K] as `quantize_tiles` leaves it; fits weights of the same bits, depth and group."""
+
+    packed: np.ndarray
+    starts: np.ndarray
+    scales: np.ndarray
+    rows: int
+
+
+def settle_level(level: str | None) -> str:
+    """Return the level asked for, or the best of this CPU for None. Raises ConfigError for one that it lacks."""
+    allowed = LEVELS if HAS_VNNI else LEVELS[1:]
+    if level is not None and level not in allowed:
+        raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
+    return level or allowed[0]
+
+
+def quantize_rows(launcher: Launcher, x: np.ndarray, weight: IntLinear) -> QuantizedRows:
+    """Quantize x float32 [M, K] for products with `weight` or others like it."""
+    x, stride = as_rows(x)
+    rows, padded = x.shape[0], padded_rows(x.shape[0])
+    packed = launcher.empty((padded * weight.depth // 4,), np.uint32)
+    starts = launcher.empty((padded * (weight.depth // weight.group),), np.int32)
+    scales = launcher.empty((padded,), np.float32)
+    launcher.emit(
+        quantize.quantize_tiles, x, stride, rows, weight.inputs, weight.depth, weight.group, 1 << (weight.bits - 1),
+        packed, starts, scales, items=-(-rows // quantize.TILE), work=rows * weight.depth,
+    )  # fmt: skip
+    return QuantizedRows(packed, starts, scales, rows)
+
+
+def linear(
+    launcher: Launcher,
+    x: np.ndarray | QuantizedRows,
+    weight: IntLinear,
+    activation: int | None = None,
+    level: str | None = None,
+    round_inputs: bool = True,
+) -> np.ndarray:
+    """Return x @ weight.T (+ bias) as float32 [M, N], a view with padded rows.
+
+    `activation` is one of elementwise.py's or None. A gated weight gives activation(gate) * up, [M, N/2]. Without
+    `round_inputs` x stays float32, for 8-bit weights without groups (ValueError for others).
+    """
+    rows = x.rows if isinstance(x, QuantizedRows) else x.shape[0]
+    assert activation is not None or not weight.gated
+    width, outputs = (size // 2 if weight.gated else size for size in (weight.padded, weight.outputs))
+    out = launcher.empty((rows, width), np.float32)
+    if rows == 0:
+        return out[:, :outputs]
+    if round_inputs:
+        product = OPS[weight.bits, settle_level(level)]
+        made = x if isinstance(x, QuantizedRows) else quantize_rows(launcher, x, weight)
+        packed, starts, scales = made.packed, made.starts, made.scales
+    else:
+        product, starts, scales = FLOAT_OP, None, None
+        packed = _interleaved(launcher, x, weight)
+    blocks = -(-rows // ROW_GROUP)
+    launcher.emit(
+        product, weight.data, weight.depth, weight.group, weight.scales, weight.group_scales, weight.zeros, weight.bias,
+        packed, starts, scales, out, width, rows, NO_ACTIVATION if activation is None else activation,
+        int(weight.gated), items=weight.padded // COLUMNS * blocks, work=rows * weight.padded * weight.depth,
+        fetch=weight.data if blocks == 1 else None, fetch_bytes=COLUMNS * weight.depth * weight.bits // 8,
+    )  # fmt: skip
+    return out[:, :outputs]
+
+
+def _interleaved(launcher: Launcher, x: np.ndarray | QuantizedRows, weight: IntLinear) -> np.ndarray:
+    """Return x by `interleave_tiles`."""
+    if weight.bits != 8 or weight.group_scales is not None or isinstance(x, QuantizedRows):
+        raise ValueError("inputs stay float32 for 8-bit weights without groups only")
+    x, stride = as_rows(x)
+    rows, padded = x.shape[0], padded_rows(x.shape[0])
+    packed = launcher.empty((padded * weight.depth,), np.float32)
+    launcher.emit(
+        quantize.interleave_tiles, x, stride, rows, weight.inputs, weight.depth, packed,
+        items=-(-rows // quantize.TILE), work=rows * weight.depth,
+    )  # fmt: skip
+    return packed
+
+
+def embed(launcher: Launcher, ids: np.ndarray, weight: IntLinear) -> np.ndarray:
+    """Return rows `ids` (int64 [T], read when the instruction runs) of a weight that is not gated, float32 [T, K]."""
+    assert not weight.gated
+    assert ids.dtype == np.int64 and ids.flags.c_contiguous
+    out = launcher.empty((ids.shape[0], weight.inputs), np.float32)
+    launcher.emit(
+        embedding_rows, ids, weight.data, weight.bits, weight.depth, weight.inputs, weight.group, weight.scales,
+        weight.group_scales, weight.zeros, out, items=ids.shape[0], work=8 * out.size,
+    )  # fmt: skip
+    return out

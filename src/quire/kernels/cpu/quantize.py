@@ -1,0 +1,230 @@
+"""Float rows to integers: activations as the integer tiles read them, and weights packed straight from a checkpoint.
+
+One rule for all: a row's (or group's) largest size becomes the largest integer, values round to the nearest, ties to
+even; what is smaller than SMALLEST counts as 0, and a row with a number that is not finite has a NaN scale.
+
+Weights lie as uint32 of four bytes or eight nibbles, [N/16][K/4 or K/8][16]; see `IntLinear`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.pointers import floats, halves, ints, uints, words
+from quire.kernels.cpu.simd import get, lane_max, load, load_some, maximum, put, splat, sub
+from quire.kernels.cpu.simd_int import (
+    between,
+    float_from_bits,
+    integers,
+    larger,
+    largest,
+    plus,
+    round_scaled,
+    size_bits,
+    store_nibbles,
+    store_octets,
+    total,
+)
+
+TILE = 8  # rows of the largest tile
+SMALLEST = np.float32(2.0**-120)  # the inverse of what is smaller might be infinite
+INFINITY_BITS = 0x7F800000
+LIMIT = 127
+
+
+@part
+def tile_height(rows):
+    """Rows of the tile that computes the next of `rows` rows; it may have more than are left."""
+    return 8 if rows > 4 else 4 if rows > 1 else 1
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of all tiles that compute `rows` rows."""
+    whole = rows // TILE * TILE
+    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
+
+
+@part
+def load_within(x, at, i, width):
+    """Return x[at + i : at + i + 16], 0 from `width` on."""
+    if i + 16 <= width:
+        return load(x, at + i)
+    if i < width:
+        return load_some(x, at + i, width - i)
+    return splat(np.float32(0))
+
+
+@part
+def row_size(x, at, width):
+    """Return the largest |x| of a row; NaN if any is not finite, 0 below SMALLEST."""
+    sizes = integers(0)
+    for i in range(0, width, 16):
+        sizes = larger(sizes, size_bits(load_within(x, at, i, width)))
+    bits = largest(sizes)
+    if bits >= INFINITY_BITS:
+        return np.float32(np.nan)
+    size = float_from_bits(bits)
+    return size if size >= SMALLEST else np.float32(0)
+
+
+@part
+def steps_per(size):
+    """Return how many integer steps 1.0 is where `size` is LIMIT steps; 0 where there is no telling."""
+    return np.float32(LIMIT) / size if size > 0 else np.float32(0)
+
+
+# Activations
+
+
+@part
+def quantize_row(x, at, width, depth, group, offset, packed, to, starts, starts_at, height):
+    """Quantize one row into its place of a tile and return its scale."""
+    size = row_size(x, at, width)
+    factor = steps_per(size)
+    for g in range(depth // group):
+        sums = integers(0)
+        for i in range(g * group, (g + 1) * group, 16):
+            q = round_scaled(load_within(x, at, i, width), factor)
+            sums = plus(sums, q)
+            store_octets(packed, to + i // 4 * height, height, q)
+        starts[starts_at + g * height] = -offset * total(sums)
+    return size / np.float32(LIMIT)
+
+
+@op
+def quantize_tiles(args, first, last, scratch):
+    """x, row stride, rows, width, depth, group, offset, packed, starts, scales: one item is one tile.
+
+    x float32 [M, width] -> packed uint32 [M/height][depth/4][height], starts int32 [M/height][depth/group][height] of
+    -offset times the sum of the group's integers, scales float32 [M], all in whole tiles; missing rows are 0.
+    """
+    x, stride, rows, width, depth, group = floats(args[0]), args[1], args[2], args[3], args[4], args[5]
+    offset, packed, starts, scales = args[6], uints(args[7]), ints(args[8]), floats(args[9])
+    groups = depth // group
+    for tile in range(first, last):
+        row = tile * TILE
+        count = min(rows - row, TILE)
+        height = tile_height(count)
+        for r in range(height):
+            to, starts_at = row * depth // 4 + r, row * groups + r
+            # A missing row is one of width 0.
+            length, at = (width, (row + r) * stride) if r < count else (0, 0)
+            scales[row + r] = quantize_row(x, at, length, depth, group, offset, packed, to, starts, starts_at, height)
+
+
+@op
+def interleave_tiles(args, first, last, scratch):
+    """x, row stride, rows, width, depth, packed: one item is one tile of [depth][height] float32, 0 where x ends."""
+    x, stride, rows, width, depth, packed = floats(args[0]), args[1], args[2], args[3], args[4], floats(args[5])
+    for tile in range(first, last):
+        row = tile * TILE
+        count = min(rows - row, TILE)
+        height = tile_height(count)
+        for r in range(height):
+            length = width if r < count else 0
+            for k in range(depth):
+                value = x[(row + r) * stride + k] if k < length else np.float32(0)
+                packed[row * depth + k * height + r] = value
+
+
+# Weights
+
+
+@part
+def column_of(row, first, half):
+    """Return the packed column of a weight's row: in order from `first` on, or every other sixteen."""
+    return first + row if half < 0 else row // 16 * 32 + half * 16 + row % 16
+
+
+@part
+def pack_octets(args, first, last, x):
+    """Rows first .. last - 1 of `pack_int8_*`."""
+    stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
+    for row in range(first, last):
+        column = column_of(row, args[6], args[7])
+        size = row_size(x, row * stride, width)
+        factor = steps_per(size)
+        at = column // 16 * (depth // 4) * 16 + column % 16
+        for i in range(0, depth, 16):
+            q = round_scaled(load_within(x, row * stride, i, width), factor)
+            store_octets(data, at + i // 4 * 16, 16, plus(q, integers(128)))
+        scales[column] = size / np.float32(LIMIT)
+
+
+@op
+def pack_int8_float32(args, first, last, scratch):
+    """Source, row stride, width, depth, data, scales, first column, half: one item is one row; see `column_of`."""
+    pack_octets(args, first, last, floats(args[0]))
+
+
+@op
+def pack_int8_bfloat16(args, first, last, scratch):
+    """Like `pack_int8_float32`."""
+    pack_octets(args, first, last, words(args[0]))
+
+
+@op
+def pack_int8_float16(args, first, last, scratch):
+    """Like `pack_int8_float32`."""
+    pack_octets(args, first, last, halves(args[0]))
+
+
+@part
+def group_scales(x, at, width, group, groups, found):
+    """Write every group's scale, its largest number over -8, to `found`; return the largest scale's size.
+
+    The number that is largest in size becomes -8 steps: the range of four bits has one more there than above 0.
+    """
+    most = np.float32(0)
+    for g in range(groups):
+        high, low = splat(np.float32(0)), splat(np.float32(0))
+        for i in range(g * group, (g + 1) * group, 16):
+            v = load_within(x, at, i, width)
+            high, low = maximum(high, v), maximum(low, sub(splat(np.float32(0)), v))
+        above, below = lane_max(high), lane_max(low)
+        scale = above / np.float32(-8) if above >= below else below / np.float32(8)
+        found[g] = scale
+        most = max(most, abs(scale))
+    return most
+
+
+@part
+def pack_nibbles(args, first, last, scratch, x):
+    """Rows first .. last - 1 of `pack_int4_*`."""
+    stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
+    group, relative, found = args[8], halves(args[9]), floats(scratch)
+    groups = depth // group
+    for row in range(first, last):
+        column, source = column_of(row, args[6], args[7]), row * stride
+        size = row_size(x, source, width)
+        most = group_scales(x, source, width, group, groups, found) if size > 0 else np.float32(0)
+        known = most >= SMALLEST
+        at = column // 16 * (depth // 8) * 16 + column % 16
+        for g in range(groups):
+            place = (column // 16 * groups + g) * 16 + column % 16
+            put(relative, place, found[g] / most if known else np.float32(0))
+            scale = get(relative, place) * most
+            factor = np.float32(1) / scale if abs(scale) >= SMALLEST else np.float32(0)
+            for i in range(g * group, (g + 1) * group, 16):
+                q = round_scaled(load_within(x, source, i, width), factor)
+                store_nibbles(data, at + i // 8 * 16, 16, between(plus(q, integers(8)), 0, 15))
+        scales[column] = most if size == size else size
+
+
+@op
+def pack_int4_float32(args, first, last, scratch):
+    """Source, row stride, width, depth, data, scales, first column, half, group, group scales; see `column_of`."""
+    pack_nibbles(args, first, last, scratch, floats(args[0]))
+
+
+@op
+def pack_int4_bfloat16(args, first, last, scratch):
+    """Like `pack_int4_float32`."""
+    pack_nibbles(args, first, last, scratch, words(args[0]))
+
+
+@op
+def pack_int4_float16(args, first, last, scratch):
+    """Like `pack_int4_float32`."""
+    pack_nibbles(args, first, last, scratch, halves(args[0]))
