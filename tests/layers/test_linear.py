@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers.activations import ACT2FN
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.create import create_backend
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from quire.layers.linear import (
+    ColumnParallelLinear,
+    GatedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
@@ -64,6 +72,26 @@ def test_merged_column_layer(ranks: int, bias: bool, fused: bool, transposed: bo
         start = 0 if index == 0 else 8 // ranks
         parts = [result[:, start : start + size // ranks] for result in results]
         np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu_new", "relu"])
+def test_gated_layer_multiplies_up_by_the_activated_gate(ranks: int, bias: bool, fused: bool, hidden_act: str) -> None:
+    gate, up, gate_bias, up_bias = random(6, 12), random(6, 12), random(6), random(6)
+    if fused:
+        weights = Weights({"gu.weight": np.concatenate([gate, up]), "gu.bias": np.concatenate([gate_bias, up_bias])})
+    else:
+        weights = Weights({"g.weight": gate, "u.weight": up, "g.bias": gate_bias, "u.bias": up_bias})
+
+    def work(builder: Builder) -> np.ndarray:
+        names = ("gu",) if fused else ("g", "u")
+        return numpy(GatedColumnParallelLinear(builder, names, 12, 6, hidden_act, bias=bias)(BACKEND.from_numpy(X)))
+
+    gates, ups = X @ gate.T + gate_bias * bias, X @ up.T + up_bias * bias
+    expected = ACT2FN[hidden_act](torch.from_numpy(gates)).numpy() * ups
+    np.testing.assert_allclose(np.concatenate(on_ranks(ranks, weights, work), axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])

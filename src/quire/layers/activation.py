@@ -1,4 +1,4 @@
-"""Activations by the names that config.json uses for them, plain and gated."""
+"""Activations by the names that config.json uses for them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,3 @@ class Activation:
     def __call__(self, x: Array) -> Array:
         """Same shape out as in."""
         return self.backend.activation(x, self.kind)
-
-
-class GatedActivation:
-    """act(gate) * up, for feed-forward layers with a gate (Shazeer 2020)."""
-
-    def __init__(self, backend: Backend, hidden_act: str) -> None:
-        self.backend, self.kind = backend, activation_kind(hidden_act)
-
-    def __call__(self, gate_up: Array) -> Array:
-        """[T, 2I], gate first -> [T, I]."""
-        if self.kind == "silu":
-            return self.backend.silu_and_mul(gate_up)
-        if self.kind in ("gelu", "gelu_tanh"):
-            return self.backend.gelu_and_mul(gate_up, approximate=self.kind == "gelu_tanh")
-        half = gate_up.shape[-1] // 2
-        return self.backend.activation(gate_up[:, :half], self.kind) * gate_up[:, half:]

@@ -25,7 +25,7 @@ class VocabParallelEmbedding:
         padding = self.rows_per_rank - parts[0].shape[0]
         if padding:
             parts.append(HostTensor(np.zeros((padding, width), table.array.dtype), table.dtype))
-        self.weight = self.backend.pack_linear(parts)
+        self.weight = self.backend.pack_linear(parts, table=True)
 
     def __call__(self, ids: Array) -> Array:
         """Token ids [T] -> [T, width]."""
@@ -70,7 +70,7 @@ class PositionEmbedding:
     def __init__(self, builder: Builder, name: str, num_positions: int, width: int, *, skip: int = 0) -> None:
         self.backend = builder.backend
         table = builder.get(f"{name}.weight", (num_positions + skip, width))
-        self.weight = self.backend.pack_linear([table.rows(skip, num_positions + skip)])
+        self.weight = self.backend.pack_linear([table.rows(skip, num_positions + skip)], table=True, exact=True)
 
     def __call__(self, positions: Array) -> Array:
         """Positions [T] -> [T, width]."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import Array
+from quire.layers.activation import activation_kind
 from quire.layers.builder import Builder
 
 
@@ -38,6 +39,23 @@ def read_stack(
     return matrices, [builder.get(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
 
 
+def read_columns(
+    builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
+) -> tuple[list[HostTensor], list[HostTensor] | None]:
+    """Return this rank's share of the rows of each matrix and, if asked for, of each bias; see `read_stack`."""
+    parallel = builder.parallel
+    matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+    shares = [parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
+
+    def cut(tensors: list[HostTensor]) -> list[HostTensor]:
+        return [
+            tensor.rows(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
+            for tensor, share in zip(tensors, shares)
+        ]
+
+    return cut(matrices), cut(biases) if bias else None
+
+
 class ColumnParallelLinear:
     """One or more projections of the same input, side by side in one packed weight, each split by output rows.
 
@@ -54,21 +72,40 @@ class ColumnParallelLinear:
         bias: bool = False,
         transposed: bool = False,
     ) -> None:
-        self.backend, parallel = builder.backend, builder.parallel
-        matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
-        shares = [parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
-
-        def cut(tensors: list[HostTensor]) -> list[HostTensor]:
-            return [
-                tensor.rows(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
-                for tensor, share in zip(tensors, shares)
-            ]
-
-        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+        self.backend = builder.backend
+        self.weight = self.backend.pack_linear(
+            *read_columns(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+        )
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, this rank's outputs]."""
         return self.backend.linear(x, self.weight)
+
+
+class GatedColumnParallelLinear:
+    """act(gate(x)) * up(x), the first half of feed-forward layers with a gate (Shazeer 2020), split by output rows.
+
+    `names` are those of gate and up, or of one tensor that holds gate above up; `hidden_act` is config.json's.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        names: Sequence[str],
+        in_features: int,
+        out_features: int,
+        hidden_act: str,
+        *,
+        bias: bool = False,
+    ) -> None:
+        self.backend, self.kind = builder.backend, activation_kind(hidden_act)
+        sizes = (out_features, out_features)
+        matrices, biases = read_columns(builder, names, sizes, in_features, bias=bias, transposed=False)
+        self.weight = self.backend.pack_linear(matrices, biases, gated=True)
+
+    def __call__(self, x: Array) -> Array:
+        """[T, in_features] -> [T, this rank's outputs]."""
+        return self.backend.gated_linear(x, self.weight, self.kind)
 
 
 def split_groups(fused: HostTensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[HostTensor]:

@@ -13,7 +13,7 @@ class RMSNorm:
     """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019)."""
 
     def __init__(self, builder: Builder, name: str, size: int, eps: float) -> None:
-        self.backend, self.size, self.eps = builder.backend, size, eps
+        self.backend, self.eps = builder.backend, eps
         self.weight = self.backend.vector(builder.get(f"{name}.weight", (size,)))
 
     def __call__(self, x: Array) -> Array:
@@ -30,7 +30,7 @@ class HeadRMSNorm(RMSNorm):
 
     def __call__(self, x: Array) -> Array:
         """Normalise the heads of x [T, heads * size]."""
-        return super().__call__(x.reshape(-1, self.size)).reshape(x.shape[0], -1)
+        return self.backend.rms_norm(x, self.weight, self.eps)
 
 
 class ProjectionRMSNorm:

@@ -16,11 +16,11 @@ import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
-from quire.layers.activation import Activation, GatedActivation
+from quire.layers.activation import Activation
 from quire.layers.attention import Attention
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import HeadLayerNorm, LayerNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import KVCacheSpec
@@ -139,15 +139,21 @@ class BlockMLP:
 
     def __init__(self, builder: Builder, info: ModelInfo, options: BlockOptions) -> None:
         hidden, inner, names = info.hidden_size, info.intermediate_size, options.names
-        sizes = (inner,) * len(names.mlp_input)
-        self.input = ColumnParallelLinear(builder, names.mlp_input, hidden, sizes, bias=options.mlp_bias)
-        activation = GatedActivation if len(sizes) == 2 else Activation
-        self.act = activation(builder.backend, info.hidden_act)
+        self.input: ColumnParallelLinear | GatedColumnParallelLinear
+        self.act = None
+        if len(names.mlp_input) == 2:
+            self.input = GatedColumnParallelLinear(
+                builder, names.mlp_input, hidden, inner, info.hidden_act, bias=options.mlp_bias
+            )
+        else:
+            self.input = ColumnParallelLinear(builder, names.mlp_input, hidden, (inner,), bias=options.mlp_bias)
+            self.act = Activation(builder.backend, info.hidden_act)
         self.output = RowParallelLinear(builder, names.mlp_output, inner, hidden, bias=options.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         """[T, H] -> [T, H]."""
-        return self.output(self.act(self.input(x)))
+        inner = self.input(x)
+        return self.output(inner if self.act is None else self.act(inner))
 
 
 class Block:

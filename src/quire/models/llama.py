@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
-from quire.layers.activation import GatedActivation
 from quire.layers.attention import Attention
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import KVCacheSpec
@@ -98,13 +97,14 @@ class DecoderMLP:
     def __init__(self, builder: Builder, info: ModelInfo, options: DecoderOptions) -> None:
         hidden, inner = info.hidden_size, info.intermediate_size
         names = ("gate_up_proj",) if options.fused else ("gate_proj", "up_proj")
-        self.gate_up_proj = ColumnParallelLinear(builder, names, hidden, (inner, inner), bias=options.mlp_bias)
-        self.act = GatedActivation(builder.backend, info.hidden_act)
+        self.gate_up_proj = GatedColumnParallelLinear(
+            builder, names, hidden, inner, info.hidden_act, bias=options.mlp_bias
+        )
         self.down_proj = RowParallelLinear(builder, "down_proj", inner, hidden, bias=options.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         """[T, H] -> [T, H]."""
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer:

@@ -90,5 +90,5 @@ class _NoBackend:
     def vector(self, tensor: HostTensor) -> Any:
         return None
 
-    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None) -> Any:
+    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None, **kind: bool) -> Any:
         return None
