@@ -271,20 +271,25 @@ def release(team, word):
 
 
 @part
-def walk(team, program, index, count, rank, ranks, spins, scratch):
-    """Do this rank's part of the program from the large instruction `index` on."""
+def walk(team, program, index, count, rank, ranks, spins, scratch, job):
+    """Do this rank's part of the program from the large instruction `index` on.
+
+    Whoever has slept through the end of job number `job` reads its NEXT when the following one may have begun, hence
+    two of them in turn.
+    """
+    following = NEXT + job % 2
     while index < count:
         do_items(team, longs(program + 8 * ROW * index), rank, ranks, scratch)
         met = atomic_load(team, MET)
         if atomic_add(team, ARRIVED, 1) == ranks - 1:
             atomic_store(team, ARRIVED, 0)
             index = do_alone(team, program, index + 1, count, ranks, scratch)
-            team[NEXT] = index
+            team[following] = index
             release(team, MET)
         else:
             fetch_ahead(program, next_large(program, index + 1, count), count, rank, ranks, team, met)
             wait(team, MET, met, spins)
-            index = team[NEXT]
+            index = team[following]
 
 
 @entry
@@ -299,9 +304,10 @@ def run(state, program, count, ranks, spins, scratch, masks, mask_size):
         return
     if masks != 0:
         run_on(masks, mask_size)
-    team[PROGRAM], team[COUNT], team[NEXT] = program, count, index
+    job = atomic_load(team, JOB) + 1
+    team[PROGRAM], team[COUNT], team[NEXT + job % 2] = program, count, index
     release(team, JOB)
-    walk(team, program, index, count, 0, ranks, spins, scratch)
+    walk(team, program, index, count, 0, ranks, spins, scratch, job)
     if masks != 0:
         run_on(masks + mask_size, mask_size)
 
@@ -315,7 +321,7 @@ def serve(state, rank, ranks, spins, scratch):
         seen += 1
         if team[STOP] != 0:
             return
-        walk(team, team[PROGRAM], team[NEXT], team[COUNT], rank, ranks, spins, scratch)
+        walk(team, team[PROGRAM], team[NEXT + seen % 2], team[COUNT], rank, ranks, spins, scratch, seen)
 
 
 @entry
