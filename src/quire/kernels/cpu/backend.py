@@ -13,7 +13,8 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
-from quire.kernels.cpu import attention, elementwise, linear, sampling
+from quire.kernels.cpu import activations, attention, linear, linear_int, norms, rotary, rows, sampling
+from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
 from quire.kernels.cpu.jit import is_cached, refresh_cache
@@ -32,13 +33,15 @@ ATTEND = {
     "float16": attention.attend_float16,
 }
 ACTIVATIONS = {
-    "relu": elementwise.RELU,
-    "silu": elementwise.SILU,
-    "gelu": elementwise.GELU,
-    "gelu_tanh": elementwise.GELU_TANH,
-    "quick_gelu": elementwise.QUICK_GELU,
+    "relu": activations.RELU,
+    "silu": activations.SILU,
+    "gelu": activations.GELU,
+    "gelu_tanh": activations.GELU_TANH,
+    "quick_gelu": activations.QUICK_GELU,
 }
+INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
+Weight = CPULinear | linear_int.IntLinear
 NO_FLOATS = np.empty(0, np.float32)
 
 
@@ -84,17 +87,21 @@ class CPUBackend:
         kv_dtype: str = "float32",
         num_threads: int | None = None,
         simd_level: str | None = None,
+        quantization: str | None = None,
     ) -> None:
         """Hold weights in `dtype` and keys and values in `kv_dtype`; use `num_threads`, None for all cores.
 
+        `quantization` is one of QUANTIZATIONS and replaces `dtype` for the weights of linear layers and tables.
         `simd_level` None takes the best of this CPU. Raises ConfigError for one that this CPU lacks.
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
-        self.quantization: str | None = None
+        self.quantization = quantization
         self.simd_level = _settle_simd_level(simd_level)
         self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
+        self._int_level = linear_int.settle_level("generic" if simd_level == "generic" else None)
         self._launcher = Launcher(num_threads)
+        self._launcher.recorder = Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
         self._write, self._attend = WRITE[kv_dtype], ATTEND[kv_dtype]
@@ -106,7 +113,7 @@ class CPUBackend:
 
     def compiled_before(self) -> bool:
         """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
-        return all(is_cached(kernel) for kernel in (self._linear, self._write, self._attend, elementwise.rms_norm))
+        return all(is_cached(kernel) for kernel in (self._linear, self._write, self._attend, norms.rms_norm_rows))
 
     # Arrays
 
@@ -132,7 +139,7 @@ class CPUBackend:
 
     def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """See `Backend.concat`."""
-        return np.concatenate(arrays, axis=-1)
+        return concat(self._launcher, arrays)
 
     def available_memory(self) -> int:
         """See `Backend.available_memory`."""
@@ -152,74 +159,56 @@ class CPUBackend:
         gated: bool = False,
         table: bool = False,
         exact: bool = False,
-    ) -> CPULinear:
+    ) -> Weight:
         """See `Backend.pack_linear`."""
-        return pack(parts, biases, self.dtype, self._launcher, self._paired, gated and can_gate(parts))
+        gated = gated and can_gate(parts)
+        if self.quantization is None or exact:
+            return pack(parts, biases, self.dtype, self._launcher, self._paired, gated)
+        if self.quantization == "int4" and not table:
+            return linear_int.pack_int4(parts, biases, self._launcher, group=INT4_GROUP, gated=gated)
+        return linear_int.pack_int8(parts, biases, self._launcher, gated=gated)
 
     # Model ops
 
-    def embedding(self, ids: np.ndarray, weight: CPULinear) -> np.ndarray:
+    def embedding(self, ids: np.ndarray, weight: Weight) -> np.ndarray:
         """See `Backend.embedding`."""
-        return weight.rows(ids)
+        if isinstance(weight, linear_int.IntLinear):
+            return linear_int.embed(self._launcher, rows.as_ids(self._launcher, ids), weight)
+        return rows.embedding(self._launcher, ids, weight.data, weight.inputs, weight.depth, weight.paired)
 
-    def linear(self, x: np.ndarray, weight: CPULinear) -> np.ndarray:
+    def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         """See `Backend.linear`."""
+        return self._product(x, weight, None)
+
+    def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
+        """See `Backend.gated_linear`."""
+        if weight.gated:
+            return self._product(x, weight, _activation(kind))
+        return activations.activation(self._launcher, self._product(x, weight, None), _activation(kind), gated=True)
+
+    def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
-        return linear.linear(self._launcher, x, weight)
-
-    def gated_linear(self, x: np.ndarray, weight: CPULinear, kind: str) -> np.ndarray:
-        """See `Backend.gated_linear`."""
-        if not weight.gated:
-            return self._activate(self.linear(x, weight), _activation(kind), 1)
-        return linear.linear(self._launcher, x, weight, _activation(kind))
+        if isinstance(weight, linear_int.IntLinear):
+            rounded = self.quantization != "int8-weight-only"
+            return linear_int.linear(self._launcher, x, weight, gate, self._int_level, round_inputs=rounded)
+        return linear.linear(self._launcher, x, weight, gate)
 
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """See `Backend.take_rows`."""
-        return x[ids]
+        return rows.take_rows(self._launcher, x, ids)
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """See `Backend.rms_norm`."""
-        out = np.empty(x.shape, np.float32)
-        flat = _flat(x)
-        self._launcher.run(
-            2 * x.size, elementwise.rms_norm, flat, flat, weight, out.reshape(-1), weight.shape[0], float(eps), 0
-        )
-        return out
+        return norms.rms_norm(self._launcher, x, weight, eps)
 
     def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """See `Backend.add_rms_norm`."""
-        if not residual.flags.carray:
-            residual += x
-            return self.rms_norm(residual, weight, eps)
-        out = np.empty(x.shape, np.float32)
-        self._launcher.run(
-            3 * x.size,
-            elementwise.rms_norm,
-            _flat(x),
-            residual.reshape(-1),
-            weight,
-            out.reshape(-1),
-            x.shape[-1],
-            float(eps),
-            1,
-        )
-        return out
+        return norms.add_rms_norm(self._launcher, x, residual, weight, eps)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
         """See `Backend.layer_norm`."""
-        out = np.empty(x.shape, np.float32)
-        self._launcher.run(
-            8 * x.size,
-            elementwise.layer_norm,
-            _flat(x),
-            weight,
-            NO_FLOATS if bias is None else bias,
-            out.reshape(-1),
-            x.shape[-1],
-            float(eps),
-        )
-        return out
+        return norms.layer_norm(self._launcher, x, weight, bias, eps)
 
     def rotary_embedding(
         self,
@@ -231,42 +220,20 @@ class CPUBackend:
         interleaved: bool,
     ) -> None:
         """See `Backend.rotary_embedding`."""
-        positions, table, size = _array(positions, np.int64), _flat(cos_sin), cos_sin.shape[1]
-        step, apart = (2, 1) if interleaved else (1, size // 2)
-        for x in (q, k):
-            rows = _array(x, np.float32)
-            self._launcher.run(
-                8 * x.size,
-                elementwise.rotary,
-                positions,
-                rows.reshape(-1),
-                table,
-                x.shape[1],
-                head_size,
-                size,
-                step,
-                apart,
-            )
-            if rows is not x:
-                x[...] = rows
+        rotary.rotary(self._launcher, positions, q, k, cos_sin, head_size, interleaved)
 
     def silu_and_mul(self, x: np.ndarray) -> np.ndarray:
         """See `Backend.silu_and_mul`."""
-        return self._activate(x, elementwise.SILU, 1)
+        return activations.activation(self._launcher, x, activations.SILU, gated=True)
 
     def gelu_and_mul(self, x: np.ndarray, approximate: bool) -> np.ndarray:
         """See `Backend.gelu_and_mul`."""
-        return self._activate(x, elementwise.GELU_TANH if approximate else elementwise.GELU, 1)
+        kind = activations.GELU_TANH if approximate else activations.GELU
+        return activations.activation(self._launcher, x, kind, gated=True)
 
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
         """See `Backend.activation`."""
-        return self._activate(x, _activation(kind), 0)
-
-    def _activate(self, x: np.ndarray, kind: int, gated: int) -> np.ndarray:
-        width = x.shape[-1] // 2 if gated else x.shape[-1]
-        out = np.empty((*x.shape[:-1], width), np.float32)
-        self._launcher.run(16 * out.size, elementwise.activation, _flat(x), out.reshape(-1), width, kind, gated)
-        return out
+        return activations.activation(self._launcher, x, _activation(kind), gated=False)
 
     # KV cache and attention
 

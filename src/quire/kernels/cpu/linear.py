@@ -149,9 +149,10 @@ FLOAT_OPS: dict[str, Op] = {
 }
 
 
-def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int = NO_GATE) -> np.ndarray:
+def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int | None = None) -> np.ndarray:
     """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
-    assert (gate >= 0) == weight.gated
+    assert (gate is not None) == weight.gated
+    kind = NO_GATE if gate is None else gate
     rows, width = x.shape[0], weight.padded
     outputs = weight.outputs // 2 if weight.gated else weight.outputs
     stride = width // 2 if weight.gated else width
@@ -165,12 +166,12 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int = NO_
         packed = rounded(launcher, x)
         out = launcher.empty((padded_rows(rows), stride))
         launcher.emit(
-            linear_pairs, weight.data, weight.bias, packed, out, stride, rows, weight.depth // 2, gate, **sharing
+            linear_pairs, weight.data, weight.bias, packed, out, stride, rows, weight.depth // 2, kind, **sharing
         )
     else:
         x, step = as_rows(x)
         packed = woven(launcher, x)
         out = launcher.empty((rows, stride))
-        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.depth, gate)
+        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.depth, kind)
         launcher.emit(FLOAT_OPS[weight.dtype], *args, **sharing)
     return out[:rows, :outputs]
