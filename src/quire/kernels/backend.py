@@ -11,7 +11,7 @@ N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +46,7 @@ class AttentionMetadata:
     slot_mapping: Array
     max_query_len: int
     max_seq_len: int
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""One layer's keys and values on the CPU."""
+"""One layer's keys and values on the CPU.
+
+Where the CPU multiplies pairs of bfloat16 the cache is *paired*: two elements of a key, and two positions of a value,
+lie side by side in four bytes, so that attention reads it as it is. Odd block or head sizes cannot be.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,64 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.kernels.cpu.threads import aligned_zeros
+
+# Signed or unsigned says which 16-bit float the bits are: see simd.py.
+KV_STORAGE: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.int16),
+    "int8": np.dtype(np.int8),
+}
+PAIRED = ("bfloat16", "int8")
+OVERRUN = 256  # bytes that kernels may read past the end, in lanes they do not use
+
 
 @dataclass(frozen=True, slots=True)
 class CPUKVCache:
-    """Paged keys [B, Hkv, D, bs] and values [B, Hkv, bs, D] in a storage dtype; the order is explained in attention.py.
+    """Paged keys and values in a storage dtype.
 
-    `flat_keys` and `flat_values` are the same memory as kernels want it.
+    Attributes:
+        keys: [B, Hkv, D, bs], if paired [B, Hkv, D/2, bs, 2]: the keys of a block lie side by side, so that a vector
+            holds sixteen keys and a dot product needs no sum over lanes.
+        values: [B, Hkv, bs, D], if paired [B, Hkv, bs/2, D, 2].
+        key_scales, value_scales: float32 [B, Hkv, bs] by which int8 keys and values are multiplied, else None.
+        flat_keys, flat_values: the same memory in one dimension.
     """
 
     keys: np.ndarray
     values: np.ndarray
     flat_keys: np.ndarray
     flat_values: np.ndarray
+    key_scales: np.ndarray | None = None
+    value_scales: np.ndarray | None = None
 
     @classmethod
-    def allocate(cls, num_blocks: int, block_size: int, heads: int, size: int, dtype: np.dtype) -> CPUKVCache:
-        """Return a zeroed cache; the system hands out its memory when it is first written."""
-        flat_keys, flat_values = (np.zeros(num_blocks * block_size * heads * size, dtype) for _ in range(2))
-        keys = flat_keys.reshape(num_blocks, heads, size, block_size)
-        values = flat_values.reshape(num_blocks, heads, block_size, size)
-        return cls(keys, values, flat_keys, flat_values)
+    def allocate(
+        cls, num_blocks: int, block_size: int, heads: int, size: int, dtype: np.dtype, paired: bool = False
+    ) -> CPUKVCache:
+        """Return a zeroed cache; the system hands out its memory when it is first written.
+
+        `paired` says whether kernels multiply pairs; it is for bfloat16 and int8 and has no effect on odd sizes.
+        """
+        count = num_blocks * block_size * heads * size
+        flat_keys, flat_values = (_zeros(count, dtype) for _ in range(2))
+        scales: list[np.ndarray | None] = [None, None]
+        if dtype == np.int8:
+            shape = (num_blocks, heads, block_size)
+            scales = [_zeros(num_blocks * heads * block_size, np.dtype(np.float32)).reshape(shape) for _ in range(2)]
+        if paired and size % 2 == 0 and block_size % 2 == 0:
+            keys = flat_keys.reshape(num_blocks, heads, size // 2, block_size, 2)
+            values = flat_values.reshape(num_blocks, heads, block_size // 2, size, 2)
+        else:
+            keys = flat_keys.reshape(num_blocks, heads, size, block_size)
+            values = flat_values.reshape(num_blocks, heads, block_size, size)
+        return cls(keys, values, flat_keys, flat_values, *scales)
+
+    @property
+    def paired(self) -> bool:
+        """Whether pairs lie together."""
+        return self.keys.ndim == 5
 
     @property
     def block_size(self) -> int:
@@ -36,3 +78,19 @@ class CPUKVCache:
     def heads(self) -> int:
         """KV heads."""
         return self.keys.shape[1]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head."""
+        return self.values.shape[3]
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """Copy whole blocks; pairs int64 [n, 2] of (source, destination)."""
+        source, destination = pairs[:, 0], pairs[:, 1]
+        for side in (self.keys, self.values, self.key_scales, self.value_scales):
+            if side is not None:
+                side[destination] = side[source]
+
+
+def _zeros(count: int, dtype: np.dtype) -> np.ndarray:
+    return aligned_zeros(count * dtype.itemsize + OVERRUN).view(dtype)[:count]

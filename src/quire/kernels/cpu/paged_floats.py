@@ -1,0 +1,283 @@
+"""Paged attention in float32, for every storage format and CPU: tiles of the cache are widened and then multiplied.
+
+Like paged_pairs.py, except that a tile of keys, and later one of values, is widened once for all rows of the item, and
+nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.paged_pairs import block_of, load_scales
+from quire.kernels.cpu.paged_softmax import (
+    BLOCK_SIZE,
+    COUNT,
+    FIRST,
+    KEY_SCALES,
+    KEYS,
+    KV_HEADS,
+    LAST,
+    NUM_HEADS,
+    POSITION,
+    Q,
+    Q_STRIDE,
+    RECORD,
+    ROOM_ROWS,
+    ROW,
+    SCALE,
+    SEQUENCE,
+    SIZE,
+    SLOT,
+    SLOT_ROWS,
+    TABLE_STRIDE,
+    TABLES,
+    TILE,
+    VALUES,
+    WINDOW,
+    WORK,
+    after,
+    find_largest,
+    finish,
+    first_seen,
+    fold,
+    make_room,
+    open_slot,
+    pad,
+    slot_rows,
+    start,
+    visible_tiles,
+    weigh_floats,
+)
+from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, widen, widen_one
+from quire.kernels.cpu.pointers import floats, halves, ints, longs, real, signed_octets, words
+from quire.kernels.cpu.simd import (
+    LANES,
+    TILE_ROWS,
+    keep_lanes,
+    splat,
+    store,
+    tile_four,
+    tile_many,
+    tile_one,
+    tile_two,
+)
+from quire.kernels.cpu.team import offset
+
+
+@part
+def copy_queries(args, record, head, used, q_rows):
+    """q_rows [rows][D] = queries times the scale."""
+    size, q, scale = args[SIZE], floats(args[Q]), np.float32(real(args[SCALE]))
+    group = args[NUM_HEADS] // args[KV_HEADS]
+    for row in range(used):
+        at = (record[ROW] + row // group) * args[Q_STRIDE] + (head * group + row % group) * size
+        for d in range(size):
+            q_rows[row * size + d] = q[at + d] * scale
+
+
+# Reading tiles. Positions outside low..high are not read, for their blocks may be anyone's, and count as zeros.
+
+
+@part
+def load_keys(args, keys, table, head, base, low, high, tile):
+    """tile[d * 32 + j] = element d of the key at position base + j."""
+    size, block_size, heads = args[SIZE], args[BLOCK_SIZE], args[KV_HEADS]
+    if block_size % LANES == 0:
+        for half in (0, LANES):
+            position = base + half
+            if position >= high or position + LANES <= low:
+                for d in range(size):
+                    store(tile, d * TILE + half, splat(np.float32(0)))
+                continue
+            block, offset = block_of(table, position, block_size)
+            at = (block * heads + head) * size * block_size + offset
+            whole = low <= position and position + LANES <= high
+            for d in range(size):
+                v = widen(keys, at + d * block_size)
+                store(tile, d * TILE + half, v if whole else keep_lanes(v, low - position, high - position, 0.0))
+    else:
+        for j in range(TILE):
+            position = base + j
+            inside = low <= position < high
+            block, offset = 0, position % block_size
+            if inside:
+                block = np.int64(table[position // block_size])
+            at = (block * heads + head) * size * block_size + offset
+            for d in range(size):
+                tile[d * TILE + j] = widen_one(keys, at + d * block_size) if inside else np.float32(0)
+
+
+@part
+def load_values(args, values, table, head, base, low, high, padded, tile):
+    """tile[j * padded + d] = element d of the value at position base + j; columns from `size` on are anything."""
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
+    for j in range(TILE):
+        position = base + j
+        if low <= position < high:
+            block, offset = block_of(table, position, block_size)
+            at = ((block * args[KV_HEADS] + head) * block_size + offset) * size
+            whole = size // LANES * LANES
+            for d in range(0, whole, LANES):
+                store(tile, j * padded + d, widen(values, at + d))
+            for d in range(whole, size):
+                tile[j * padded + d] = widen_one(values, at + d)
+        else:
+            for d in range(0, padded, LANES):
+                store(tile, j * padded + d, splat(np.float32(0)))
+
+
+# Products, for a group of up to 8 rows; an element's bits do not depend on the height of the register tile
+
+
+@part
+def product(w, w_at, w_step, x, x_at, x_next, depth, out, out_at, out_next, rows, add):
+    """out [rows][32] = x [rows][depth] times w [depth][32], added to what is there if `add` is not 0."""
+    row = 0
+    while row + TILE_ROWS <= rows:
+        x_row, to = x_at + row * x_next, out_at + row * out_next
+        tile_many(w, w_at, w_step, LANES, x, x_row, 1, x_next, depth, out, to, out_next, add)
+        row += TILE_ROWS
+    if row + 4 <= rows:
+        x_row, to = x_at + row * x_next, out_at + row * out_next
+        tile_four(w, w_at, w_step, LANES, x, x_row, 1, x_next, depth, out, to, out_next, add)
+        row += 4
+    if row + 2 <= rows:
+        x_row, to = x_at + row * x_next, out_at + row * out_next
+        tile_two(w, w_at, w_step, LANES, x, x_row, 1, x_next, depth, out, to, out_next, add)
+        row += 2
+    if row < rows:
+        x_row, to = x_at + row * x_next, out_at + row * out_next
+        tile_one(w, w_at, w_step, LANES, x, x_row, 1, x_next, depth, out, to, out_next, add)
+
+
+@part
+def score_rows(args, positions, used, base, tile, q_rows, key_tile, scores):
+    """Write the scores [rows][SEGMENT] of one tile for the groups that see some of it."""
+    size = args[SIZE]
+    for row in range(0, used, GROUP):
+        rows = min(GROUP, used - row)
+        first, last = visible_tiles(positions, row, rows, args[WINDOW], base)
+        if first <= tile < last:
+            to = row * SEGMENT + tile * TILE
+            product(key_tile, 0, TILE, q_rows, row * size, size, size, scores, to, SEGMENT, rows, 0)
+
+
+@part
+def add_values(args, positions, used, base, tile, scores, value_tile, sums, padded):
+    """sums [rows][padded] += weights of one tile times its values, for the groups that see some of it."""
+    for row in range(0, used, GROUP):
+        rows = min(GROUP, used - row)
+        first, last = visible_tiles(positions, row, rows, args[WINDOW], base)
+        if first <= tile < last:
+            at, again = row * SEGMENT + tile * TILE, 1 if tile > first else 0
+            for column in range(0, padded, TILE):
+                to = row * padded + column
+                product(value_tile, column, padded, scores, at, SEGMENT, TILE, sums, to, padded, rows, again)
+
+
+# Items
+
+
+@part
+def plan_room(scratch, rows, size):
+    """Return the addresses of an item's buffers behind its state: see `attend_item`; the last is the end."""
+    padded = pad(size)
+    scales = scratch
+    group = after(scales, 4 * 2 * SEGMENT)
+    maxes = after(group, 4 * 3 * LANES)
+    totals = after(maxes, 4 * (rows + LANES))
+    part_values = after(totals, 4 * (rows + LANES))
+    scores = after(part_values, 4 * rows * padded)
+    q_rows = after(scores, 4 * rows * SEGMENT)
+    key_tile = after(q_rows, 4 * rows * size)
+    value_tile = after(key_tile, 4 * TILE * size)
+    end = after(value_tile, 4 * TILE * padded)
+    return scales, group, maxes, totals, part_values, scores, q_rows, key_tile, value_tile, end
+
+
+@part
+def attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums):
+    """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it."""
+    positions, size, scaled = room[0], args[SIZE], args[KEY_SCALES] != 0
+    padded = pad(size)
+    key_scales, value_scales, scores = floats(places[0]), floats(places[0] + 4 * SEGMENT), floats(places[5])
+    first, last = max(0, low - base) // TILE, (min(SEGMENT, high - base) + TILE - 1) // TILE
+    if scaled:
+        load_scales(args, table, head, base, low, high, key_scales, value_scales)
+    for tile in range(first, last):
+        load_keys(args, keys, table, head, base + tile * TILE, low, high, floats(places[7]))
+        score_rows(args, positions, used, base, tile, floats(places[6]), floats(places[7]), scores)
+    for row in range(0, used, GROUP):
+        rows = min(GROUP, used - row)
+        begin, end = visible_tiles(positions, row, rows, args[WINDOW], base)
+        if begin < end:
+            group_scores = floats(places[5] + 4 * row * SEGMENT)
+            group_maxes, group_totals = offset(maxes, row), offset(totals, row)
+            find_largest(args, group_scores, row, rows, base, begin, end, room, key_scales, group_maxes)
+            weigh_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
+    for tile in range(first, last):
+        load_values(args, values, table, head, base + tile * TILE, low, high, padded, floats(places[8]))
+        add_values(args, positions, used, base, tile, scores, floats(places[8]), sums, padded)
+
+
+@part
+def attend_item(args, keys, values, record, head, scratch):
+    """Attention of an item's rows, or its parts for `merge`, for one KV head."""
+    size, window = args[SIZE], args[WINDOW]
+    padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
+    room, behind = make_room(scratch, args[ROOM_ROWS], padded)
+    places = plan_room(behind, args[ROOM_ROWS], size)
+    table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
+    start(args, record, head, room, used, padded)
+    copy_queries(args, record, head, used, floats(places[6]))
+    low, high = first_seen(record[POSITION], window), record[POSITION] + record[COUNT]
+    for segment in range(record[FIRST], record[LAST]):
+        base = segment * SEGMENT
+        maxes, totals, sums = floats(places[2]), floats(places[3]), floats(places[4])
+        if record[SLOT] >= 0:
+            maxes, totals, sums = slot_rows(open_slot(args, record, head, segment, padded), args[SLOT_ROWS], 0, padded)
+        attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums)
+        if record[SLOT] < 0:
+            for row in range(0, used, GROUP):
+                rows = min(GROUP, used - row)
+                begin, end = visible_tiles(room[0], row, rows, window, base)
+                if begin < end:
+                    part_values, work = offset(sums, row * padded), floats(places[1])
+                    fold(
+                        args, room, row, rows, base, offset(maxes, row), offset(totals, row), part_values, padded, work
+                    )
+    if record[SLOT] < 0:
+        finish(args, record, head, room, used, padded)
+
+
+@part
+def attend(args, keys, values, first, last, scratch):
+    """Do some items: item i is record i // Hkv of the plan and KV head i % Hkv."""
+    heads = args[KV_HEADS]
+    for item in range(first, last):
+        attend_item(args, keys, values, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
+
+
+@op
+def attend_float32(args, first, last, scratch):
+    """Attention over a float32 cache."""
+    attend(args, floats(args[KEYS]), floats(args[VALUES]), first, last, scratch)
+
+
+@op
+def attend_bfloat16(args, first, last, scratch):
+    """Attention over a bfloat16 cache that is not paired."""
+    attend(args, words(args[KEYS]), words(args[VALUES]), first, last, scratch)
+
+
+@op
+def attend_float16(args, first, last, scratch):
+    """Attention over a float16 cache."""
+    attend(args, halves(args[KEYS]), halves(args[VALUES]), first, last, scratch)
+
+
+@op
+def attend_int8(args, first, last, scratch):
+    """Attention over an int8 cache that is not paired."""
+    attend(args, signed_octets(args[KEYS]), signed_octets(args[VALUES]), first, last, scratch)

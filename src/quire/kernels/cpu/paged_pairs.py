@@ -1,0 +1,328 @@
+"""Paged attention on CPUs that multiply pairs of bfloat16: the paired cache is read as it is.
+
+Queries times the scale, and weights, are rounded to bfloat16; scores, sums and the folding are float32. int8 keys and
+values become bfloat16 exactly, their scales are multiplied into scores and weights.
+
+An item takes some queries of one sequence and one KV head; its rows are those queries times the query heads that share
+the KV head. For each segment of 128 positions it finds where the keys and values lie and then goes through the rows in
+groups of eight: scores, weights, weighted values, without leaving the first-level cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.paged_softmax import (
+    BLOCK_SIZE,
+    COUNT,
+    FIRST,
+    KEY_SCALES,
+    KEYS,
+    KV_HEADS,
+    LAST,
+    NUM_HEADS,
+    POSITION,
+    Q,
+    Q_STRIDE,
+    RECORD,
+    ROOM_ROWS,
+    ROW,
+    SCALE,
+    SEQUENCE,
+    SIZE,
+    SLOT,
+    SLOT_ROWS,
+    TABLE_STRIDE,
+    TABLES,
+    TILE,
+    VALUE_SCALES,
+    VALUES,
+    WINDOW,
+    WORK,
+    after,
+    find_largest,
+    finish,
+    first_seen,
+    fold,
+    make_room,
+    open_slot,
+    pad,
+    slot_rows,
+    start,
+    visible_tiles,
+    weigh_pairs,
+)
+from quire.kernels.cpu.paged_tiles import (
+    GROUP,
+    HALF_PAIRS,
+    SEGMENT,
+    put_pairs,
+    score_tile,
+    value_tile,
+    widen_pairs,
+)
+from quire.kernels.cpu.pointers import floats, ints, longs, real, signed_octets, uints, words
+from quire.kernels.cpu.simd import LANES, load, load_some, mul, put, splat, store
+
+HALVES = SEGMENT // LANES
+PAIR = 4  # bytes
+
+
+@part
+def load_row(x, at, count):
+    """Return x[at : at + 16], zeros from `count` on."""
+    if count >= LANES:
+        return load(x, at)
+    return load_some(x, at, max(0, count))
+
+
+@part
+def pack_queries(args, record, head, used, packed, line):
+    """Round queries times the scale; eight rows at a time lie as uint32 [D/2][rows]. `line`: a row's scratch."""
+    size, q = args[SIZE], floats(args[Q])
+    group = args[NUM_HEADS] // args[KV_HEADS]
+    scale = splat(np.float32(real(args[SCALE])))
+    for row in range(used):
+        at = (record[ROW] + row // group) * args[Q_STRIDE] + (head * group + row % group) * size
+        for d in range(0, size, TILE):
+            v0, v1 = load_row(q, at + d, size - d), load_row(q, at + d + LANES, size - d - LANES)
+            put_pairs(line, d // 2, mul(v0, scale), mul(v1, scale))
+        first = row // GROUP * GROUP
+        rows, to = min(GROUP, used - first), first * (size // 2) + row - first
+        for pair in range(size // 2):
+            packed[to + pair * rows] = line[pair]
+
+
+# Where the keys and values of a segment lie: one address for 16 positions, for keys and for values. Positions outside
+# low .. high are not read as values, for their blocks may be anyone's: there weights are zero, and zero times a NaN is
+# not. As keys anything may be read, for their scores are masked.
+
+
+@part
+def block_of(table, position, block_size):
+    """Return the block of a position and its place there."""
+    return np.int64(table[position // block_size]), position % block_size
+
+
+@part
+def inside_mask(position, low, high):
+    """Return ones in the halves of a pair of positions that lie in low .. high."""
+    lower = np.uint32(0xFFFF) if low <= position < high else np.uint32(0)
+    upper = np.uint32(0xFFFF0000) if low <= position + 1 < high else np.uint32(0)
+    return np.uint32(lower | upper)
+
+
+@part
+def copy_values(args, table, head, position, low, high, copy):
+    """Copy the values of 16 positions as [8][D] pairs, zeros outside low .. high."""
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
+    for j in range(HALF_PAIRS):
+        mask = inside_mask(position + 2 * j, low, high)
+        to = j * size
+        if mask == 0:
+            for d in range(size):
+                copy[to + d] = np.uint32(0)
+        else:
+            block, offset = block_of(table, position + 2 * j, block_size)
+            at = (block * args[KV_HEADS] + head) * block_size // 2 * size + offset // 2 * size
+            source = uints(args[VALUES] + PAIR * at)
+            for d in range(size):
+                copy[to + d] = source[d] & mask
+
+
+@part
+def copy_keys(args, table, head, position, low, high, copy):
+    """Copy the keys of 16 positions as [D/2][16] pairs; those outside low .. high stay what they are."""
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
+    for j in range(max(0, low - position), min(LANES, high - position)):
+        block, offset = block_of(table, position + j, block_size)
+        source = uints(args[KEYS] + PAIR * ((block * args[KV_HEADS] + head) * (size // 2) * block_size + offset))
+        for pair in range(size // 2):
+            copy[pair * LANES + j] = source[pair * block_size]
+
+
+@part
+def find_halves(args, table, head, base, low, high, keys, values, copies, zeros):
+    """Write the addresses of a bfloat16 segment and of the tile after it; return the step between pairs of keys.
+
+    `copies` [HALVES][16 * D] elements of keys, then of values, for what cannot be read where it lies.
+    """
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
+    direct = block_size % LANES == 0
+    extent = 2 * LANES * size
+    for half in range(HALVES):
+        position = base + half * LANES
+        keys[half], values[half] = args[KEYS], zeros
+        if position >= high or position + LANES <= low:
+            if not direct:
+                keys[half] = copies + half * extent
+            continue
+        whole = position >= low and position + LANES <= high
+        if direct:
+            block, offset = block_of(table, position, block_size)
+            start = PAIR * ((block * args[KV_HEADS] + head) * (size // 2) * block_size)
+            keys[half] = args[KEYS] + start + PAIR * offset
+            values[half] = args[VALUES] + start + PAIR * (offset // 2 * size)
+        else:
+            keys[half] = copies + half * extent
+            copy_keys(args, table, head, position, low, high, uints(keys[half]))
+        if not (direct and whole):
+            values[half] = copies + (HALVES + half) * extent
+            copy_values(args, table, head, position, low, high, uints(values[half]))
+    for half in range(HALVES, HALVES + 2):
+        position = base + half * LANES
+        keys[half] = keys[half - 2]
+        if direct and position < high:
+            block, offset = block_of(table, position, block_size)
+            keys[half] = args[KEYS] + PAIR * ((block * args[KV_HEADS] + head) * (size // 2) * block_size + offset)
+    return PAIR * block_size if direct else PAIR * LANES
+
+
+@part
+def widen_half(args, table, head, position, low, high, keys, values):
+    """Turn int8 keys and values of 16 positions into bfloat16 pairs, at addresses, as `copy_keys`, `copy_values` do."""
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
+    heads, key_octets, value_octets = args[KV_HEADS], signed_octets(args[KEYS]), signed_octets(args[VALUES])
+    key_pairs, key_elements, value_pairs = uints(keys), words(keys), uints(values)
+    if block_size % LANES == 0:
+        block, offset = block_of(table, position, block_size)
+        at = (block * heads + head) * size * block_size + 2 * offset
+        for pair in range(size // 2):
+            widen_pairs(key_octets, at + 2 * pair * block_size, key_pairs, pair * LANES)
+    else:
+        for j in range(max(0, low - position), min(LANES, high - position)):
+            block, offset = block_of(table, position + j, block_size)
+            at = (block * heads + head) * size * block_size + 2 * offset
+            for d in range(size):
+                value = key_octets[at + d // 2 * 2 * block_size + d % 2]
+                put(key_elements, d // 2 * 2 * LANES + 2 * j + d % 2, np.float32(value))
+    for j in range(HALF_PAIRS):
+        here = position + 2 * j
+        if here >= high or here + 2 <= low:
+            for d in range(size):
+                value_pairs[j * size + d] = np.uint32(0)
+            continue
+        block, offset = block_of(table, here, block_size)
+        at = (block * heads + head) * size * block_size + offset * size
+        for d in range(0, size, LANES):  # what is written too far is the start of the next pair's row
+            widen_pairs(value_octets, at + 2 * d, value_pairs, j * size + d)
+
+
+@part
+def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros):
+    """Like `find_halves` for int8: everything that lies in low .. high is copied."""
+    extent = 2 * LANES * args[SIZE]
+    for half in range(HALVES):
+        position = base + half * LANES
+        keys[half], values[half] = copies + half * extent, zeros
+        if position < high and position + LANES > low:
+            values[half] = copies + (HALVES + half) * extent
+            widen_half(args, table, head, position, low, high, keys[half], values[half])
+    keys[HALVES], keys[HALVES + 1] = keys[HALVES - 2], keys[HALVES - 1]
+    return np.int64(PAIR * LANES)
+
+
+@part
+def load_scales(args, table, head, base, low, high, key_scales, value_scales):
+    """Write the scales of a segment's keys and values, zeros outside low .. high."""
+    block_size = args[BLOCK_SIZE]
+    for j in range(SEGMENT):
+        position = base + j
+        if low <= position < high:
+            block, offset = block_of(table, position, block_size)
+            at = (block * args[KV_HEADS] + head) * block_size + offset
+            key_scales[j], value_scales[j] = floats(args[KEY_SCALES])[at], floats(args[VALUE_SCALES])[at]
+        else:
+            key_scales[j], value_scales[j] = np.float32(0), np.float32(0)
+
+
+# Items
+
+
+@part
+def plan_room(scratch, rows, size):
+    """Return the addresses of an item's buffers behind its state: see `attend_item`; the last is the end."""
+    keys = scratch
+    values = after(keys, 8 * (HALVES + 2))
+    scales = after(values, 8 * HALVES)
+    group = after(scales, 4 * 2 * SEGMENT)
+    scores = after(group, 4 * 5 * LANES)
+    weights = after(scores, 4 * GROUP * SEGMENT)
+    part_values = after(weights, 2 * GROUP * SEGMENT)
+    packed = after(part_values, 4 * GROUP * pad(size))
+    line = after(packed, 2 * rows * size)
+    zeros = after(line, 2 * pad(size))
+    copies = after(zeros, 4 * (HALF_PAIRS * size + TILE))
+    end = after(copies, 2 * 2 * SEGMENT * size + 4 * TILE)
+    return keys, values, scales, group, scores, weights, part_values, packed, line, zeros, copies, end
+
+
+@part
+def score_group(keys, values, step, packed, row, rows, size, first, last, scores):
+    """Write the scores [rows][SEGMENT] of a group of rows, from row `row` of the item on, in some tiles."""
+    pairs = size // 2
+    for tile in range(first, last):
+        half = 2 * tile
+        score_tile(
+            rows, keys[half], keys[half + 1], step, packed, row * pairs, pairs, scores, tile * TILE,
+            keys[half + 2], keys[half + 3], values[half], values[half + 1],
+        )  # fmt: skip
+
+
+@part
+def weigh_values(values, weights, rows, size, padded, first, last, out):
+    """Write the weighted values [rows][padded] of a group of rows."""
+    for column in range(0, padded, TILE):
+        value_tile(rows, values, 2 * first, 2 * last, PAIR * size, PAIR * column, weights, out, column, padded)
+
+
+@part
+def attend_item(args, record, head, scratch):
+    """Attention of an item's rows, or its parts for `merge`, for one KV head."""
+    size, window, scaled = args[SIZE], args[WINDOW], args[KEY_SCALES] != 0
+    padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
+    room, behind = make_room(scratch, args[ROOM_ROWS], padded)
+    places = plan_room(behind, args[ROOM_ROWS], size)
+    keys, values, packed = longs(places[0]), longs(places[1]), uints(places[7])
+    key_scales, value_scales = floats(places[2]), floats(places[2] + 4 * SEGMENT)
+    scores, weights, zeros, copies = floats(places[4]), uints(places[5]), places[9], places[10]
+    table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
+    start(args, record, head, room, used, padded)
+    pack_queries(args, record, head, used, packed, uints(places[8]))
+    for d in range(HALF_PAIRS * size + TILE):
+        uints(zeros)[d] = np.uint32(0)
+    low, high = first_seen(record[POSITION], window), record[POSITION] + record[COUNT]
+    for segment in range(record[FIRST], record[LAST]):
+        base = segment * SEGMENT
+        if scaled:
+            step = widen_halves(args, table, head, base, low, high, keys, values, copies, zeros)
+            load_scales(args, table, head, base, low, high, key_scales, value_scales)
+        else:
+            step = find_halves(args, table, head, base, low, high, keys, values, copies, zeros)
+        for row in range(0, used, GROUP):
+            rows = min(GROUP, used - row)
+            first, last = visible_tiles(room[0], row, rows, window, base)
+            if first >= last:
+                continue
+            maxes, totals, part_values = floats(places[3]), floats(places[3] + 4 * LANES), floats(places[6])
+            if record[SLOT] >= 0:
+                slot = open_slot(args, record, head, segment, padded)
+                maxes, totals, part_values = slot_rows(slot, args[SLOT_ROWS], row, padded)
+            score_group(keys, values, step, packed, row, rows, size, first, last, scores)
+            find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes)
+            weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals)
+            weigh_values(values, weights, rows, size, padded, first, last, part_values)
+            if record[SLOT] < 0:
+                work = floats(places[3] + 4 * 2 * LANES)
+                fold(args, room, row, rows, base, maxes, totals, part_values, padded, work)
+    if record[SLOT] < 0:
+        finish(args, record, head, room, used, padded)
+
+
+@op
+def attend_pairs(args, first, last, scratch):
+    """Attention over a paired cache, bfloat16 or, with scales, int8: item i is record i // Hkv, KV head i % Hkv."""
+    heads = args[KV_HEADS]
+    for item in range(first, last):
+        attend_item(args, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)

@@ -1,0 +1,272 @@
+"""What every path of paged attention shares: the rows of an item, softmax weights of a segment, and folding segments.
+
+The context is cut into segments of 128 positions, aligned to position 0. For each segment a row gets the largest score,
+the sum of its weights relative to that score, and the values so weighted; segments are then folded into the row one
+after the other (Milakov & Gimelshein 2018; Dao et al. 2022, 2023). A sink is what the row starts from. Whether one item
+walks all segments of a row or several items leave their parts for `merge`, the arithmetic and its order are the same,
+so a row's bits do not depend on how work is split, on other rows, or on threads. Positions that a row does not see have
+weight zero, and segments it sees nothing of are not folded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, put_weights, put_pairs, scale_add
+from quire.kernels.cpu.pointers import floats, longs, real
+from quire.kernels.cpu.simd import (
+    LANES,
+    add,
+    div,
+    exp,
+    keep_lanes,
+    lane_indices,
+    lane_max,
+    lane_sum,
+    load,
+    maximum,
+    mul,
+    multiply_add,
+    splat,
+    store,
+    store_some,
+    sub,
+)
+
+TILE = 32  # positions of a register tile
+NEG_INF = np.float32(-np.inf)
+
+# Arguments of `merge` and of the attend ops; strides in elements, see `paged.paged_attention`
+Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, WORK, PARTIALS = range(11)
+NUM_HEADS, KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(11, 22)
+
+# A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence` and stand at `position` ..;
+# segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; slot -1 is none.
+SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, RECORD = range(10)
+
+
+@part
+def after(address, size):
+    """Return the next multiple of 64 after `size` bytes."""
+    return address + (size + 63) // 64 * 64
+
+
+@part
+def pad(size):
+    """Return how many columns the sums of a head have: a multiple of 32."""
+    return (size + 31) // 32 * 32
+
+
+@part
+def make_room(scratch, rows, padded):
+    """Return pointers to the state of `rows` rows, and the address behind it.
+
+    Positions int64, slopes, largest scores, sums of weights (arrays that may be loaded 15 elements too far) and
+    weighted values [rows][padded].
+    """
+    slopes = after(scratch, 8 * rows)
+    largest = after(slopes, 4 * (rows + LANES))
+    total = after(largest, 4 * (rows + LANES))
+    sums = after(total, 4 * (rows + LANES))
+    end = after(sums, 4 * rows * padded)
+    return (longs(scratch), floats(slopes), floats(largest), floats(total), floats(sums)), end
+
+
+@part
+def slot_floats(rows, padded):
+    """Elements of a slot: largest scores, sums of weights, and weighted values of one segment for `rows` rows."""
+    return 2 * (rows + LANES) + rows * padded
+
+
+@part
+def open_slot(args, record, head, segment, padded):
+    """Return the address of the slot for a segment."""
+    slot = record[SLOT] + head * record[SLOTS] + segment
+    return args[PARTIALS] + 4 * slot * slot_floats(args[SLOT_ROWS], padded)
+
+
+@part
+def slot_rows(slot, rows, row, padded):
+    """Return pointers to the largest scores, sums and values in a slot for `rows` rows, from its row `row` on."""
+    totals, values = slot + 4 * (rows + LANES), slot + 8 * (rows + LANES)
+    return floats(slot + 4 * row), floats(totals + 4 * row), floats(values + 4 * row * padded)
+
+
+@part
+def start(args, record, head, room, used, padded):
+    """Fill the state of the item's rows; row r is query r // group and head r % group of those sharing the KV head."""
+    positions, slopes, largest, total, sums = room
+    group = args[NUM_HEADS] // args[KV_HEADS]
+    for row in range(used):
+        h = head * group + row % group
+        positions[row] = record[POSITION] + row // group
+        slopes[row] = floats(args[SLOPES])[h] if args[SLOPES] != 0 else np.float32(0)
+        largest[row] = floats(args[SINKS])[h] if args[SINKS] != 0 else NEG_INF
+        total[row] = np.float32(1) if args[SINKS] != 0 else np.float32(0)
+    for d in range(0, used * padded, LANES):
+        store(sums, d, splat(np.float32(0)))
+
+
+@part
+def first_seen(position, window):
+    """Return the first position that the query at `position` sees; window 0 is none."""
+    return max(0, position - window + 1) if window > 0 else 0
+
+
+@part
+def visible_tiles(positions, row, rows, window, base):
+    """Return the first and last + 1 of the segment's tiles that some of the rows see."""
+    low, high = first_seen(positions[row], window), positions[row + rows - 1] + 1
+    first = max(0, low - base) // TILE
+    last = (min(SEGMENT, high - base) + TILE - 1) // TILE
+    return first, last
+
+
+# Scores to weights
+
+
+@part
+def tanh(x):
+    """tanh in every lane, as 1 - 2 / (e^2x + 1): absolute error 1e-7."""
+    one = splat(np.float32(1))
+    return sub(one, div(splat(np.float32(2)), add(exp(add(x, x)), one)))
+
+
+@part
+def shape_scores(v, softcap, slope, distance, low, high):
+    """Apply softcap and ALiBi to sixteen scores of keys `distance` .. after the query; keep positions low .. high."""
+    if softcap > 0:
+        cap = splat(np.float32(softcap))
+        v = mul(cap, tanh(div(v, cap)))
+    if slope != 0:
+        v = multiply_add(splat(slope), add(lane_indices(), splat(np.float32(distance))), v)
+    return keep_lanes(v, low - distance, high - distance, NEG_INF)
+
+
+@part
+def find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes):
+    """Finish the scores [rows][SEGMENT] in tiles first .. last - 1; write each row's largest to `maxes`."""
+    positions, slopes, _, _, _ = room
+    window, softcap, scaled = args[WINDOW], real(args[SOFTCAP]), args[KEY_SCALES] != 0
+    shaped = scaled or softcap > 0 or args[SLOPES] != 0
+    for r in range(rows):
+        position, slope = positions[row + r], slopes[row + r]
+        low = first_seen(position, window)
+        most = splat(NEG_INF)
+        for tile in range(first, last):
+            at, here = r * SEGMENT + tile * TILE, base + tile * TILE
+            v0, v1 = load(scores, at), load(scores, at + LANES)
+            if shaped or here < low or here + TILE > position + 1:
+                if scaled:
+                    v0 = mul(v0, load(key_scales, tile * TILE))
+                    v1 = mul(v1, load(key_scales, tile * TILE + LANES))
+                away = here - position
+                v0 = shape_scores(v0, softcap, slope, away, low - position, np.int64(1))
+                v1 = shape_scores(v1, softcap, slope, away + LANES, low - position, np.int64(1))
+                store(scores, at, v0)
+                store(scores, at + LANES, v1)
+            most = maximum(most, maximum(v0, v1))
+        maxes[r] = lane_max(most)
+
+
+@part
+def weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals):
+    """Turn scores into bfloat16 weights, relative to the row's largest; `totals` are sums of the rounded ones.
+
+    With int8 values their scales are multiplied into the weights, after those were added, unrounded, to the sums.
+    """
+    for r in range(rows):
+        most, total = splat(maxes[r]), splat(np.float32(0))
+        for tile in range(first, last):
+            at = r * SEGMENT + tile * TILE
+            v0, v1 = exp(sub(load(scores, at), most)), exp(sub(load(scores, at + LANES), most))
+            if scaled:
+                total = add(total, add(v0, v1))
+                v0 = mul(v0, load(value_scales, tile * TILE))
+                v1 = mul(v1, load(value_scales, tile * TILE + LANES))
+                put_pairs(weights, at // 2, v0, v1)
+            else:
+                total = put_weights(weights, at // 2, v0, v1, total)
+        totals[r] = lane_sum(total)
+
+
+@part
+def weigh_floats(scores, rows, first, last, scaled, value_scales, maxes, totals):
+    """Turn scores into weights in place, relative to the row's largest; see `weigh_pairs` for the scales."""
+    for r in range(rows):
+        most, total = splat(maxes[r]), splat(np.float32(0))
+        for tile in range(first, last):
+            at = r * SEGMENT + tile * TILE
+            v0, v1 = exp(sub(load(scores, at), most)), exp(sub(load(scores, at + LANES), most))
+            total = add(total, add(v0, v1))
+            if scaled:
+                v0 = mul(v0, load(value_scales, tile * TILE))
+                v1 = mul(v1, load(value_scales, tile * TILE + LANES))
+            store(scores, at, v0)
+            store(scores, at + LANES, v1)
+        totals[r] = lane_sum(total)
+
+
+# Segments to rows
+
+
+@part
+def fold(args, room, row, rows, base, maxes, totals, values, padded, work):
+    """Fold the segment that starts at `base` into `rows` <= 8 rows; `work`: 48 floats of scratch."""
+    positions, _, largest, total, sums = room
+    old, seen = load(largest, row), load(maxes, 0)
+    new = maximum(old, seen)
+    store(work, 0, exp(sub(old, new)))
+    store(work, LANES, exp(sub(seen, new)))
+    store(work, 2 * LANES, new)
+    for r in range(rows):
+        position = positions[row + r]
+        if position < base or first_seen(position, args[WINDOW]) >= base + SEGMENT:
+            continue
+        before, now, to = work[r], work[LANES + r], (row + r) * padded
+        largest[row + r] = work[2 * LANES + r]
+        total[row + r] = total[row + r] * before + totals[r] * now
+        for d in range(0, padded, LANES):
+            store(sums, to + d, scale_add(load(sums, to + d), before, load(values, r * padded + d), now))
+
+
+@part
+def finish(args, record, head, room, used, padded):
+    """Divide the rows' weighted values by their weights and write them out."""
+    _, _, _, total, sums = room
+    num_heads, size, out = args[NUM_HEADS], args[SIZE], floats(args[OUT])
+    group = num_heads // args[KV_HEADS]
+    for row in range(used):
+        at = ((record[ROW] + row // group) * num_heads + head * group + row % group) * size
+        whole = splat(total[row])
+        for d in range(0, size, LANES):
+            v = div(load(sums, row * padded + d), whole)
+            if d + LANES <= size:
+                store(out, at + d, v)
+            else:
+                store_some(out, at + d, v, size - d)
+
+
+@part
+def merge_item(args, record, head, scratch):
+    """Fold the parts of some rows, for one KV head."""
+    padded = pad(args[SIZE])
+    used = record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
+    room, work = make_room(scratch, args[SLOT_ROWS], padded)
+    start(args, record, head, room, used, padded)
+    for segment in range(record[FIRST], record[LAST]):
+        slot = open_slot(args, record, head, segment, padded)
+        for row in range(0, used, GROUP):
+            maxes, totals, values = slot_rows(slot, args[SLOT_ROWS], row, padded)
+            rows = min(GROUP, used - row)
+            fold(args, room, row, rows, segment * SEGMENT, maxes, totals, values, padded, floats(work))
+    finish(args, record, head, room, used, padded)
+
+
+@op
+def merge(args, first, last, scratch):
+    """Fold the parts that items of the attend ops left: item i is record i // Hkv of the plan's merges, KV head i % Hkv."""
+    heads = args[KV_HEADS]
+    for item in range(first, last):
+        merge_item(args, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)

@@ -1,0 +1,259 @@
+"""The inner loops of attention over bfloat16 pairs, and the conversions around them.
+
+Everything here is an LLVM-level building block for `paged_pairs.py` and `kv_write.py`, for CPUs with HAS_BF16_DOT,
+except `widen`, which the generic path uses. Pairs are two neighbours of one sum in the halves of 32 bits: two elements
+of a head for scores, two positions for values. No algorithm lives here.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from quire.kernels.cpu.simd import (
+    BF16_PAIRS,
+    F16,
+    F32,
+    F32V,
+    I32V,
+    LANES,
+    _call,
+    _constant,
+    _load,
+    _multiply_add,
+    _splat,
+    _storage,
+    _store,
+    _widen_half,
+    f32x16,
+)
+
+SEGMENT = 128  # positions whose scores are weighed together; see paged_softmax.py
+GROUP = 8  # query rows of the largest register tile: 8 x 2 sums and the operands fill AVX-512's 32 registers
+HALF_PAIRS = 8  # pairs of positions in half a tile
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+OCTETS = ir.VectorType(I8, LANES)
+NEAR, MIDDLE = 3, 2  # what a prefetch aims at: the first or the second-level cache
+
+
+def _pairs_at(b, address):
+    """Load sixteen pairs from an integer address."""
+    value = b.load(b.inttoptr(address, BF16_PAIRS.as_pointer()))
+    value.align = 2
+    return value
+
+
+def _factor(b, words, index):
+    """Return the pair words[index] in every lane."""
+    return b.bitcast(_splat(b, b.load(b.gep(words, [index])), I32V), BF16_PAIRS)
+
+
+def _dot(b, total, x, y):
+    return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [total, x, y])
+
+
+def _prefetch(b, address, level):
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(function, [b.inttoptr(address, I8.as_pointer()), I32(0), I32(level), I32(1)])
+
+
+def _to_pairs(b, first, second):
+    """Round 32 values to bfloat16 (nearest even; subnormal numbers become zeros) and put neighbours together."""
+    return b.bitcast(_call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_PAIRS, [second, first]), I32V)
+
+
+def _store_pairs(b, pairs, words, index):
+    b.store(pairs, b.bitcast(b.gep(words, [index]), I32V.as_pointer())).align = 4
+
+
+def _by_rows(b, rows, emit):
+    """Emit a switch with the body `emit(n)` for every height of a tile."""
+    done = b.append_basic_block("done")
+    choose = b.switch(rows, done)
+    for n in range(1, GROUP + 1):
+        block = b.append_basic_block(f"rows{n}")
+        choose.add_case(I64(n), block)
+        b.position_at_end(block)
+        emit(n)
+        b.branch(done)
+    b.position_at_end(done)
+
+
+def _zero_sums(b, n):
+    sums = [cgutils.alloca_once(b, F32V) for _ in range(2 * n)]
+    for total in sums:
+        b.store(_constant(0.0), total)
+    return sums
+
+
+def _add_products(b, sums, columns, factors):
+    for r, factor in enumerate(factors):
+        for c in (0, 1):
+            total = sums[2 * r + c]
+            b.store(_dot(b, b.load(total), columns[c], factor), total)
+
+
+@intrinsic
+def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, near0, near1, far0, far1):
+    """out[r * SEGMENT + j] = sum of q[r, i] * key[i, j] over all elements i of a head, for 1 to 8 rows, 32 positions.
+
+    keys0, keys1: addresses of two times 16 positions; pair i of the elements lies `step` bytes after pair i - 1.
+    q: uint32 pairs, element pair i of row r at q_at + i * rows + r; `pairs` of them. out: float32 from out_at on.
+    near0, near1 are the keys wanted next and far0, far1 the values (rows of 64 bytes) wanted soon: all are fetched
+    ahead, a line for each step. Any address will do.
+    """
+
+    def code(ctx, b, sig, a):
+        rows, keys, step, q, q_at, pairs, out, out_at, near, far = a[0], a[1:3], *a[3:9], a[9:11], a[11:13]
+
+        def emit(n):
+            sums = _zero_sums(b, n)
+            with cgutils.for_range(b, pairs, intp=I64) as loop:
+                down = b.mul(loop.index, step)
+                columns = [_pairs_at(b, b.add(k, down)) for k in keys]
+                for address in near:
+                    _prefetch(b, b.add(address, down), NEAR)
+                for address in far:
+                    _prefetch(b, b.add(address, b.mul(loop.index, I64(64))), MIDDLE)
+                here = b.add(q_at, b.mul(loop.index, I64(n)))
+                _add_products(b, sums, columns, [_factor(b, q, b.add(here, I64(r))) for r in range(n)])
+            for place, total in enumerate(sums):
+                _store(b, b.load(total), out, b.add(out_at, I64(place // 2 * SEGMENT + place % 2 * LANES)))
+
+        _by_rows(b, rows, emit)
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(n, n, n, n, q, n, n, out, n, n, n, n, n), code
+
+
+@intrinsic
+def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at, out_next):
+    """out[r, c] = sum of weight[r, j] * value[j, c] over the positions of halves first .. last - 1; 1 to 8 rows.
+
+    halves: int64 addresses, of 16 positions each: pair j of the positions lies `step` bytes after pair j - 1, column c
+    at `column` bytes + c pairs; 32 columns. weights: uint32 pairs, row r from r * SEGMENT / 2 on. out: float32, column
+    c of row r at out_at + r * out_next + c.
+    """
+
+    def code(ctx, b, sig, a):
+        rows, halves, first, last, step, column, weights, out, out_at, out_next = a
+
+        def emit(n):
+            sums = _zero_sums(b, n)
+            with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (half, _):
+                base = b.add(b.load(b.gep(halves, [half])), column)
+                with cgutils.for_range(b, I64(HALF_PAIRS), intp=I64) as loop:
+                    here = b.add(base, b.mul(loop.index, step))
+                    columns = [_pairs_at(b, b.add(here, I64(o))) for o in (0, 64)]
+                    at = b.add(b.mul(half, I64(HALF_PAIRS)), loop.index)
+                    places = [b.add(at, I64(r * SEGMENT // 2)) for r in range(n)]
+                    _add_products(b, sums, columns, [_factor(b, weights, p) for p in places])
+            for place, total in enumerate(sums):
+                to = b.add(b.add(out_at, b.mul(out_next, I64(place // 2))), I64(place % 2 * LANES))
+                _store(b, b.load(total), out, to)
+
+        _by_rows(b, rows, emit)
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(n, halves, n, n, n, n, weights, out, n, n), code
+
+
+@intrinsic
+def put_pairs(ty, words, offset, first, second):
+    """Store 32 values as sixteen uint32 pairs of bfloat16, rounded to nearest even; subnormal numbers become zeros."""
+
+    def code(ctx, b, sig, a):
+        _store_pairs(b, _to_pairs(b, a[2], a[3]), a[0], a[1])
+        return ctx.get_dummy_value()
+
+    return types.void(words, types.int64, first, second), code
+
+
+@intrinsic
+def put_weights(ty, words, offset, first, second, total):
+    """Like `put_pairs`; return `total` with the rounded values added, two neighbours to a lane."""
+
+    def code(ctx, b, sig, a):
+        pairs = _to_pairs(b, a[2], a[3])
+        _store_pairs(b, pairs, a[0], a[1])
+        ones = b.bitcast(ir.Constant(I32V, [0x3F803F80] * LANES), BF16_PAIRS)
+        return _dot(b, a[4], b.bitcast(pairs, BF16_PAIRS), ones)
+
+    return f32x16(words, types.int64, first, second, total), code
+
+
+def _integers_at(b, octets, offset):
+    """Load sixteen int8 as float32."""
+    value = b.load(b.bitcast(b.gep(octets, [offset]), OCTETS.as_pointer()))
+    value.align = 1
+    return b.sitofp(b.sext(value, I32V), F32V)
+
+
+@intrinsic
+def widen_pairs(ty, octets, offset, words, to):
+    """Turn octets[offset : offset + 32], int8, into sixteen uint32 pairs of bfloat16 at words[to]; exact."""
+
+    def code(ctx, b, sig, a):
+        first, second = (_integers_at(b, a[0], b.add(a[1], I64(o))) for o in (0, LANES))
+        _store_pairs(b, _to_pairs(b, first, second), a[2], a[3])
+        return ctx.get_dummy_value()
+
+    return types.void(octets, types.int64, words, types.int64), code
+
+
+@intrinsic
+def prefetch(ty, address):
+    """Start loading the cache line at this address into the first-level cache."""
+
+    def code(ctx, b, sig, a):
+        _prefetch(b, a[0], NEAR)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@intrinsic
+def widen(ty, pointer, offset):
+    """Return pointer[offset : offset + 16] as float32, from any storage format of floats or from int8 as it is."""
+
+    def code(ctx, b, sig, a):
+        if sig.args[0].dtype == types.int8:
+            return _integers_at(b, a[0], a[1])
+        return _load(b, _storage(sig.args[0]), a[0], a[1])
+
+    return f32x16(pointer, types.int64), code
+
+
+@intrinsic
+def widen_one(ty, pointer, offset):
+    """Return pointer[offset] as float32, from any storage format of floats or from int8 as it is."""
+
+    def code(ctx, b, sig, a):
+        value = b.load(b.gep(a[0], [a[1]]))
+        if sig.args[0].dtype == types.int8:
+            return b.sitofp(b.sext(value, I32), F32)
+        storage = _storage(sig.args[0])
+        if storage == "f32":
+            return value
+        if storage == "bf16":
+            return b.bitcast(b.shl(b.zext(value, I32), I32(16)), F32)
+        return _widen_half(b, value, F16, I32, F32)
+
+    return types.float32(pointer, types.int64), code
+
+
+@intrinsic
+def scale_add(ty, x, before, y, now):
+    """x * before + y * now with float32 scalars `before` and `now`."""
+
+    def code(ctx, b, sig, a):
+        x, before, y, now = a
+        return _multiply_add(b, x, _splat(b, before, F32V), b.fmul(y, _splat(b, now, F32V)))
+
+    return f32x16(x, types.float32, y, types.float32), code
