@@ -47,23 +47,24 @@ LEVELS = ("avx512_vnni", "generic")
 
 @part
 def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind, gated):
-    """Scale `count` rows of 32 sums and write them; `x_scales` and `bias` are addresses, 0 for none."""
-    low, high = load(scales, column), load(scales, column + 16)
-    at = row * stride + (column // 2 if gated else column)
+    """Scale `count` rows of 32 sums, in place, and write them; `x_scales` and `bias` are addresses, 0 for none."""
     for r in range(count):
-        left, right = mul(load(sums, r * COLUMNS), low), mul(load(sums, r * COLUMNS + 16), high)
-        if x_scales != 0:
-            factor = splat(get(floats(x_scales), row + r))
-            left, right = mul(left, factor), mul(right, factor)
-        if bias != 0:
-            left, right = add(left, load(floats(bias), column)), add(right, load(floats(bias), column + 16))
+        factor = get(floats(x_scales), row + r) if x_scales != 0 else np.float32(1)
+        for half in range(0, COLUMNS, 16):
+            value = mul(mul(load(sums, r * COLUMNS + half), load(scales, column + half)), splat(factor))
+            if bias != 0:
+                value = add(value, load(floats(bias), column + half))
+            store(sums, r * COLUMNS + half, value)
+    if kind >= 0:
+        for place in range(0, count * COLUMNS, COLUMNS if gated else 16):
+            store(sums, place, activate(load(sums, place), kind))
+    for r in range(count):
+        left, right = load(sums, r * COLUMNS), load(sums, r * COLUMNS + 16)
         if gated:
-            store(out, at + r * stride, mul(activate(left, kind), right))
+            store(out, (row + r) * stride + column // 2, mul(left, right))
         else:
-            if kind >= 0:
-                left, right = activate(left, kind), activate(right, kind)
-            store(out, at + r * stride, left)
-            store(out, at + r * stride + 16, right)
+            store(out, (row + r) * stride + column, left)
+            store(out, (row + r) * stride + column + 16, right)
 
 
 @part

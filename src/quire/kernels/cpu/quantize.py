@@ -199,11 +199,12 @@ def pack_nibbles(args, first, last, scratch, x):
         column, source = column_of(row, args[6], args[7]), row * stride
         size = row_size(x, source, width)
         most = group_scales(x, source, width, group, groups, found) if size > 0 else np.float32(0)
-        known = most >= SMALLEST
+        if most < SMALLEST:
+            most = np.float32(0)
         at = column // 16 * (depth // 8) * 16 + column % 16
         for g in range(groups):
             place = (column // 16 * groups + g) * 16 + column % 16
-            put(relative, place, found[g] / most if known else np.float32(0))
+            put(relative, place, found[g] / most if most > 0 else np.float32(0))
             scale = get(relative, place) * most
             factor = np.float32(1) / scale if abs(scale) >= SMALLEST else np.float32(0)
             for i in range(g * group, (g + 1) * group, 16):
