@@ -67,6 +67,12 @@ class ModelConfig:
         "Type the weights are held in; auto takes the checkpoint's.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = option(
+        None,
+        "Turn weights into integers while loading: int8 with inputs rounded to 8 bits too, int8-weight-only without, "
+        "int4 in groups of 64 with inputs of 8 bits; embeddings and output head keep 8 bits.",
+        choices=("int8", "int4", "int8-weight-only"),
+    )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens; default: the model's.", low=1, metavar="TOKENS"
     )
@@ -100,8 +106,8 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = option(None, "Number of blocks, whatever memory there is.", low=1)
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys and values; auto takes the weights'.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Type of cached keys and values; auto takes the weights', int8 has a scale per token and head.",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
 
@@ -131,6 +137,11 @@ class DeviceConfig:
         choices=("auto", "cpu", "reference"),
     )
     num_threads: int | None = option(None, "Threads of the CPU kernels; default: all cores.", low=1, high=1024)
+    simd_level: str = option(
+        "auto",
+        "Instructions of the CPU kernels; auto uses all that this CPU has, others also restrict it to theirs.",
+        choices=("auto", "avx512-bf16-vnni", "avx512", "avx2", "neon", "generic"),
+    )
     tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
 
 

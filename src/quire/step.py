@@ -101,8 +101,9 @@ class LayerKVSpec(msgspec.Struct, frozen=True):
     sliding_window: int | None = None
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of `block_size` tokens."""
-        return 2 * block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        """Bytes of one block: K and V of `block_size` tokens; int8 has a float32 scale for each token and head."""
+        scale = DTYPE_BYTES["float32"] if self.dtype == "int8" else 0
+        return 2 * block_size * self.num_kv_heads * (self.head_size * DTYPE_BYTES[self.dtype] + scale)
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):

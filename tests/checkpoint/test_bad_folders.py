@@ -410,6 +410,10 @@ def test_model_that_does_not_fit_the_memory(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "available_memory", lambda: 1000)
     with pytest.raises(ModelError, match=r"weights need 0\.0 GiB in float32, 0\.0 GiB are available"):
         load_model(load_model_info(folder), backend)
+    quantized = create_backend("reference", "float32", "float32", num_threads=1, quantization="int4")
+    monkeypatch.setattr(quantized, "available_memory", lambda: 1000)
+    with pytest.raises(ModelError, match=r"weights need 0\.0 GiB in int4, 0\.0 GiB are available"):
+        load_model(load_model_info(folder), quantized)
 
 
 def test_config_and_weights_may_be_links_as_in_the_hub_cache(

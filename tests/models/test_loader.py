@@ -15,7 +15,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ConfigError, ModelError
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext
-from quire.models.loader import load_model
+from quire.models.loader import load_model, weight_bytes
 from quire.models.registry import MODELS, model_class
 from quire.step import LayerKVSpec
 from tests.helpers.checkpoints import FAMILIES, PLAIN_CONFIG, write_checkpoint, write_plain
@@ -79,6 +79,44 @@ def test_cache_needs_follow_heads_windows_and_dtype(tmp_path: Path) -> None:
     )
     spec = load_model(load_model_info(folder), create_backend("reference", "float32", "bfloat16")).kv_cache_spec()
     assert spec.layers == [LayerKVSpec(2, 8, "bfloat16", None), LayerKVSpec(2, 8, "bfloat16", 9)]
+
+
+def test_int8_caches_count_their_scales() -> None:
+    assert LayerKVSpec(2, 8, "int8").block_bytes(16) == 16 * 2 * 2 * (8 + 4)
+    assert LayerKVSpec(2, 8, "bfloat16").block_bytes(16) == 16 * 2 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "matrix", "table"),
+    [
+        (None, 2 * 128, 2 * 128),
+        ("int8", 128 + 4, 128 + 4),
+        ("int8-weight-only", 128 + 4, 128 + 4),
+        ("int4", 64 + 2 * 2 + 4, 128 + 4),
+    ],
+)
+def test_weights_are_counted_as_they_will_be_held(
+    quantization: str | None, matrix: int, table: int, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(
+        tmp_path, "llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True
+    )
+    backend = create_backend("reference", "bfloat16", "float32", quantization=quantization)
+    rows = 4 * 128 + 3 * 128  # of attention and feed-forward layer, all of them 128 wide
+    norms = 3 * 128 * 4
+    assert weight_bytes(load_model_info(folder), backend) == rows * matrix + 160 * table + norms
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "int4"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "starcoder2"])
+def test_quantized_models_score_almost_as_before(quantization: str, family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    exact = logits(folder)
+    backend = create_backend("reference", "float32", "int8", num_threads=1, quantization=quantization)
+    driver = ModelDriver(load_model(load_model_info(folder), backend), backend)
+    got = driver.step({"a": PROMPT})["a"]
+    error = np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2))
+    assert 1e-4 < error < (0.5 if quantization == "int4" else 0.1)
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("bloom", "transformer.")])

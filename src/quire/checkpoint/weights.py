@@ -8,7 +8,6 @@ layers and the backend.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import zlib
 from collections.abc import Iterable
@@ -76,11 +75,6 @@ class WeightSurvey:
         """Note the request; the answer has the right shape, takes no memory, and its values mean nothing."""
         self._asked[name] = shape
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
-
-    @property
-    def num_values(self) -> int:
-        """How many weights the model has, tied ones counted once."""
-        return sum(math.prod(shape) for shape in self._asked.values())
 
     def finish(self, ignorable: Iterable[str]) -> None:
         """Raise ModelError if a tensor is missing or wrong; warn of tensors nobody asked for.

@@ -21,6 +21,7 @@ from quire.step import DTYPE_BYTES
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GIB = 2**30
+GROUP = 64  # of 4-bit weights
 
 
 def load_model(
@@ -60,35 +61,63 @@ def load_model(
         return build(info, Builder(DummyWeights(seed), backend, parallel), length)
 
     checkpoint = Checkpoint(info.path)
-    survey = WeightSurvey(checkpoint)
-    build(info, Builder(survey, cast(Backend, _NoBackend(backend)), parallel), max_model_len=1)
+    survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend)
+    build(info, Builder(survey, cast(Backend, counter), parallel), max_model_len=1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     survey.finish(build.ignorable + tied)
-    _check_memory(info, backend, survey.num_values // parallel.tp_size)
+    _check_memory(info, backend, counter.num_bytes)
     weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
     return build(info, Builder(weights, backend, parallel), length)
 
 
-def _check_memory(info: ModelInfo, backend: Backend, num_values: int) -> None:
+def weight_bytes(info: ModelInfo, backend: Backend) -> int:
+    """Return how much memory the weights of `info` take on `backend` [bytes]."""
+    counter = _ByteCounter(backend)
+    model_class(info.architecture)(info, Builder(WeightSurvey(Checkpoint(info.path)), cast(Backend, counter)), 1)
+    return counter.num_bytes
+
+
+def _check_memory(info: ModelInfo, backend: Backend, needed: int) -> None:
     """Refuse a model that cannot fit before the system starts to swap or kill."""
-    needed, free = num_values * DTYPE_BYTES[backend.dtype], backend.available_memory()
+    free = backend.available_memory()
     if needed > free:
         raise ModelError(
-            f"{info.path}: weights need {needed / GIB:.1f} GiB in {backend.dtype}, {free / GIB:.1f} GiB are available"
+            f"{info.path}: weights need {needed / GIB:.1f} GiB in {backend.quantization or backend.dtype}, "
+            f"{free / GIB:.1f} GiB are available"
         )
 
 
-class _NoBackend:
-    """Stands in for a backend during the survey: takes tensors and makes nothing of them."""
+class _ByteCounter:
+    """Stands in for a backend during the survey: takes tensors and only counts what that backend would make of them.
+
+    A row of integers has a float32 scale, and each group of 4-bit ones another of 16 bits.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.name, self.dtype, self.kv_dtype = backend.name, backend.dtype, backend.kv_dtype
+        self.quantization = backend.quantization
+        self.num_bytes = 0
 
     def from_numpy(self, array: np.ndarray) -> Any:
         return None
 
     def vector(self, tensor: HostTensor) -> Any:
-        return None
+        self.num_bytes += tensor.array.size * DTYPE_BYTES["float32"]
 
-    def pack_linear(self, parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None = None, **kind: bool) -> Any:
-        return None
+    def pack_linear(
+        self,
+        parts: Sequence[HostTensor],
+        biases: Sequence[HostTensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> Any:
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if self.quantization is None or exact:
+            row = inputs * DTYPE_BYTES[self.dtype]
+        elif self.quantization == "int4" and not table:
+            row = inputs // 2 + -(-inputs // GROUP) * DTYPE_BYTES["float16"] + DTYPE_BYTES["float32"]
+        else:
+            row = inputs + DTYPE_BYTES["float32"]
+        self.num_bytes += outputs * (row + (DTYPE_BYTES["float32"] if biases else 0))

@@ -30,7 +30,12 @@ class Worker:
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self.config = config
         self.backend = create_backend(
-            config.device.device, config.model.dtype, config.cache.kv_cache_dtype, config.device.num_threads
+            config.device.device,
+            config.model.dtype,
+            config.cache.kv_cache_dtype,
+            config.device.num_threads,
+            config.model.quantization,
+            config.device.simd_level,
         )
         if not self.backend.compiled_before():
             # A warning, so that it is seen by default: the wait would look like a hang.

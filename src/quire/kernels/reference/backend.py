@@ -1,8 +1,9 @@
 """ReferenceBackend: the Backend ops in torch, written to be read. Runs on any torch device; fast on none.
 
 Same numbers as the CPU backend up to rounding: activations are float32, weights are rounded to `dtype` and keys and
-values to `kv_dtype`. Sums over K or over keys are taken in float64 where the device has it, so that the order of
-summation, which torch chooses by batch size, cannot show.
+values to `kv_dtype`. What others hold as integers is rounded to them here (quantize.py) and held as floats. Sums over K
+or over keys are taken in float64 where the device has it, so that the order of summation, which torch chooses by batch
+size, cannot show.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
 from quire.kernels.memory import available_memory
 from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.quantize import round_rows, round_weight, rounds_inputs
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
@@ -32,10 +35,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
-    """weight [N, K] in the backend's dtype, bias float32 [N] or None."""
+    """weight [N, K] in the backend's dtype, or in float32 if it was quantized; bias float32 [N] or None.
+
+    `rounds_inputs` says whether inputs are quantized too.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    rounds_inputs: bool = False
 
 
 class ReferenceBackend:
@@ -50,14 +57,16 @@ class ReferenceBackend:
         device: str = "cpu",
         num_threads: int | None = None,
         round_linear_inputs: bool = False,
+        quantization: str | None = None,
     ) -> None:
         """Hold weights in `dtype` and keys and values in `kv_dtype`, on torch device `device`.
 
-        `round_linear_inputs` rounds the inputs of `linear` to `dtype`, as a backend may for bfloat16.
+        `round_linear_inputs` rounds the inputs of `linear` to `dtype`, as a backend may for bfloat16. `quantization`
+        is one of `backend.QUANTIZATIONS`.
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
-        self.quantization: str | None = None
+        self.quantization = quantization
         self.device = torch.device(device)
         self._round_linear_inputs = round_linear_inputs
         self._compute = torch.float32 if self.device.type == "mps" else torch.float64
@@ -116,10 +125,12 @@ class ReferenceBackend:
         exact: bool = False,
     ) -> ReferenceLinear:
         """See `Backend.pack_linear`."""
-        weight_dtype = TORCH_DTYPES[self.dtype]
-        weight = torch.cat([self.vector(part).to(weight_dtype) for part in parts])
         bias = None if biases is None else torch.cat([self.vector(part) for part in biases])
-        return ReferenceLinear(weight, bias)
+        if self.quantization is None or exact:
+            weight_dtype = TORCH_DTYPES[self.dtype]
+            return ReferenceLinear(torch.cat([self.vector(part).to(weight_dtype) for part in parts]), bias)
+        weight = torch.cat([round_weight(self.vector(part), self.quantization, table) for part in parts])
+        return ReferenceLinear(weight, bias, rounds_inputs(self.quantization))
 
     # Model ops
 
@@ -129,7 +140,9 @@ class ReferenceBackend:
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
         """See `Backend.linear`."""
-        if self._round_linear_inputs:
+        if weight.rounds_inputs:
+            x = round_rows(x)
+        elif self._round_linear_inputs:
             x = x.to(weight.weight.dtype)
         out = (x.to(self._compute) @ weight.weight.to(self._compute).T).float()
         return out if weight.bias is None else out + weight.bias
@@ -204,14 +217,15 @@ class ReferenceBackend:
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> torch.Tensor:
         """See `Backend.new_kv_cache`; [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]."""
         shape = (2, num_blocks, block_size, num_kv_heads, head_size)
-        return torch.zeros(shape, dtype=TORCH_DTYPES[self.kv_dtype], device=self.device)
+        return torch.zeros(shape, dtype=KV_DTYPES[self.kv_dtype], device=self.device)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See `Backend.write_kv`."""
         block_size = cache.shape[2]
         block, offset = slot_mapping // block_size, slot_mapping % block_size
         for side, values in enumerate((k, v)):
-            cache[side, block, offset] = values.reshape(-1, *cache.shape[3:]).to(cache.dtype)
+            heads = values.reshape(-1, *cache.shape[3:])
+            cache[side, block, offset] = (round_rows(heads) if self.kv_dtype == "int8" else heads).to(cache.dtype)
 
     def paged_attention(
         self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
