@@ -143,7 +143,7 @@ def _emit(launcher: Launcher, kind: int, x: np.ndarray, y: np.ndarray | None, ou
     operands: list[Any] = []
     for operand in (x, x if y is None else y, out):
         operands += [operand, *_strides(operand, (outer, inner, width))]
-    launcher.emit(combine_rows, kind, inner, width, *operands, items=outer * inner, work=2 * out.size)
+    launcher.emit(combine_rows, kind, inner, width, *operands, items=outer * inner, work=4 * out.size)
 
 
 def _strides(x: np.ndarray, shape: tuple[int, ...]) -> list[int]:

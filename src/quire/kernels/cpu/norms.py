@@ -99,7 +99,7 @@ def rms_norm(launcher: Launcher, x: np.ndarray, weight: np.ndarray, eps: float) 
     out = launcher.empty(x.shape)
     sizes = stride, 0, *_pieces(source, weight)
     launcher.emit(
-        rms_norm_rows, source, None, weight, out, *sizes, float(eps), items=source.shape[0], work=2 * source.size
+        rms_norm_rows, source, None, weight, out, *sizes, float(eps), items=source.shape[0], work=5 * source.size
     )
     return out
 
@@ -110,7 +110,7 @@ def add_rms_norm(launcher: Launcher, x: np.ndarray, residual: np.ndarray, weight
     out = launcher.empty(residual.shape)
     sizes = stride, step, *_pieces(target, weight)
     launcher.emit(
-        rms_norm_rows, source, target, weight, out, *sizes, float(eps), items=source.shape[0], work=3 * source.size
+        rms_norm_rows, source, target, weight, out, *sizes, float(eps), items=source.shape[0], work=7 * source.size
     )
     if target is not residual:
         residual[...] = target
@@ -200,6 +200,6 @@ def layer_norm(
     out = launcher.empty(x.shape)
     sizes = stride, *_pieces(source, weight)
     launcher.emit(
-        layer_norm_rows, source, weight, bias, out, *sizes, float(eps), items=source.shape[0], work=6 * source.size
+        layer_norm_rows, source, weight, bias, out, *sizes, float(eps), items=source.shape[0], work=10 * source.size
     )
     return out

@@ -90,7 +90,7 @@ def rotary(
         cos_sin.shape[1],
         int(interleaved),
         items=q.shape[0],
-        work=(8 if interleaved else 2) * (q.size + k.size),
+        work=4 * (q.size + k.size),
     )
     for given, rows in ((q, q_rows), (k, k_rows)):
         if rows is not given:

@@ -40,7 +40,7 @@ def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
     source, stride = as_rows(x)
     out = launcher.empty((len(ids), x.shape[1]))
     rows = as_ids(launcher, ids)
-    launcher.emit(copy_rows, rows, source, stride, out, x.shape[1], items=len(ids), work=out.size)
+    launcher.emit(copy_rows, rows, source, stride, out, x.shape[1], items=len(ids), work=3 * out.size)
     return out
 
 
