@@ -8,41 +8,13 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionParams
-from quire.kernels.cpu.linear_int import pack_int4, pack_int8
-from quire.kernels.cpu.threads import Launcher
 from quire.kernels.create import create_backend
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.reference.quantize import GROUP, round_groups, round_rows
+from quire.kernels.reference.backend import GROUP, round_rows
+from quire.kernels.reference.quantize import quantize_weight
 from tests.kernels.scenes import Paged, host, normal
 
 RNG = np.random.default_rng(0)
-
-
-def test_rows_become_127_steps_each_way() -> None:
-    x = torch.tensor([[1.27, -0.635, 0.004, 0.0051], [0, 0, 0, 0], [1e-37, 0, 0, 0], [1, torch.nan, 0, 0]])
-    x = torch.cat([x, torch.tensor([[1, -torch.inf, 0, 0]])])
-    got = round_rows(x)
-    torch.testing.assert_close(got[0], torch.tensor([1.27, -0.64, 0, 0.01]), atol=1e-6, rtol=0)
-    assert not got[1:3].any()
-    assert got[3:].isnan().all()
-
-
-@pytest.mark.parametrize("inputs", [1, 64, 65, 200])
-def test_groups_become_sixteen_steps(inputs: int) -> None:
-    weight = torch.from_numpy(normal(RNG, 7, inputs))
-    weight[3] = 0
-    weight[4, 0] = torch.nan
-    got = round_groups(weight)
-    assert got[4].isnan().all()
-    for row in (0, 1, 2, 3, 5, 6):
-        for start in range(0, inputs, GROUP):
-            group, rounded = weight[row, start : start + GROUP], got[row, start : start + GROUP]
-            step = float(group.abs().max()) / 8
-            assert len(rounded.unique()) <= 16
-            # Half a step, a whole one where the other side ends at 7, and the rounding of the scale itself.
-            assert float((group - rounded).abs().max()) <= step * 1.01
-            inside = (group.abs() < 7 * step) | (group.abs() == group.abs().max())
-            assert float((group - rounded)[inside].abs().max()) <= step * 0.51
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "int4"])
@@ -51,24 +23,13 @@ def test_products_are_those_of_the_rounded_numbers(quantization: str, dtype: str
     backend = create_backend("reference", dtype, "float32", quantization=quantization)
     assert backend.quantization == quantization
     weight, bias, x = normal(RNG, 33, 130), normal(RNG, 33), normal(RNG, 5, 130)
-    round_w = round_groups if quantization == "int4" else round_rows
-    rounded = round_w(torch.from_numpy(weight)).numpy()
+    rounded = quantize_weight(torch.from_numpy(weight), 4 if quantization == "int4" else 8, GROUP).dequantized().numpy()
     inputs = x if quantization == "int8-weight-only" else round_rows(torch.from_numpy(x)).numpy()
     got = backend.linear(torch.from_numpy(x), backend.pack_linear([host(weight[:9]), host(weight[9:])], [host(bias)]))
     np.testing.assert_allclose(backend.to_numpy(got), inputs @ rounded.T + bias, rtol=1e-4, atol=1e-4)
     # Close to the exact product, and not equal to it.
     error = np.abs(backend.to_numpy(got) - (x @ weight.T + bias)).max()
     assert 1e-3 < error < (6.0 if quantization == "int4" else 0.4)
-
-
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (40, 130), (33, 17)])
-def test_the_cpu_packs_the_same_numbers(rows: int, inputs: int) -> None:
-    weight, launcher = normal(RNG, rows, inputs), Launcher(1)
-    weight[0, :5] = 0
-    ids = np.arange(rows)
-    for pack, round_w in ((pack_int8, round_rows), (pack_int4, round_groups)):
-        packed = pack([host(weight)], None, launcher).rows(ids)
-        np.testing.assert_allclose(packed, round_w(torch.from_numpy(weight)), rtol=1e-6)
 
 
 def test_tables_keep_eight_bits_and_exact_ones_all() -> None:

@@ -19,11 +19,12 @@ from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
 from quire.kernels.memory import available_memory
 from quire.kernels.reference.attention import paged_attention
-from quire.kernels.reference.quantize import round_rows, round_weight, rounds_inputs
+from quire.kernels.reference.quantize import quantize_rows, quantize_weight
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32}
+GROUP = 64  # of 4-bit weights
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
@@ -43,6 +44,12 @@ class ReferenceLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     rounds_inputs: bool = False
+
+
+def round_rows(x: torch.Tensor) -> torch.Tensor:
+    """Round every row of x [..., K] to 8 bits and a scale, and return what they stand for."""
+    integers, scales = quantize_rows(x.reshape(-1, x.shape[-1]))
+    return (integers.float() * scales[:, None]).reshape(x.shape)
 
 
 class ReferenceBackend:
@@ -129,8 +136,9 @@ class ReferenceBackend:
         if self.quantization is None or exact:
             weight_dtype = TORCH_DTYPES[self.dtype]
             return ReferenceLinear(torch.cat([self.vector(part).to(weight_dtype) for part in parts]), bias)
-        weight = torch.cat([round_weight(self.vector(part), self.quantization, table) for part in parts])
-        return ReferenceLinear(weight, bias, rounds_inputs(self.quantization))
+        bits = 4 if self.quantization == "int4" and not table else 8
+        weight = torch.cat([quantize_weight(self.vector(part), bits, GROUP).dequantized() for part in parts])
+        return ReferenceLinear(weight, bias, self.quantization != "int8-weight-only")
 
     # Model ops
 

@@ -1,21 +1,12 @@
-<<<<<<< Updated upstream
 """What quantizing means, in plain torch: the same integers and scales as the fast kernels, written to be read.
 
 A row (or a group of a row) is scaled so that its largest number becomes the largest integer; everything rounds to the
 nearest, ties to even. What is smaller than SMALLEST counts as 0; a row with a number that is not finite has a NaN
 scale and so a NaN result. All arithmetic on the way to the integers is float32.
-=======
-"""Rounding to integers and back: what quantized weights, activations, keys and values are worth.
-
-All of it is symmetric, in float32, to the nearest integer, ties to even. What is smaller than SMALLEST counts as 0; a
-row with a number that is not finite becomes NaN as a whole. Whoever computes with the integers themselves must get the
-same products up to the rounding of float32 sums.
->>>>>>> Stashed changes
 """
 
 from __future__ import annotations
 
-<<<<<<< Updated upstream
 from dataclasses import dataclass
 
 import torch
@@ -109,48 +100,3 @@ def fake_quantize_linear(
         x = q.double() * scales.double()[:, None]
     out = x.double() @ (weight.q.double() * weight.scale_of_k().double()).T
     return (out if bias is None else out + bias.double()).float()
-=======
-import torch
-
-LIMIT = 127.0
-SMALLEST = 2.0**-120
-GROUP = 64  # neighbouring weights of a row that share a scale under int4
-
-
-def round_rows(x: torch.Tensor) -> torch.Tensor:
-    """Round every row (the last axis) of float32 `x` to 8 bits: its largest size is 127 steps."""
-    size = x.abs().amax(dim=-1, keepdim=True)
-    step = size / LIMIT
-    rounded = torch.where(size >= SMALLEST, (x * (LIMIT / size)).round() * step, torch.zeros_like(x))
-    return torch.where(torch.isfinite(size), rounded, torch.full_like(x, torch.nan))
-
-
-def round_groups(weight: torch.Tensor, group: int = GROUP) -> torch.Tensor:
-    """Round float32 weight [N, K] to 4 bits in groups of `group` along K; the last group may be shorter.
-
-    The number of a group that is largest in size becomes -8 steps, because four bits have one step more below 0 than
-    above. A group's step is kept as a float16 share of the largest one of its row.
-    """
-    rows, inputs = weight.shape
-    groups = torch.nn.functional.pad(weight, (0, -inputs % group)).reshape(rows, -1, group)
-    above, below = groups.amax(dim=-1).clamp(min=0), (-groups).amax(dim=-1).clamp(min=0)
-    step = torch.where(above >= below, above / -8, below / 8)
-    most = step.abs().amax(dim=-1, keepdim=True)
-    known = most >= SMALLEST
-    share = torch.where(known, step / most, torch.zeros_like(step)).half().float()
-    step = (share * torch.where(known, most, torch.zeros_like(most)))[..., None]
-    integers = torch.where(step.abs() >= SMALLEST, (groups * (1 / step)).round(), torch.zeros_like(groups))
-    rounded = (integers.clamp(-8, 7) * step).reshape(rows, -1)[:, :inputs]
-    finite = torch.isfinite(weight).all(dim=-1, keepdim=True)
-    return torch.where(finite, rounded, torch.full_like(rounded, torch.nan))
-
-
-def round_weight(weight: torch.Tensor, quantization: str, table: bool) -> torch.Tensor:
-    """Round float32 weight [N, K] as `quantization` has it; embedding tables are never below 8 bits."""
-    return round_groups(weight) if quantization == "int4" and not table else round_rows(weight)
-
-
-def rounds_inputs(quantization: str) -> bool:
-    """Say whether the inputs of products with such weights are rounded by `round_rows` as well."""
-    return quantization != "int8-weight-only"
->>>>>>> Stashed changes
