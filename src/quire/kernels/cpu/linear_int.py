@@ -9,7 +9,7 @@ those of quantize.py. A product of `FLOAT_OP` leaves x as it is: for those who w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -296,11 +296,7 @@ def _with_bias(weight: IntLinear, biases: Sequence[HostTensor] | None) -> IntLin
         return weight
     bias = np.zeros(weight.padded, np.float32)
     bias[weight.columns(np.arange(weight.outputs))] = np.concatenate([b.to_float32().reshape(-1) for b in biases])
-    names = ("data", "scales", "group_scales", "zeros")
-    arrays = [getattr(weight, name) for name in names]
-    return IntLinear(
-        *arrays, bias, weight.outputs, weight.inputs, weight.depth, weight.bits, weight.group, weight.gated
-    )
+    return replace(weight, bias=bias)
 
 
 def _readable(tensor: HostTensor) -> bool:
@@ -382,8 +378,8 @@ def _fill(weight: IntLinear, q: np.ndarray) -> None:
         stage[some >= 0, : weight.inputs] = q[some[some >= 0]]
         if weight.bits == 4:
             eights = stage.reshape(len(some), -1, 2, 4)
-            stage = eights[:, :, 0] | eights[:, :, 1] << 4
-        found = np.ascontiguousarray(stage).reshape(len(some), -1).view(np.uint32)
+            stage = np.bitwise_or(eights[:, :, 0], eights[:, :, 1] << 4, dtype=np.uint8).reshape(len(some), -1)
+        found = np.ascontiguousarray(stage).view(np.uint32)
         blocks[first : first + at_once] = found.reshape(-1, 16, row_words).transpose(0, 2, 1)
 
 
@@ -422,7 +418,7 @@ def pack_int8_from(
     q int8 [N, K]; scales [N], or [N, ceil(K/group)] with `group`, a multiple of 32. `gated`: the first N/2 rows are
     the gate.
     """
-    weight = _blank(*q.shape, 8, group, gated)
+    weight = _blank(q.shape[0], q.shape[1], 8, group, gated)
     _fill(weight, q.view(np.uint8) ^ np.uint8(128))
     if group is None:
         weight.scales[weight.columns(np.arange(weight.outputs))] = scales.reshape(-1)
@@ -446,7 +442,7 @@ def pack_int4_from(
     `gated`: the first N/2 rows are the gate.
     """
     assert group % 32 == 0
-    weight = _blank(*q.shape, 4, group, gated, zeros is not None)
+    weight = _blank(q.shape[0], q.shape[1], 4, group, gated, zeros is not None)
     _fill(weight, q)
     _fill_scales(weight, scales, zeros)
     return _with_bias(weight, biases)
