@@ -122,32 +122,31 @@ def weight_of(logit, top, inverse, threshold, min_p):
 
 @part
 def draw_listed(logits, at, keys, count, top, options):
-    """Choose among the tokens of keys[:count], in order, of which top-k takes the first."""
+    """Choose among the tokens of keys[:count], in order, of which top-k takes the first; the very first weighs 1."""
     inverse, top_k, top_p, min_p, uniform = options
     lowest = logits[at + key_token(keys[top_k - 1])]
-    number, kept = 0, 0.0
-    for i in range(count):
-        weight = weight_of(logits[at + key_token(keys[i])], top, inverse, lowest, min_p)
-        if weight == 0:
-            break
-        kept += weight
-        number += 1
-    if top_p < 1:
-        goal, kept = top_p * kept, 0.0
-        for i in range(number):
-            kept += exp_minus((np.float64(top) - np.float64(logits[at + key_token(keys[i])])) * inverse)
-            if kept >= goal:
+    number, goal = count, np.inf
+    # Three walks: one adds up what top-k and min_p leave, one finds where top-p cuts, one where the draw falls.
+    for walk in range(3):
+        kept, i = 0.0, 0
+        while i < number:
+            weight = weight_of(logits[at + key_token(keys[i])], top, inverse, lowest, min_p)
+            if weight == 0:
                 break
-    goal, passed = _goal(uniform, kept), 0.0
-    for i in range(number):
-        passed += exp_minus((np.float64(top) - np.float64(logits[at + key_token(keys[i])])) * inverse)
-        if passed > goal:
-            return key_token(keys[i])
-    return key_token(keys[max(number - 1, 0)])
+            kept += weight
+            i += 1
+            if kept > goal or (walk == 1 and kept == goal):
+                break
+        number = i
+        if walk > 0:
+            goal = goal_of(uniform, kept)
+        elif top_p < 1:
+            goal = top_p * kept
+    return key_token(keys[number - 1])
 
 
 @part
-def _goal(uniform, kept):
+def goal_of(uniform, kept):
     """Return where in the kept mass the draw falls; rounding must not push it past the last token."""
     return min(uniform * kept, kept * (1 - 2.0**-53))
 
@@ -219,7 +218,7 @@ def draw_binned(bits, logits, at, size, maxima, groups_at, chunks, top, threshol
             lowest = b
     # Twice the same walk in falling order: for top-p until the sum reaches the goal, for the draw until it exceeds it.
     for drawing in range(0 if top_p < 1 else 1, 2):
-        goal = _goal(uniform, kept) if drawing == 1 else top_p * kept
+        goal = goal_of(uniform, kept) if drawing == 1 else top_p * kept
         b, before = 0, 0.0
         while b < lowest and not (before + mass[b] > goal or (drawing == 0 and before + mass[b] == goal)):
             before += mass[b]

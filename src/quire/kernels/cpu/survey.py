@@ -191,7 +191,7 @@ def sort_keys(keys, count):
         sift(keys, root, count)
     for last in range(count - 1, 0, -1):
         keys[0], keys[last] = keys[last], keys[0]
-        sift(keys, 0, last)
+        sift(keys, np.int64(0), last)  # a literal would be a type of its own, and another function to compile
 
 
 # Bins of falling logits
@@ -256,6 +256,6 @@ def collect_largest(bits, logits, at, size, maxima, groups_at, chunks, top, n, c
     else:
         count_bins(logits, at, size, top, counts)
     b, _ = bin_of_nth(counts, n)
-    count = collect(bits, logits, at, size, maxima, groups_at, chunks, top, 1.0, 0, b, keys)
+    count = collect(bits, logits, at, size, maxima, groups_at, chunks, top, 1.0, np.int64(0), b, keys)
     sort_keys(keys, count)
     return count
