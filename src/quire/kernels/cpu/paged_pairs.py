@@ -23,7 +23,6 @@ from quire.kernels.cpu.paged_softmax import (
     LAST,
     NUM_HEADS,
     POSITION,
-    Q,
     Q_STRIDE,
     RECORD,
     ROOM_ROWS,
@@ -40,6 +39,7 @@ from quire.kernels.cpu.paged_softmax import (
     VALUES,
     WINDOW,
     WORK,
+    Q,
     after,
     find_largest,
     finish,
@@ -63,7 +63,7 @@ from quire.kernels.cpu.paged_tiles import (
     widen_pairs,
 )
 from quire.kernels.cpu.pointers import floats, ints, longs, real, signed_octets, uints, words
-from quire.kernels.cpu.simd import LANES, load, load_some, mul, put, splat, store
+from quire.kernels.cpu.simd import LANES, load, load_some, mul, put, splat
 
 HALVES = SEGMENT // LANES
 PAIR = 4  # bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, put_weights, put_pairs, scale_add
+from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, put_pairs, put_weights, scale_add
 from quire.kernels.cpu.pointers import floats, longs, real
 from quire.kernels.cpu.simd import (
     LANES,
@@ -266,7 +266,7 @@ def merge_item(args, record, head, scratch):
 
 @op
 def merge(args, first, last, scratch):
-    """Fold the parts that items of the attend ops left: item i is record i // Hkv of the plan's merges, KV head i % Hkv."""
+    """Fold the parts that attend ops left: item i is record i // Hkv of the merges, KV head i % Hkv."""
     heads = args[KV_HEADS]
     for item in range(first, last):
         merge_item(args, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
