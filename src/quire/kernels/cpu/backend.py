@@ -13,25 +13,17 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
-from quire.kernels.cpu import activations, attention, linear, linear_int, norms, rotary, rows, sampling
+from quire.kernels.cpu import activations, linear, linear_int, norms, rotary, rows, sampling
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
-from quire.kernels.cpu.cache import CPUKVCache
-from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
+from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
+from quire.kernels.cpu.formats import CPULinear, can_gate, pack
 from quire.kernels.cpu.jit import is_cached, refresh_cache
+from quire.kernels.cpu.kv_write import WRITE, write_kv
+from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.memory import available_memory
 
-WRITE = {
-    "float32": attention.write_float32,
-    "bfloat16": attention.write_bfloat16,
-    "float16": attention.write_float16,
-}
-ATTEND = {
-    "float32": attention.attend_float32,
-    "bfloat16": attention.attend_bfloat16,
-    "float16": attention.attend_float16,
-}
 ACTIVATIONS = {
     "relu": activations.RELU,
     "silu": activations.SILU,
@@ -104,7 +96,9 @@ class CPUBackend:
         self._launcher.recorder = Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
-        self._write, self._attend = WRITE[kv_dtype], ATTEND[kv_dtype]
+        self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
+        storage = KV_STORAGE[kv_dtype]
+        self._main_ops = (self._linear, WRITE[storage], attend_op(storage, self._paired_kv), norms.rms_norm_rows)
 
     @property
     def num_threads(self) -> int:
@@ -113,7 +107,7 @@ class CPUBackend:
 
     def compiled_before(self) -> bool:
         """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
-        return all(is_cached(kernel) for kernel in (self._linear, self._write, self._attend, norms.rms_norm_rows))
+        return all(is_cached(kernel) for kernel in self._main_ops)
 
     # Arrays
 
@@ -135,7 +129,15 @@ class CPUBackend:
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """See `Backend.graph`; here it becomes a program, see threads.py."""
-        return build
+        with self._launcher.record() as made:
+            recorded = build()
+        result = tuple(None if array is None else np.asarray(array) for array in recorded)
+
+        def run() -> Arrays:
+            made[0].run()
+            return result
+
+        return run
 
     def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """See `Backend.concat`."""
@@ -239,53 +241,22 @@ class CPUBackend:
 
     def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> CPUKVCache:
         """See `Backend.new_kv_cache`."""
-        return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, STORAGE[self.kv_dtype])
+        storage = KV_STORAGE[self.kv_dtype]
+        return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, storage, self._paired_kv)
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
         """See `Backend.write_kv`."""
-        size = cache.keys.shape[2]
-        self._launcher.run(
-            8 * k.size,
-            self._write,
-            _flat(k),
-            _flat(v),
-            cache.flat_keys,
-            cache.flat_values,
-            _array(slot_mapping, np.int64),
-            cache.heads,
-            size,
-            cache.block_size,
-        )
+        write_kv(self._launcher, k, v, cache, rows.as_ids(self._launcher, slot_mapping))
 
     def paged_attention(
         self, q: np.ndarray, cache: CPUKVCache, metadata: AttentionMetadata, params: AttentionParams
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
-        out = np.empty(q.shape, np.float32)
-        window, softcap = params.sliding_window or 0, params.softcap or 0.0
-        sizes = (params.num_heads, params.num_kv_heads, params.head_size, cache.block_size, window)
-        self._launcher.run(
-            q.size * metadata.max_seq_len,
-            self._attend,
-            _flat(q),
-            out.reshape(-1),
-            cache.flat_keys,
-            cache.flat_values,
-            _array(metadata.cu_query_lens, np.int32),
-            _array(metadata.seq_lens, np.int32),
-            _array(metadata.block_tables, np.int32),
-            np.array(sizes, np.int64),
-            np.array((params.scale, softcap), np.float64),
-            NO_FLOATS if params.sinks is None else _flat(params.sinks),
-            NO_FLOATS if params.alibi_slopes is None else _flat(params.alibi_slopes),
-        )
-        return out
+        return paged_attention(self._launcher, q, cache, metadata, params)
 
     def copy_blocks(self, cache: CPUKVCache, pairs: np.ndarray) -> None:
         """See `Backend.copy_blocks`."""
-        source, destination = pairs[:, 0], pairs[:, 1]
-        for side in (cache.keys, cache.values):
-            side[destination] = side[source]
+        cache.copy_blocks(pairs)
 
     # Logits and sampling
 

@@ -55,6 +55,11 @@ class CPULinear:
         """N as stored."""
         return self.data.shape[0] // self.depth
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return rows `ids` of the weight as float32 [len(ids), K]."""
         assert not self.gated
