@@ -11,7 +11,7 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.cpu import elementwise, linear_int
+from quire.kernels.cpu import activations, linear_int
 from quire.kernels.cpu.linear_int import IntLinear, embed, linear, pack_int4, pack_int4_from, pack_int8, pack_int8_from
 from quire.kernels.cpu.simd_int import HAS_VNNI
 from quire.kernels.reference.quantize import fake_quantize_linear, quantize_rows, quantize_weight
@@ -71,7 +71,7 @@ def everything() -> list[np.ndarray]:
             results.extend(np.array(linear(ONE, normal(rng, rows, 75), weight)) for rows in (1, 4, 13))
         results.append(embed(ONE, np.array([3, 0, 39]), weight))
     x, weight = normal(rng, 13, 75), pack(normal(rng, 40, 75), 8, None)
-    results.append(np.array(linear(ONE, x, weight, elementwise.GELU, round_inputs=False)))
+    results.append(np.array(linear(ONE, x, weight, activations.GELU, round_inputs=False)))
     return results
 
 
@@ -380,7 +380,7 @@ def test_integers_without_zero_points(gated: bool) -> None:
     for weight in (four, eight, whole):
         both = rounded @ weight.rows(np.arange(46)).astype(np.float64).T
         expected = np.maximum(both[:, :23], 0) * both[:, 23:] if gated else both
-        close(linear(ONE, x, weight, elementwise.RELU if gated else None), expected)
+        close(linear(ONE, x, weight, activations.RELU if gated else None), expected)
 
 
 # Other CPUs

@@ -16,8 +16,8 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
+from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.elementwise import activate
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
 from quire.kernels.cpu.quantize import padded_rows, tile_height
@@ -493,7 +493,7 @@ def linear(
 ) -> np.ndarray:
     """Return x @ weight.T (+ bias) as float32 [M, N], a view with padded rows.
 
-    `activation` is one of elementwise.py's or None. A gated weight gives activation(gate) * up, [M, N/2]. Without
+    `activation` is one of activations.py's or None. A gated weight gives activation(gate) * up, [M, N/2]. Without
     `round_inputs` x stays float32, for 8-bit weights without groups (ValueError for others).
     """
     rows = x.rows if isinstance(x, QuantizedRows) else x.shape[0]
