@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -399,7 +400,7 @@ def test_files_that_may_not_be_read(folder: Path, name: str, monkeypatch: pytest
             raise PermissionError(13, "Permission denied", str(path))
 
         if name == WEIGHTS:
-            monkeypatch.setattr(np, "memmap", denied)
+            monkeypatch.setattr(mmap, "mmap", denied)
         else:
             monkeypatch.setattr(Path, "read_bytes", denied)
     assert refusal(folder) == f"{name}: Permission denied (expected a readable file)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,46 @@ def test_counting_values_that_are_not_finite(dtype: str) -> None:
     array[0, 1], array[150, 7], array[-1, -1] = np.nan, np.inf, -np.inf
     assert count_nonfinite(HostTensor(array, dtype)) == 3
     assert count_nonfinite(HostTensor(array.T, dtype)) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 131_072, 399_999])
+def test_a_single_bad_value_is_found_wherever_it_is(dtype: str, value: float, place: int) -> None:
+    array = np.full(400_000, -np.finfo(dtype).max, dtype)
+    array[::2] *= -1
+    array[place] = value
+    assert count_nonfinite(HostTensor(array, dtype)) == 1
+
+
+def resident_bytes(path: Path) -> int:
+    """Return how much of the file this process has in memory."""
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            mine = line.endswith(str(path))
+        elif mine and name == "Rss:":
+            found += int(rest.split()[0]) * 1024
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_tensors_read_earlier_leave_memory_but_keep_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1 << 20
+    arrays = {name: np.random.default_rng(ord(name)).integers(0, 255, size, np.uint8) for name in "abcdefgh"}
+    save_file(arrays, tmp_path / "model.safetensors")
+    monkeypatch.setattr("quire.checkpoint.safetensors.HELD_BYTES", 2 * size)
+    checkpoint = Checkpoint(tmp_path)
+    read = {}
+    for name in arrays:
+        read[name] = checkpoint.read(name).array
+        np.testing.assert_array_equal(read[name], arrays[name])
+    assert size < resident_bytes(tmp_path / "model.safetensors") < 4 * size
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read[name], array)
 
 
 def test_counting_in_bfloat16_and_integers() -> None:

@@ -7,8 +7,12 @@ The format: 8 bytes little-endian header length, a JSON header, then the data, w
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
+import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from quire.errors import ModelError, echo
 MAX_HEADER_BYTES = 100_000_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HELD_BYTES = 32 * 2**20  # of tensors read last that stay in memory; others are given back to the system
+POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python's mmap does not name
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # name in the header -> (numpy type of the stored bits, HostTensor.dtype or None where we cannot compute with it)
@@ -57,7 +63,11 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One mapped file: `entries` by tensor name, and `read` to get a view of one."""
+    """One mapped file: `entries` by tensor name, and `read` to get a view of one.
+
+    Mapped pages count as memory of this process once they are looked at. So those of tensors read before the last few
+    are given back; a view of them stays valid and brings them back from the file when it is used.
+    """
 
     def __init__(self, path: Path) -> None:
         """Map the file and verify its header; raises `ModelError`."""
@@ -66,9 +76,12 @@ class SafetensorsFile:
         if size < 8:
             raise ModelError(f"{path}: file is truncated (expected at least 8 bytes, got {size})")
         try:
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise unreadable(path, error) from None
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._held: deque[tuple[int, int]] = deque()
         self._data_start = 8 + _header_length(path, self._bytes, size)
         header = parse_json_object(self._bytes[8 : self._data_start].tobytes(), path, "safetensors header")
         header.pop("__metadata__", None)
@@ -81,9 +94,25 @@ class SafetensorsFile:
         storage, dtype = _DTYPES[entry.dtype]
         if dtype is None:
             raise ModelError(f"{self.path}: tensor {echo(name)} has dtype {entry.dtype}, which is not supported here")
-        start = self._data_start + entry.begin
-        array = np.asarray(self._bytes[start : self._data_start + entry.end]).view(storage).reshape(entry.shape)
+        start, stop = self._data_start + entry.begin, self._data_start + entry.end
+        self._make_room(start, stop)
+        array = self._bytes[start:stop].view(storage).reshape(entry.shape)
         return HostTensor(array if array.flags.aligned else array.copy(), dtype)
+
+    def _make_room(self, start: int, stop: int) -> None:
+        """Give back tensors read earlier if there are too many, and map all of this one at once."""
+        if sys.platform != "linux":  # elsewhere the same advice may mean something else
+            return
+        self._held.append((start, stop))
+        while len(self._held) > 1 and sum(end - begin for begin, end in self._held) > HELD_BYTES:
+            self._advise(mmap.MADV_DONTNEED, *self._held.popleft())
+        self._advise(POPULATE_READ, start, stop)
+
+    def _advise(self, advice: int, start: int, stop: int) -> None:
+        first = start - start % mmap.PAGESIZE
+        if stop > first:
+            with contextlib.suppress(OSError):  # an older system; only advice
+                self._map.madvise(advice, first, stop - first)
 
 
 def _header_length(path: Path, data: np.ndarray, size: int) -> int:
