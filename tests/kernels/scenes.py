@@ -112,23 +112,31 @@ class Paged:
         backend.write_kv(put(self.k.reshape(flat)), put(self.v.reshape(flat)), cache, put(slots))
         return cache
 
+    def rows(self, chunks: list[tuple[int, int, int]]) -> np.ndarray:
+        """Return the rows of q, k and v of a step: (sequence, first, stop) says which positions are computed."""
+        return np.concatenate([self.starts[s] + np.arange(first, stop) for s, first, stop in chunks])
+
+    def metadata(self, chunks: list[tuple[int, int, int]]) -> AttentionMetadata:
+        """Describe a step, in numpy."""
+        counts = [stop - first for _, first, stop in chunks]
+        lengths = np.array([stop for _, _, stop in chunks], np.int32)
+        return AttentionMetadata(
+            cu_query_lens=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            seq_lens=lengths,
+            block_tables=self.tables[[s for s, _, _ in chunks]],
+            slot_mapping=np.concatenate([self.slots(*chunk) for chunk in chunks]),
+            max_query_len=max(counts),
+            max_seq_len=int(lengths.max()),
+        )
+
     def attend(
         self, backend: Backend, cache: object, params: AttentionParams, chunks: list[tuple[int, int, int]]
     ) -> np.ndarray:
         """One step: (sequence, first, stop) says which positions are computed -> [T, Hq*D]."""
-        put = backend.from_numpy
-        rows = np.concatenate([self.starts[s] + np.arange(first, stop) for s, first, stop in chunks])
-        counts = [stop - first for _, first, stop in chunks]
-        lengths = np.array([stop for _, _, stop in chunks], np.int32)
-        metadata = AttentionMetadata(
-            cu_query_lens=put(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            seq_lens=put(lengths),
-            block_tables=put(self.tables[[s for s, _, _ in chunks]]),
-            slot_mapping=put(np.concatenate([self.slots(*chunk) for chunk in chunks])),
-            max_query_len=max(counts),
-            max_seq_len=int(lengths.max()),
-        )
-        q = put(self.q[rows].reshape(len(rows), -1))
+        rows, metadata = self.rows(chunks), self.metadata(chunks)
+        for name in ("cu_query_lens", "seq_lens", "block_tables", "slot_mapping"):
+            setattr(metadata, name, backend.from_numpy(getattr(metadata, name)))
+        q = backend.from_numpy(self.q[rows].reshape(len(rows), -1))
         return backend.to_numpy(backend.paged_attention(q, cache, metadata, params))
 
     def dense(self, s: int, params: AttentionParams, kv_dtype: str) -> np.ndarray:

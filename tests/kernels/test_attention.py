@@ -5,171 +5,238 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kernels.backend import AttentionParams
-from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
-from tests.kernels.scenes import DTYPES, Paged, normal, pair, round_to
+from tests.kernels.paged_scenes import (
+    FLOATS,
+    KINDS,
+    PAIRS,
+    SHAPES,
+    Direct,
+    exact,
+    layer,
+    quantized,
+    rounded,
+    scene_of,
+)
+from tests.kernels.scenes import normal, round_to
 
-LENGTHS = [70, 1, 33, 100]
+Kind = tuple[str, bool]
+LENGTHS = [70, 1, 33, 300]
 # Whole prompts, single tokens and chunks in one step: (sequence, first, stop).
-MIXED = [(0, 0, 70), (1, 0, 1), (2, 32, 33), (3, 40, 97)]
-
-# head size, block size, query heads, KV heads, window, softcap, sinks, alibi
-SHAPES = [
-    (8, 16, 4, 2, None, None, False, False),
-    (24, 1, 3, 1, 5, None, True, False),
-    (64, 8, 2, 2, None, 3.0, False, True),
-    (128, 16, 6, 2, 40, None, True, True),
-    (33, 32, 8, 1, None, 0.5, False, False),
-    (16, 5, 3, 3, 1, 2.0, True, True),
-    (80, 48, 9, 3, 33, None, False, False),
-]
+MIXED = [(0, 0, 70), (1, 0, 1), (2, 32, 33), (3, 140, 297)]
+SOME_KINDS = [("float32", False), *PAIRS]
+BEST = ("bfloat16", HAS_BF16_DOT)
 
 
-def layer(backend: object, shape: tuple, seed: int = 0) -> AttentionParams:
-    """Make the layer's constants, its arrays on the backend (None: numpy)."""
-    head_size, _, num_heads, num_kv_heads, window, softcap, sinks, alibi = shape
-    rng = np.random.default_rng(seed)
-    put = (lambda x: x) if backend is None else backend.from_numpy  # type: ignore[attr-defined]
-    extra, slopes = put(normal(rng, num_heads)), put(rng.random(num_heads).astype(np.float32))
-    return AttentionParams(
-        num_heads,
-        num_kv_heads,
-        head_size,
-        head_size**-0.5,
-        window,
-        softcap,
-        extra if sinks else None,
-        slopes if alibi else None,
-    )
-
-
-def dense(scene: Paged, shape: tuple, kv_dtype: str, chunks: list[tuple[int, int, int]]) -> np.ndarray:
-    """The same rows by the textbook."""
-    whole = [scene.dense(s, layer(None, shape), kv_dtype) for s in range(len(scene.lengths))]
-    return np.concatenate([whole[s][first:stop] for s, first, stop in chunks])
-
-
-def scene_of(shape: tuple, lengths: list[int] = LENGTHS, seed: int = 1) -> Paged:
-    head_size, block_size, num_heads, num_kv_heads = shape[:4]
-    return Paged.random(seed, lengths, block_size, num_heads, num_kv_heads, head_size)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_a_softmax_over_the_visible_keys(shape: tuple) -> None:
-    scene = scene_of(shape)
-    expected = dense(scene, shape, "float32", MIXED)
-    for backend in pair():
-        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), MIXED)
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+def test_attention_is_a_softmax_over_the_visible_keys(shape: tuple, kind: Kind) -> None:
+    scene, backend = scene_of(shape, LENGTHS), Direct(kind)
+    cache = scene.cache(backend)
+    got = scene.attend(backend, cache, layer(backend, shape), MIXED)
+    tolerance = 2e-2 if cache.paired else 1e-5
+    np.testing.assert_allclose(got, exact(scene, shape, kind, MIXED), atol=tolerance)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [kind for kind, _ in FLOATS])
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_keys_and_values_are_rounded_to_the_cache_dtype(shape: tuple, kv_dtype: str) -> None:
-    scene = scene_of(shape)
-    expected = dense(scene, shape, kv_dtype, MIXED)
-    for backend in pair("float32", kv_dtype):
-        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), MIXED)
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+def test_the_reference_backend_says_the_same(shape: tuple, kind: str) -> None:
+    scene, backend = scene_of(shape, LENGTHS), ReferenceBackend("float32", kind)
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), MIXED)
+    np.testing.assert_allclose(got, exact(scene, shape, (kind, False), MIXED), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_is_the_same_in_chunks_alone_and_in_company(shape: tuple) -> None:
-    scene, backend = scene_of(shape), CPUBackend()
+def test_pairs_round_queries_and_weights_and_nothing_else(shape: tuple, kind: Kind) -> None:
+    if shape[0] % 2 or shape[1] % 2:
+        pytest.skip("such caches are not paired")
+    scene, backend = scene_of(shape, [300]), Direct(kind)
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 300)])
+    error = np.abs(got - rounded(scene, shape, kind, 0))
+    # A weight that lies between two bfloat16 numbers to within an error of float32 may go either way.
+    assert np.quantile(error, 0.9) < 1e-5
+    assert error.max() < 2e-3
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_the_same_in_chunks_alone_and_in_company(shape: tuple, kind: Kind) -> None:
+    scene, backend = scene_of(shape, LENGTHS), Direct(kind)
     cache, params = scene.cache(backend), layer(backend, shape)
 
     def rows(*chunks: tuple[int, int, int]) -> np.ndarray:
         return scene.attend(backend, cache, params, list(chunks))
 
-    whole = rows((3, 0, 100))
-    np.testing.assert_array_equal(np.concatenate([rows((3, i, i + 1)) for i in range(100)]), whole)
-    np.testing.assert_array_equal(np.concatenate([rows((3, 0, 9)), rows((3, 9, 64)), rows((3, 64, 100))]), whole)
-    company = rows((0, 0, 70), (3, 13, 78), (1, 0, 1), (2, 5, 30))
-    np.testing.assert_array_equal(company[70:135], whole[13:78])
+    whole = rows((3, 0, 300))
+    alone = np.concatenate([rows((3, i, i + 1)) for i in range(0, 300, 7)])
+    np.testing.assert_array_equal(alone, whole[::7])
+    chunks = [rows((3, a, b)) for a, b in ((0, 9), (9, 64), (64, 200), (200, 300))]
+    np.testing.assert_array_equal(np.concatenate(chunks), whole)
+    company = rows((0, 0, 70), (3, 113, 278), (1, 0, 1), (2, 5, 30))
+    np.testing.assert_array_equal(company[70:235], whole[113:278])
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4])
-@pytest.mark.usefixtures("always_parallel")
-def test_threads_do_not_change_a_bit(shape: tuple) -> None:
-    scene = scene_of(shape)
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_threads_do_not_change_a_bit(shape: tuple, kind: Kind) -> None:
+    scene = scene_of(shape, [900, 40, 130])
+    steps = [
+        [(0, 899, 900)],  # one long context, which two threads split
+        [(0, 896, 900), (1, 39, 40)],
+        [(0, 100, 700), (2, 0, 130)],
+        [(0, 500, 501), (1, 0, 40), (2, 129, 130), (0, 700, 701)],
+    ]
     results = []
-    for backend in (CPUBackend(num_threads=1), CPUBackend()):
-        results.append(scene.attend(backend, scene.cache(backend), layer(backend, shape), MIXED))
-    np.testing.assert_array_equal(*results)
-
-
-def test_blocks_that_left_the_window_may_belong_to_someone_else() -> None:
-    shape = (16, 8, 2, 1, 10, None, False, False)
-    scene = scene_of(shape, [64])
-    expected = dense(scene, shape, "float32", [(0, 60, 64)])
-    for backend in pair():
-        cache = scene.cache(backend)
-        poison = backend.from_numpy(np.full((48, 16), np.nan, np.float32))
-        backend.write_kv(poison, poison, cache, backend.from_numpy(scene.slots(0, 0, 48)))
-        scene_tables, scene.tables = scene.tables, scene.tables.copy()
-        scene.tables[0, :6] = -1
-        got = scene.attend(backend, cache, layer(backend, shape), [(0, 60, 64)])
-        scene.tables = scene_tables
-        np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-def test_one_visible_key_gives_its_value_back() -> None:
-    shape = (24, 4, 2, 1, 1, None, False, False)
-    scene = scene_of(shape, [9])
-    for backend in pair("float32", "bfloat16"):
-        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 9)])
-        values = np.repeat(round_to(scene.v, "bfloat16"), 2, axis=1).reshape(9, -1)
-        np.testing.assert_array_equal(got, values)
-
-
-@pytest.mark.parametrize(("kv_dtype", "step"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
-def test_halfway_values_are_rounded_to_even(kv_dtype: str, step: float) -> None:
-    shape = (8, 4, 1, 1, 1, None, False, False)
-    scene = scene_of(shape, [1])
-    scene.v[:] = [1 + step, 1 + 3 * step, -1 - step, -1 - 3 * step, 1 + 1.01 * step, 1 + 2.99 * step, 0, 1e-6]
-    even = [1, 1 + 4 * step, -1, -1 - 4 * step, 1 + 2 * step, 1 + 2 * step, 0]
-    for backend in pair("float32", kv_dtype):
-        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 1)])
-        assert got[0, :7].tolist() == even
-        assert got[0, 7] == round_to(scene.v[0, 0, 7:], kv_dtype)[0]
-
-
-def test_huge_scores_do_not_overflow() -> None:
-    shape = (8, 16, 2, 2, None, None, False, False)
-    scene = scene_of(shape, [40])
-    scene.q *= 1e4
-    expected = dense(scene, shape, "float32", [(0, 0, 40)])
-    for backend in pair():
-        got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 40)])
-        np.testing.assert_allclose(got, expected, atol=2e-2)
-        assert np.isfinite(got).all()
-
-
-@pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_copied_blocks_read_like_the_originals(kv_dtype: str) -> None:
-    shape = (16, 4, 2, 1, None, None, False, False)
-    scene = scene_of(shape, [12, 12])
-    for backend in (CPUBackend(kv_dtype=kv_dtype), ReferenceBackend(kv_dtype=kv_dtype)):
+    for threads in (1, 2):
+        backend = Direct(kind, threads)
         cache, params = scene.cache(backend), layer(backend, shape)
-        own = scene.attend(backend, cache, params, [(0, 11, 12)])
-        pairs = np.stack([scene.tables[0, :3], scene.tables[1, :3]], axis=1).astype(np.int64)
-        backend.copy_blocks(cache, pairs)
-        queries, scene.q = scene.q, np.concatenate([scene.q[:12], scene.q[:12]])
-        np.testing.assert_array_equal(scene.attend(backend, cache, params, [(1, 11, 12)]), own)
-        scene.q = queries
+        results.append([scene.attend(backend, cache, params, step) for step in steps])
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
-def test_views_of_a_fused_projection_are_stored() -> None:
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8, 12, 16, 24, 40, 64])
+def test_blocks_may_have_any_size(block_size: int, kind: Kind) -> None:
+    shape = (48, block_size, 4, 2, 150, None, False, False)
+    scene, backend, chunks = scene_of(shape, [290, 17]), Direct(kind, 2), [(0, 289, 290), (1, 3, 17), (0, 100, 180)]
+    cache = scene.cache(backend)
+    got = scene.attend(backend, cache, layer(backend, shape), chunks)
+    tolerance = 2e-2 if cache.paired else 1e-5
+    np.testing.assert_allclose(got, exact(scene, shape, kind, chunks), atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_left_the_window_may_belong_to_someone_else(kind: Kind) -> None:
+    shape = (16, 8, 2, 1, 10, None, False, False)
+    scene, backend = scene_of(shape, [64]), Direct(kind)
+    cache = scene.cache(backend)
+    before = scene.attend(backend, cache, layer(backend, shape), [(0, 60, 64)])
+    poison = np.full((48, 16), np.nan, np.float32)
+    backend.write_kv(poison, poison, cache, scene.slots(0, 0, 48))
+    scene.tables[0, :6] = -1
+    np.testing.assert_array_equal(scene.attend(backend, cache, layer(backend, shape), [(0, 60, 64)]), before)
+
+
+@pytest.mark.parametrize("kind", [("float32", False), BEST])
+def test_one_visible_key_gives_its_value_back(kind: Kind) -> None:
+    shape = (24, 4, 2, 1, 1, None, False, False)
+    scene, backend = scene_of(shape, [9]), Direct(kind)
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 9)])
+    np.testing.assert_array_equal(got, np.repeat(round_to(scene.v, kind[0]), 2, axis=1).reshape(9, -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"), [(("bfloat16", False), 2.0**-8), (("float16", False), 2.0**-11), (BEST, 2.0**-8)]
+)
+def test_halfway_values_are_rounded_to_even(kind: Kind, step: float) -> None:
+    shape = (8, 4, 1, 1, 1, None, False, False)
+    scene, backend = scene_of(shape, [1]), Direct(kind)
+    scene.v[:] = [1 + step, 1 + 3 * step, -1 - step, -1 - 3 * step, 1 + 1.01 * step, 1 + 2.99 * step, 0, 1e-6]
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 1)])
+    assert got[0, :7].tolist() == [1, 1 + 4 * step, -1, -1 - 4 * step, 1 + 2 * step, 1 + 2 * step, 0]
+    assert got[0, 7] == round_to(scene.v[0, 0, 7:], kind[0])[0]
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_huge_scores_do_not_overflow(kind: Kind) -> None:
+    shape = (8, 16, 2, 2, None, None, False, False)
+    scene, backend = scene_of(shape, [40]), Direct(kind)
+    scene.q *= 2.0**13
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 40)])
+    expected = rounded(scene, shape, kind, 0) if kind[1] else exact(scene, shape, kind, [(0, 0, 40)])
+    np.testing.assert_allclose(got, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copied_blocks_read_like_the_originals(kind: Kind) -> None:
+    shape = (16, 4, 2, 1, None, None, False, False)
+    scene, backend = scene_of(shape, [12, 12]), Direct(kind)
+    cache, params = scene.cache(backend), layer(backend, shape)
+    own = scene.attend(backend, cache, params, [(0, 11, 12)])
+    backend.copy_blocks(cache, np.stack([scene.tables[0, :3], scene.tables[1, :3]], axis=1).astype(np.int64))
+    scene.q[12:] = scene.q[:12]
+    np.testing.assert_array_equal(scene.attend(backend, cache, params, [(1, 11, 12)]), own)
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_views_of_a_fused_projection_are_taken_as_they_are(kind: Kind) -> None:
     shape = (8, 4, 2, 2, None, None, False, False)
-    rng = np.random.default_rng(3)
-    fused, scene = normal(rng, 6, 64), scene_of(shape, [6])
+    fused, scene = normal(np.random.default_rng(3), 6, 64), scene_of(shape, [6])
     scene.q, scene.k, scene.v = (fused[:, a:b].reshape(6, 2, 8) for a, b in ((0, 16), (16, 32), (48, 64)))
-    expected = dense(scene, shape, "float32", [(0, 0, 6)])
-    for backend in pair():
-        cache = scene.cache(backend)
-        views, slots = backend.from_numpy(fused), backend.from_numpy(scene.slots(0, 0, 6))
-        backend.write_kv(views[:, 16:32], views[:, 48:64], cache, slots)
-        np.testing.assert_allclose(
-            scene.attend(backend, cache, layer(backend, shape), [(0, 0, 6)]), expected, atol=1e-5
-        )
+    backend = Direct(kind)
+    expected = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 6)])
+    cache = scene.cache(backend)
+    backend.write_kv(normal(np.random.default_rng(4), 6, 16), fused[:, :16], cache, scene.slots(0, 0, 6))
+    backend.write_kv(fused[:, 16:32], fused[:, 48:64], cache, scene.slots(0, 0, 6))
+    views = backend.paged_attention(fused[:, :16], cache, scene.metadata([(0, 0, 6)]), layer(backend, shape))
+    np.testing.assert_array_equal(views, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_negative_slots_are_left_out(kind: Kind) -> None:
+    shape = (8, 4, 2, 2, None, None, False, False)
+    scene, backend = scene_of(shape, [6]), Direct(kind)
+    cache = scene.cache(backend)
+    expected = scene.attend(backend, cache, layer(backend, shape), [(0, 0, 6)])
+    poison = np.full((3, 16), np.nan, np.float32)
+    backend.write_kv(poison, poison, cache, np.array([-1, -4, -9]))
+    np.testing.assert_array_equal(scene.attend(backend, cache, layer(backend, shape), [(0, 0, 6)]), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flaw_in_a_key_or_value_is_seen(kind: Kind) -> None:
+    shape = (16, 4, 2, 1, None, None, True, False)
+    for flaw in (np.nan, np.inf):
+        for side in ("k", "v"):
+            scene, backend = scene_of(shape, [150]), Direct(kind)
+            getattr(scene, side)[80, 0, 3] = flaw
+            got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 149, 150)])
+            assert not np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("kind", [("int8", False), PAIRS[1]])
+def test_int8_holds_the_largest_of_a_head_and_rows_of_zeros(kind: Kind) -> None:
+    shape = (8, 4, 1, 1, 1, None, False, False)
+    scene, backend = scene_of(shape, [3]), Direct(kind)
+    scene.v[1] = 0
+    scene.v[2] = [[-3e-30, 1e-30, 0, 0, 0, 0, 0, 0]]
+    got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 3)])
+    integers, scales = quantized(scene.v[[0, 2]])
+    np.testing.assert_allclose(got[[0, 2]], (integers * scales).reshape(2, 8), rtol=1e-2)
+    np.testing.assert_array_equal(got[1], 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_a_recorded_step_runs_with_other_lengths_and_tables(kind: Kind, threads: int) -> None:
+    shape = (32, 16, 6, 2, None, None, False, False)
+    backend = Direct(kind, threads)
+    params, windowed = layer(backend, shape), layer(backend, (*shape[:4], 20, *shape[5:]))
+    scene = scene_of(shape, [700, 12, 40])
+    cache = scene.cache(backend)
+    steps = [
+        [(0, 3, 4), (1, 0, 4), (2, 38, 40)],
+        [(1, 0, 5), (0, 699, 700), (2, 0, 1)],
+        [(2, 0, 1), (1, 6, 7), (0, 400, 405)],
+    ]
+    wide = np.full((3, 80), -1, np.int32)
+    metadata = scene.metadata(steps[0])
+    metadata.block_tables = wide[:, : metadata.block_tables.shape[1]]
+    q = np.zeros((7, 6 * 32), np.float32)
+    k, v = np.zeros((7, 2 * 32), np.float32), np.zeros((7, 2 * 32), np.float32)
+    with backend.launcher.record() as made:
+        backend.write_kv(k, v, cache, metadata.slot_mapping)
+        results = [backend.paged_attention(q, cache, metadata, p) for p in (params, windowed, params)]
+    for step in steps:
+        now = scene.metadata(step)
+        for name in ("cu_query_lens", "seq_lens", "block_tables", "slot_mapping"):
+            getattr(metadata, name)[...] = getattr(now, name)
+        rows = scene.rows(step)
+        q[...], k[...], v[...] = (x[rows].reshape(7, -1) for x in (scene.q, scene.k, scene.v))
+        made[0].run()
+        expected = [scene.attend(backend, cache, p, step) for p in (params, windowed, params)]
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), want)

@@ -11,13 +11,13 @@ from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, longs, signed_octets, words
+from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
 from quire.kernels.cpu.simd import get, put
 from quire.kernels.cpu.threads import Launcher
 
 # Arguments of the ops; strides in elements
 K, K_STRIDE, V, V_STRIDE, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, SLOTS, HEADS, SIZE, BLOCK_SIZE, PAIRED = range(13)
 
-LARGEST = np.float32(127)  # of an int8, so that it has as many negative values
 ROUNDER = np.float32(12582912)  # 1.5 * 2^23: added and subtracted, it rounds to the nearest integer, ties to even
 
 
@@ -75,20 +75,14 @@ def write_float16(args, first, last, scratch):
 def quantize(x, at, size, octets, to, pair_step, beside):
     """Store x[at : at + size] as int8, element d at to + d // 2 * pair_step + d % 2 * beside; return their scale.
 
-    The largest magnitude becomes 127, others are rounded to the nearest, ties to even. NaN and infinity are kept in
-    the scale, so that whoever reads the row sees them.
+    The rule is that of quantize.py: the largest size becomes 127, a row that is not finite gets a NaN scale.
     """
-    largest = np.float32(0)
-    for d in range(size):
-        magnitude = abs(x[at + d])
-        largest = largest if magnitude <= largest else magnitude  # NaN is not <=
-        if largest != largest:
-            break
-    factor = LARGEST / largest if largest > 0 and largest < np.inf else np.float32(0)
+    largest = row_size(x, at, size)
+    factor = steps_per(largest)
     for d in range(size):
         value = np.float32(0) if factor == 0 else (x[at + d] * factor + ROUNDER) - ROUNDER
         octets[to + d // 2 * pair_step + d % 2 * beside] = np.int8(value)
-    return largest / LARGEST
+    return largest / np.float32(LIMIT)
 
 
 @op

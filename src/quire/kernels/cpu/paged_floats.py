@@ -27,8 +27,8 @@ from quire.kernels.cpu.paged_softmax import (
     SCALE,
     SEQUENCE,
     SIZE,
-    SLOT,
     SLOT_ROWS,
+    SLOTS,
     TABLE_STRIDE,
     TABLES,
     TILE,
@@ -235,10 +235,10 @@ def attend_item(args, keys, values, record, head, scratch):
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
         maxes, totals, sums = floats(places[2]), floats(places[3]), floats(places[4])
-        if record[SLOT] >= 0:
+        if record[SLOTS] > 0:
             maxes, totals, sums = slot_rows(open_slot(args, record, head, segment, padded), args[SLOT_ROWS], 0, padded)
         attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums)
-        if record[SLOT] < 0:
+        if record[SLOTS] == 0:
             for row in range(0, used, GROUP):
                 rows = min(GROUP, used - row)
                 begin, end = visible_tiles(room[0], row, rows, window, base)
@@ -247,7 +247,7 @@ def attend_item(args, keys, values, record, head, scratch):
                     fold(
                         args, room, row, rows, base, offset(maxes, row), offset(totals, row), part_values, padded, work
                     )
-    if record[SLOT] < 0:
+    if record[SLOTS] == 0:
         finish(args, record, head, room, used, padded)
 
 

@@ -30,8 +30,8 @@ from quire.kernels.cpu.paged_softmax import (
     SCALE,
     SEQUENCE,
     SIZE,
-    SLOT,
     SLOT_ROWS,
+    SLOTS,
     TABLE_STRIDE,
     TABLES,
     TILE,
@@ -63,18 +63,11 @@ from quire.kernels.cpu.paged_tiles import (
     widen_pairs,
 )
 from quire.kernels.cpu.pointers import floats, ints, longs, real, signed_octets, uints, words
-from quire.kernels.cpu.simd import LANES, load, load_some, mul, put, splat
+from quire.kernels.cpu.quantize import load_within
+from quire.kernels.cpu.simd import LANES, mul, put, splat
 
 HALVES = SEGMENT // LANES
 PAIR = 4  # bytes
-
-
-@part
-def load_row(x, at, count):
-    """Return x[at : at + 16], zeros from `count` on."""
-    if count >= LANES:
-        return load(x, at)
-    return load_some(x, at, max(0, count))
 
 
 @part
@@ -86,7 +79,7 @@ def pack_queries(args, record, head, used, packed, line):
     for row in range(used):
         at = (record[ROW] + row // group) * args[Q_STRIDE] + (head * group + row % group) * size
         for d in range(0, size, TILE):
-            v0, v1 = load_row(q, at + d, size - d), load_row(q, at + d + LANES, size - d - LANES)
+            v0, v1 = load_within(q, at, d, size), load_within(q, at, d + LANES, size)
             put_pairs(line, d // 2, mul(v0, scale), mul(v1, scale))
         first = row // GROUP * GROUP
         rows, to = min(GROUP, used - first), first * (size // 2) + row - first
@@ -306,17 +299,17 @@ def attend_item(args, record, head, scratch):
             if first >= last:
                 continue
             maxes, totals, part_values = floats(places[3]), floats(places[3] + 4 * LANES), floats(places[6])
-            if record[SLOT] >= 0:
+            if record[SLOTS] > 0:
                 slot = open_slot(args, record, head, segment, padded)
                 maxes, totals, part_values = slot_rows(slot, args[SLOT_ROWS], row, padded)
             score_group(keys, values, step, packed, row, rows, size, first, last, scores)
             find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes)
             weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals)
             weigh_values(values, weights, rows, size, padded, first, last, part_values)
-            if record[SLOT] < 0:
+            if record[SLOTS] == 0:
                 work = floats(places[3] + 4 * 2 * LANES)
                 fold(args, room, row, rows, base, maxes, totals, part_values, padded, work)
-    if record[SLOT] < 0:
+    if record[SLOTS] == 0:
         finish(args, record, head, room, used, padded)
 
 

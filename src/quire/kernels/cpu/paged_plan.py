@@ -79,7 +79,7 @@ def stage_units(args, queries):
             count, position = min(queries, end - row), before + row - begin
             low, high, at = first_seen(position, args[P_WINDOW]), position + count, units * RECORD
             staged[at + SEQUENCE], staged[at + ROW], staged[at + COUNT] = s, row, count
-            staged[at + POSITION], staged[at + SLOT], staged[at + SLOTS] = position, -1, 0
+            staged[at + POSITION], staged[at + SLOT], staged[at + SLOTS] = position, 0, 0
             staged[at + FIRST], staged[at + LAST] = low // SEGMENT, (high + SEGMENT - 1) // SEGMENT
             staged[at + COST] = (high - low) * (count * args[P_GROUP] + ROW_COST)
             cost += staged[at + COST]

@@ -42,7 +42,7 @@ Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, 
 NUM_HEADS, KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(11, 22)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence` and stand at `position` ..;
-# segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; slot -1 is none.
+# segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
 SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, RECORD = range(10)
 
 
