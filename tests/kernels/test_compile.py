@@ -11,29 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.kernels.cpu import elementwise, jit, linear
+from quire.kernels.cpu import jit, linear, rotary
 
 # Runs a small kernel and prints whether it lay on disk before, whether it was loaded, and the result.
 ROTATE = """
 import numpy as np
-from quire.kernels.cpu import elementwise, jit
+from quire.kernels.cpu import rotary
 from quire.kernels.cpu.backend import CPUBackend
 backend = CPUBackend(num_threads=1)
-before = jit.is_cached(elementwise.rotary)
+before = rotary.rotate_rows.is_cached()
 q, k = np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32)
 backend.rotary_embedding(np.array([1]), q, k, np.array([[1, 1, 0, 0], [0, 0, 1, 1]], np.float32), 4, False)
-hits = sum(elementwise.rotary.stats.cache_hits.values())
-print(before, hits, jit.is_cached(elementwise.rotary), q.tolist())
-"""
-
-# Several engines at once, on Numba's own thread pool, which aborts the process when it is entered twice.
-WORKQUEUE = """
-import numba
-from quire.kernels.cpu import threads
-from tests.kernels.test_linear import test_two_engines_may_compute_at_once
-threads.SMALL_WORK = 0
-test_two_engines_may_compute_at_once()
-print(numba.threading_layer())
+print(before, rotary.rotate_rows.is_cached(), q.tolist())
 """
 
 # Prints every op's results, so that two CPUs can be compared.
@@ -88,26 +77,22 @@ def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -
     rotated = "[[-1.0, -1.0, 1.0, 1.0]]"
     for text in [answer(process) for process in [start(ROTATE, tmp_path) for _ in range(2)]]:
         assert text.endswith(f"True {rotated}")
-    assert answer(start(ROTATE, tmp_path)) == f"True 1 True {rotated}"
-
-
-def test_callers_wait_for_each_other_where_numba_has_only_its_own_threads() -> None:
-    assert answer(start(WORKQUEUE, None, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2")) == "workqueue"
+    assert answer(start(ROTATE, tmp_path)) == f"True True {rotated}"
 
 
 def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "cache_folder", lambda kernel: tmp_path)
     kernel = linear.linear_float32
     ours, foreign = tmp_path / "linear.linear_float32-1.py311.nbi", tmp_path / "other.function-1.py311.nbi"
-    jit.refresh_cache(kernel)
-    assert not jit.is_cached(kernel)
+    jit.refresh_cache()
+    assert not kernel.is_cached()
     ours.touch()
     foreign.touch()
-    jit.refresh_cache(kernel)
-    assert jit.is_cached(kernel)
+    jit.refresh_cache()
+    assert kernel.is_cached()
     monkeypatch.setattr(jit, "source_stamp", lambda: "another")
-    assert not jit.is_cached(kernel)
-    jit.refresh_cache(kernel)
+    assert not kernel.is_cached()
+    jit.refresh_cache()
     assert not ours.exists()
     assert foreign.exists()
 
@@ -116,8 +101,8 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypa
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setattr(jit, "cache_folder", lambda kernel: blocked / "cache")
-    jit.refresh_cache(elementwise.rotary)
-    assert not jit.is_cached(elementwise.rotary)
+    jit.refresh_cache()
+    assert not rotary.rotate_rows.is_cached()
 
 
 @pytest.mark.slow

@@ -51,11 +51,26 @@ class Recorded(np.ndarray):
         raise TypeError(f"numpy.{function.__name__} cannot be recorded; use an op of the backend")
 
     def __getitem__(self, index: Any) -> Any:
-        """Slice; an index array would read the values now."""
+        """Slice; an index array or an element would read the values now."""
         parts = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(part, slice | int) for part in parts):
             raise TypeError("a recorded array can be sliced, not indexed; use take_rows")
-        return super().__getitem__(index)
+        view = super().__getitem__(index)
+        if not isinstance(view, Recorded):
+            raise TypeError("a recorded array has no elements to read yet")
+        return view
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Accept only what `x[a:b] += y` ends with: the view itself, whose change is noted already."""
+        view = self[index]
+        if not isinstance(value, Recorded) or view.__array_interface__ != value.__array_interface__:
+            raise TypeError("a recorded array cannot be assigned to; use an op of the backend")
+
+    def astype(self, *args: Any, **options: Any) -> Any:
+        """Refuse: a copy would be of memory that holds nothing yet."""
+        raise TypeError("a recorded array cannot be copied or converted; use an op of the backend")
+
+    copy = flatten = astype  # type: ignore[assignment]
 
     def reshape(self, *shape: Any, **options: Any) -> Any:
         """Return another view, of a recorded copy where the memory does not allow one."""

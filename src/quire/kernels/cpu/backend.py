@@ -13,14 +13,16 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
-from quire.kernels.cpu import activations, linear, linear_int, norms, rotary, rows, sampling
+from quire.kernels.cpu import activations, choose, linear, linear_int, norms, rotary, rows
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
-from quire.kernels.cpu.jit import is_cached, refresh_cache
+from quire.kernels.cpu.jit import refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv
+from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.simd import HAS_BF16_DOT
+from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.memory import available_memory
 
@@ -34,7 +36,6 @@ ACTIVATIONS = {
 INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
 Weight = CPULinear | linear_int.IntLinear
-NO_FLOATS = np.empty(0, np.float32)
 
 
 def _array(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -42,11 +43,6 @@ def _array(values: np.ndarray, dtype: type) -> np.ndarray:
     if values.dtype == dtype and values.flags.carray:
         return values
     return np.require(values, dtype, ["C", "A", "W"])
-
-
-def _flat(values: np.ndarray) -> np.ndarray:
-    """Return float32 values as a flat array for a kernel."""
-    return _array(values, np.float32).reshape(-1)
 
 
 def _activation(kind: str) -> int:
@@ -96,6 +92,8 @@ class CPUBackend:
         self._launcher.recorder = Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
+        # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
+        self._known: tuple[np.ndarray, Survey] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
         storage = KV_STORAGE[kv_dtype]
         self._main_ops = (self._linear, WRITE[storage], attend_op(storage, self._paired_kv), norms.rms_norm_rows)
@@ -107,7 +105,7 @@ class CPUBackend:
 
     def compiled_before(self) -> bool:
         """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
-        return all(is_cached(kernel) for kernel in self._main_ops)
+        return all(op.is_cached() for op in self._main_ops)
 
     # Arrays
 
@@ -271,34 +269,34 @@ class CPUBackend:
         frequency: np.ndarray,
     ) -> None:
         """See `Backend.apply_penalties`."""
-        target = _array(logits, np.float32)
-        self._launcher.run(
-            prompt_mask.size,
-            sampling.penalize,
-            target.reshape(-1),
+        self._known = None
+        choose.penalize(
+            self._launcher,
+            logits,
             _array(rows, np.int64),
             _array(prompt_mask, np.bool_),
             _array(output_counts, np.int32),
             _array(repetition, np.float32),
             _array(presence, np.float32),
             _array(frequency, np.float32),
-            logits.shape[1],
         )
-        if target is not logits:
-            logits[...] = target
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """See `Backend.add_bias`."""
+        self._known = None
         np.add.at(logits, (rows, tokens), values)
 
     def keep_only(self, logits: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> None:
         """See `Backend.keep_only`."""
+        self._known = None
         for row, allowed in zip(rows.tolist(), mask, strict=True):
             np.copyto(logits[row], -np.inf, where=~allowed)
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
         """See `Backend.rows_finite`."""
-        return np.isfinite(logits.max(axis=-1))
+        known = survey(self._launcher, logits)
+        self._known = logits, known
+        return known.finite
 
     def sample(
         self,
@@ -310,42 +308,15 @@ class CPUBackend:
         uniforms: np.ndarray,
     ) -> np.ndarray:
         """See `Backend.sample`."""
-        rows, size = logits.shape
-        tokens = np.empty(rows, np.int64)
-        flat = _flat(logits)
-        work = flat.size * (64 if temperature.any() else 1)
-        self._launcher.run(
-            work if rows > 1 else 0,
-            sampling.sample,
-            flat,
-            flat.view(np.uint32),
-            _array(temperature, np.float64),
-            _array(top_k, np.int64),
-            _array(top_p, np.float64),
-            _array(min_p, np.float64),
-            _array(uniforms, np.float64),
-            tokens,
-            size,
-        )
-        return tokens
+        held, self._known = self._known, None
+        known = held[1] if held is not None and held[0] is logits else survey(self._launcher, logits)
+        if not temperature.any():
+            return known.tokens
+        options = (_array(values, np.float64) for values in (top_p, min_p, uniforms))
+        return choose.sample(self._launcher, known, _array(temperature, np.float64), _array(top_k, np.int64), *options)
 
     def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
         """See `Backend.top_logprobs`; k is at most V."""
-        rows, size = logits.shape
-        k = min(int(k), size)
-        ids, logprobs = np.empty((rows, 1 + k), np.int64), np.empty((rows, 1 + k), np.float32)
-        ranks = np.empty(rows, np.int64)
-        flat = _flat(logits)
-        self._launcher.run(
-            flat.size * 8 if rows > 1 else 0,
-            sampling.logprobs_of,
-            flat,
-            flat.view(np.uint32),
-            _array(chosen, np.int64),
-            ids,
-            logprobs,
-            ranks,
-            size,
-            k,
-        )
-        return TopLogprobs(ids, logprobs, ranks)
+        known = survey(self._launcher, logits)
+        k = min(int(k), logits.shape[1])
+        return TopLogprobs(*logprobs_of(self._launcher, known, _array(chosen, np.int64), k))

@@ -146,8 +146,7 @@ def woven(launcher: Launcher, x: np.ndarray) -> np.ndarray:
     x, step = as_rows(x)
     tiles, depth = x.shape[0] // TILE_ROWS, x.shape[1]
     packed = launcher.empty((tiles * TILE_ROWS * depth,), np.float32)
-    if tiles:
-        launcher.emit(weave_tiles, x, step, packed, depth, items=tiles, work=4 * packed.size)
+    launcher.emit(weave_tiles, x, step, packed, depth, items=tiles, work=4 * packed.size)
     return packed
 
 

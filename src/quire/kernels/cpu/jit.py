@@ -49,6 +49,11 @@ class Op:
         except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
             return cfunc(OP_SIGNATURE, **options)(self.function)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this process has compiled or loaded it."""
+        return "_compiled" in self.__dict__
+
     @cached_property
     def address(self) -> int:
         """Where the compiled function lies; compiles it, or loads it from disk, when asked for the first time."""
@@ -56,7 +61,11 @@ class Op:
 
     def is_cached(self) -> bool:
         """Say whether it lies compiled on disk, from the source files as they are now."""
-        return _lies_cached(self.function)
+        folder = cache_folder(self.function)
+        if folder is None:
+            return False
+        stem = Path(self.function.__code__.co_filename).stem
+        return _read(folder / STAMP) == source_stamp() and any(folder.glob(f"{stem}.{self.name}-*.nbi"))
 
 
 def op(function: Callable[..., None]) -> Op:
@@ -70,15 +79,6 @@ def entry(function: Callable[..., Any]) -> Any:
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # see `Op`
-        return njit(**options)(function)
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Decorate a parallel function that Python calls; on its way out, ops take its place."""
-    options = {"parallel": True, "nogil": True, "error_model": "numpy"}
-    try:
-        return njit(**options, cache=True)(function)
-    except RuntimeError:
         return njit(**options)(function)
 
 
@@ -105,20 +105,7 @@ def cache_folder(function: Callable[..., Any]) -> Path | None:
         return None
 
 
-def is_cached(any_kernel: Any) -> bool:
-    """Say whether this kernel lies compiled on disk, from the source files as they are now."""
-    return any_kernel.is_cached() if isinstance(any_kernel, Op) else _lies_cached(any_kernel.py_func)
-
-
-def _lies_cached(function: Callable[..., Any]) -> bool:
-    folder = cache_folder(function)
-    if folder is None:
-        return False
-    stem = Path(function.__code__.co_filename).stem
-    return _read(folder / STAMP) == source_stamp() and any(folder.glob(f"{stem}.{function.__qualname__}-*.nbi"))
-
-
-def refresh_cache(_any: object = None) -> None:
+def refresh_cache() -> None:
     """Drop compiled functions that were made from other source files than today's; call before the first one."""
     folder = cache_folder(source_stamp)
     stamp = source_stamp()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.elementwise import activate
 from quire.kernels.cpu.formats import CPULinear
 from quire.kernels.cpu.interleave import padded_rows, rounded, tile_height, woven
 from quire.kernels.cpu.jit import Op, op, part

@@ -20,6 +20,7 @@ from __future__ import annotations
 import platform
 import sys
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -39,7 +40,7 @@ PROGRAM, COUNT, STOP, NEXT = JOB + 1, JOB + 2, JOB + 3, MET + 1
 LINE = 8
 
 FETCH_LIMIT = 1 << 17  # bytes a waiting thread fetches ahead: part of a core's second-level cache
-PAUSES = 8  # spins between two looks at the clock word
+LOOK_AHEAD = 8  # instructions among which the next weights are looked for
 
 HAS_FUTEX = sys.platform == "linux" and platform.machine().lower() in ("x86_64", "amd64", "aarch64", "arm64")
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -223,30 +224,24 @@ def do_alone(team, program, index, count, ranks, scratch):
 
 
 @part
-def fetch_ahead(program, index, count, rank, ranks, team, met):
-    """Fetch the first weights of this rank's share of the next large instruction until the others are there."""
-    if index >= count:
-        return
-    row = longs(program + 8 * ROW * index)
-    if row[FETCH] == 0:
-        return
-    items = row[ITEMS]
-    start = row[FETCH] + items * rank // ranks * row[FETCH_BYTES]
-    size = min((items * (rank + 1) // ranks - items * rank // ranks) * row[FETCH_BYTES], FETCH_LIMIT)
+def next_weights(program, index, count, rank, ranks):
+    """Return where the weights of this rank's next share begin, and how many bytes to fetch ahead."""
+    for candidate in range(index, min(index + LOOK_AHEAD, count)):
+        row = longs(program + 8 * ROW * candidate)
+        if row[FETCH] != 0:
+            first, last = row[ITEMS] * rank // ranks, row[ITEMS] * (rank + 1) // ranks
+            return row[FETCH] + first * row[FETCH_BYTES], min((last - first) * row[FETCH_BYTES], FETCH_LIMIT)
+    return np.int64(0), np.int64(0)
+
+
+@part
+def fetch_ahead(start, size, team, met):
+    """Fetch memory until the others are there."""
     for at in range(0, size, 1024):
         if atomic_load(team, MET) != met:
             return
         for line in range(at, min(at + 1024, size), 64):
             fetch(start + line)
-
-
-@part
-def next_large(program, index, count):
-    """Return the next instruction that fetches ahead, at most eight further on."""
-    for candidate in range(index, min(index + 8, count)):
-        if longs(program + 8 * ROW * candidate)[FETCH] != 0:
-            return candidate
-    return count
 
 
 @part
@@ -280,6 +275,8 @@ def walk(team, program, index, count, rank, ranks, spins, scratch, job):
     following = NEXT + job % 2
     while index < count:
         do_items(team, longs(program + 8 * ROW * index), rank, ranks, scratch)
+        # The program may be gone once the others need not wait for this rank any more.
+        start, size = next_weights(program, index + 1, count, rank, ranks)
         met = atomic_load(team, MET)
         if atomic_add(team, ARRIVED, 1) == ranks - 1:
             atomic_store(team, ARRIVED, 0)
@@ -287,7 +284,7 @@ def walk(team, program, index, count, rank, ranks, spins, scratch, job):
             team[following] = index
             release(team, MET)
         else:
-            fetch_ahead(program, next_large(program, index + 1, count), count, rank, ranks, team, met)
+            fetch_ahead(start, size, team, met)
             wait(team, MET, met, spins)
             index = team[following]
 

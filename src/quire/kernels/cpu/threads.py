@@ -146,13 +146,6 @@ class Launcher:
         assert self.recorder is not None
         return self.arena.empty(shape, dtype, self.recorder)
 
-    def run(self, work: int, kernel: Any, *args: Any) -> None:
-        """Call a parallel kernel `kernel(*args, chunks)`; on its way out, `emit` takes its place."""
-        assert self._recording is None
-        if self.num_threads > 1 and numba.get_num_threads() != self.num_threads:
-            numba.set_num_threads(self.num_threads)
-        kernel(*args, 1 if work < SMALL_WORK else self.num_threads)
-
     @contextmanager
     def record(self) -> Iterator[list[Program]]:
         """Note what is emitted inside; the list holds the program afterwards.
