@@ -61,7 +61,7 @@ def load_model(
         return build(info, Builder(DummyWeights(seed), backend, parallel), length)
 
     checkpoint = Checkpoint(info.path)
-    survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend)
+    survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     build(info, Builder(survey, cast(Backend, counter), parallel), max_model_len=1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     survey.finish(build.ignorable + tied)
@@ -70,9 +70,9 @@ def load_model(
     return build(info, Builder(weights, backend, parallel), length)
 
 
-def weight_bytes(info: ModelInfo, backend: Backend) -> int:
-    """Return how much memory the weights of `info` take on `backend` [bytes]."""
-    counter = _ByteCounter(backend)
+def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
+    """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
+    counter = _ByteCounter(dtype, quantization)
     model_class(info.architecture)(info, Builder(WeightSurvey(Checkpoint(info.path)), cast(Backend, counter)), 1)
     return counter.num_bytes
 
@@ -93,9 +93,8 @@ class _ByteCounter:
     A row of integers has a float32 scale, and each group of 4-bit ones another of 16 bits.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.name, self.dtype, self.kv_dtype = backend.name, backend.dtype, backend.kv_dtype
-        self.quantization = backend.quantization
+    def __init__(self, dtype: str, quantization: str | None) -> None:
+        self.name, self.dtype, self.kv_dtype, self.quantization = "survey", dtype, dtype, quantization
         self.num_bytes = 0
 
     def from_numpy(self, array: np.ndarray) -> Any:
