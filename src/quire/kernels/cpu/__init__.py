@@ -1,5 +1,6 @@
 """The CPU backend: numpy arrays, Numba kernels.
 
-`simd.py` is the vocabulary, `linear.py`, `attention.py`, `elementwise.py` and `sampling.py` the algorithms in it,
-`backend.py` the ops. `jit.py` compiles and caches, `threads.py` launches, `formats.py` packs weights.
+`simd.py` and `simd_int.py` are the vocabulary, `linear.py`, `linear_int.py`, `paged.py`, `choose.py` and others the
+algorithms in it, `backend.py` the ops. `levels.py` says for which CPU, `jit.py` compiles and caches, `threads.py` and
+`team.py` run, `formats.py` and `quantize.py` pack weights.
 """
