@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -57,6 +58,7 @@ SETTINGS = {
 def main() -> None:
     """Measure what was asked for, and print it."""
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the engines end too
     peers = find_peers(args)
     print_header("Quire and other engines on this CPU")
     results: dict[str, Any] = {"machine": machine_line(), "commit": commit_line(), "date": time.strftime("%F")}
