@@ -224,6 +224,7 @@ class Comparison:
         for name in (name for name in ENGINES if name in self._peers):
             settings = self._settings(name)
             if settings is None:
+                say(f"{name} takes no part: it has no {self._args.precision}")
                 continue
             words = [self._peers[name], engine_script(), name, json.dumps(settings)]
             starts: list[float] = []
