@@ -57,6 +57,7 @@ from quire.kernels.cpu.paged_tiles import (
     GROUP,
     HALF_PAIRS,
     SEGMENT,
+    prefetch,
     put_pairs,
     score_tile,
     value_tile,
@@ -64,10 +65,11 @@ from quire.kernels.cpu.paged_tiles import (
 )
 from quire.kernels.cpu.pointers import floats, ints, longs, real, signed_octets, uints, words
 from quire.kernels.cpu.quantize import load_within
-from quire.kernels.cpu.simd import LANES, mul, put, splat
+from quire.kernels.cpu.simd import LANES, keep_lanes, load, mul, put, splat, store
 
 HALVES = SEGMENT // LANES
 PAIR = 4  # bytes
+FETCH_AHEAD = 64  # positions between int8 that are widened and those that are fetched: as long as memory takes
 
 
 @part
@@ -173,23 +175,47 @@ def find_halves(args, table, head, base, low, high, keys, values, copies, zeros)
 
 
 @part
-def widen_half(args, table, head, position, low, high, keys, values):
-    """Turn int8 keys and values of 16 positions into bfloat16 pairs, at addresses, as `copy_keys`, `copy_values` do."""
+def fetch_half(args, table, head, position):
+    """Start loading int8 keys and values of 16 positions of one block."""
+    block, offset = block_of(table, position, args[BLOCK_SIZE])
+    size = args[SIZE]
+    at = (block * args[KV_HEADS] + head) * size * args[BLOCK_SIZE]
+    for pair in range(0, size // 2, max(1, TILE // args[BLOCK_SIZE])):
+        prefetch(args[KEYS] + at + 2 * (pair * args[BLOCK_SIZE] + offset))
+    for line in range(0, LANES * size, 64):
+        prefetch(args[VALUES] + at + offset * size + line)
+
+
+@part
+def widen_half(args, table, head, position, keys, values):
+    """Turn int8 keys and values of 16 positions of one block into bfloat16 pairs, at addresses."""
     size, block_size = args[SIZE], args[BLOCK_SIZE]
-    heads, key_octets, value_octets = args[KV_HEADS], signed_octets(args[KEYS]), signed_octets(args[VALUES])
-    key_pairs, key_elements, value_pairs = uints(keys), words(keys), uints(values)
-    if block_size % LANES == 0:
-        block, offset = block_of(table, position, block_size)
+    key_octets, value_octets, key_pairs, value_pairs = octets_of(args, keys, values)
+    block, offset = block_of(table, position, block_size)
+    at = (block * args[KV_HEADS] + head) * size * block_size
+    for pair in range(size // 2):
+        widen_pairs(key_octets, at + 2 * (pair * block_size + offset), key_pairs, pair * LANES)
+    for d in range(0, HALF_PAIRS * size, LANES):
+        widen_pairs(value_octets, at + offset * size + 2 * d, value_pairs, d)
+
+
+@part
+def octets_of(args, keys, values):
+    """Return the int8 cache and the pairs at two addresses as pointers."""
+    return signed_octets(args[KEYS]), signed_octets(args[VALUES]), uints(keys), uints(values)
+
+
+@part
+def gather_half(args, table, head, position, low, high, keys, values):
+    """Like `widen_half` where 16 positions lie in several blocks; those outside low .. high are not read."""
+    size, block_size, heads, elements = args[SIZE], args[BLOCK_SIZE], args[KV_HEADS], words(keys)
+    key_octets, value_octets, _, value_pairs = octets_of(args, keys, values)
+    for j in range(max(0, low - position), min(LANES, high - position)):
+        block, offset = block_of(table, position + j, block_size)
         at = (block * heads + head) * size * block_size + 2 * offset
-        for pair in range(size // 2):
-            widen_pairs(key_octets, at + 2 * pair * block_size, key_pairs, pair * LANES)
-    else:
-        for j in range(max(0, low - position), min(LANES, high - position)):
-            block, offset = block_of(table, position + j, block_size)
-            at = (block * heads + head) * size * block_size + 2 * offset
-            for d in range(size):
-                value = key_octets[at + d // 2 * 2 * block_size + d % 2]
-                put(key_elements, d // 2 * 2 * LANES + 2 * j + d % 2, np.float32(value))
+        for d in range(size):
+            value = key_octets[at + d // 2 * 2 * block_size + d % 2]
+            put(elements, d // 2 * 2 * LANES + 2 * j + d % 2, np.float32(value))
     for j in range(HALF_PAIRS):
         here = position + 2 * j
         if here >= high or here + 2 <= low:
@@ -204,14 +230,22 @@ def widen_half(args, table, head, position, low, high, keys, values):
 
 @part
 def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros):
-    """Like `find_halves` for int8: everything that lies in low .. high is copied."""
-    extent = 2 * LANES * args[SIZE]
+    """Like `find_halves` for int8: everything that lies in low .. high is copied.
+
+    Values outside may be copied as well: no int8 is a NaN, and their scales are taken to be zero.
+    """
+    extent, direct = 2 * LANES * args[SIZE], args[BLOCK_SIZE] % LANES == 0
     for half in range(HALVES):
         position = base + half * LANES
         keys[half], values[half] = copies + half * extent, zeros
         if position < high and position + LANES > low:
             values[half] = copies + (HALVES + half) * extent
-            widen_half(args, table, head, position, low, high, keys[half], values[half])
+            if direct:
+                if position + FETCH_AHEAD < high:
+                    fetch_half(args, table, head, position + FETCH_AHEAD)
+                widen_half(args, table, head, position, keys[half], values[half])
+            else:
+                gather_half(args, table, head, position, low, high, keys[half], values[half])
     keys[HALVES], keys[HALVES + 1] = keys[HALVES - 2], keys[HALVES - 1]
     return np.int64(PAIR * LANES)
 
@@ -219,15 +253,25 @@ def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros
 @part
 def load_scales(args, table, head, base, low, high, key_scales, value_scales):
     """Write the scales of a segment's keys and values, zeros outside low .. high."""
-    block_size = args[BLOCK_SIZE]
-    for j in range(SEGMENT):
-        position = base + j
-        if low <= position < high:
+    block_size, heads = args[BLOCK_SIZE], args[KV_HEADS]
+    keys, values, zero = floats(args[KEY_SCALES]), floats(args[VALUE_SCALES]), np.float32(0)
+    for half in range(0, SEGMENT, LANES):
+        position = base + half
+        if position >= high or position + LANES <= low:
+            store(key_scales, half, splat(zero))
+            store(value_scales, half, splat(zero))
+        elif block_size % LANES == 0:
             block, offset = block_of(table, position, block_size)
-            at = (block * args[KV_HEADS] + head) * block_size + offset
-            key_scales[j], value_scales[j] = floats(args[KEY_SCALES])[at], floats(args[VALUE_SCALES])[at]
+            at, first, last = (block * heads + head) * block_size + offset, low - position, high - position
+            store(key_scales, half, keep_lanes(load(keys, at), first, last, zero))
+            store(value_scales, half, keep_lanes(load(values, at), first, last, zero))
         else:
-            key_scales[j], value_scales[j] = np.float32(0), np.float32(0)
+            for j in range(half, half + LANES):
+                key_scales[j], value_scales[j] = zero, zero
+                if low <= base + j < high:
+                    block, offset = block_of(table, base + j, block_size)
+                    at = (block * heads + head) * block_size + offset
+                    key_scales[j], value_scales[j] = keys[at], values[at]
 
 
 # Items
