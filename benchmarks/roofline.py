@@ -97,7 +97,7 @@ def multiply_pairs(args, first, last, scratch):
     """Like `multiply_floats` for bfloat16."""
     w, x, out = words(args[0]), uints(args[1]), floats(args[2])
     for i in range(first, last):
-        simd.dot_many(w, 0, 2048, x, 0, 64, out, i * 256, 32, 0)
+        simd.dot_many(w, 0, 2048, x, 0, 64, out, i * 256, 32, 0, 0, 0)
 
 
 @op

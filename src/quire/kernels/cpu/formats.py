@@ -114,7 +114,7 @@ def pack(
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     padded = -(-outputs // COLUMNS) * COLUMNS
     depth = inputs + inputs % 2 if paired else inputs
-    data = np.empty(padded * depth, STORAGE[dtype])
+    data = launcher.weights.empty(padded * depth, STORAGE[dtype])
     data[outputs // LANES * LANES * depth :] = 0
     words = depth // 2 if paired else depth
     weave = weave_weights_32 if paired or dtype == "float32" else weave_weights_16

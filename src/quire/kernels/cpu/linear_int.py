@@ -17,7 +17,7 @@ from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate
-from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.arrays import Slabs, as_rows
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
 from quire.kernels.cpu.quantize import padded_rows, tile_height
@@ -273,13 +273,22 @@ class IntLinear:
         return np.repeat(groups.astype(np.float32), self.group, axis=1)
 
 
-def _blank(outputs: int, inputs: int, bits: int, group: int | None, gated: bool, zeros: bool = False) -> IntLinear:
-    """Return a weight with room for everything; what no part will fill is 0."""
+def _blank(
+    outputs: int,
+    inputs: int,
+    bits: int,
+    group: int | None,
+    gated: bool,
+    zeros: bool = False,
+    memory: Slabs | None = None,
+) -> IntLinear:
+    """Return a weight with room for everything, its data in `memory` if given; what no part will fill is 0."""
     assert outputs % 2 == 0 or not gated, "gate and up differ in size"
     padded = -(-outputs // (2 * 16)) * (2 * 16)
     unit = group or DEPTH_UNIT
     depth = -(-inputs // unit) * unit
-    data = np.empty(padded * depth * bits // 32, np.uint32)
+    size = padded * depth * bits // 32
+    data = np.empty(size, np.uint32) if memory is None else memory.empty(size, np.uint32)
     places = padded * (depth // unit)
     relative = np.zeros(places, np.int16) if group else None
     shifts = np.zeros(places, np.int16) if zeros else None
@@ -343,7 +352,9 @@ def pack_int8(
     `gated` takes two parts of the same size, gate and up.
     """
     assert not gated or len(parts) == 2
-    weight = _blank(sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 8, None, gated)
+    weight = _blank(
+        sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 8, None, gated, memory=launcher.weights
+    )
     _pack(parts, weight, launcher)
     return _with_bias(weight, biases)
 
@@ -359,7 +370,9 @@ def pack_int4(
     if group not in GROUPS:
         raise ConfigError(f"group is {group}; allowed: {', '.join(map(str, GROUPS))}", param="group")
     assert not gated or len(parts) == 2
-    weight = _blank(sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 4, group, gated)
+    weight = _blank(
+        sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 4, group, gated, memory=launcher.weights
+    )
     assert weight.depth // group * 4 <= 1 << 20, "group scales of a row fit an op's scratch"
     _pack(parts, weight, launcher)
     return _with_bias(weight, biases)

@@ -469,6 +469,14 @@ def _tile(rows):
 tile_many, tile_four, tile_two, tile_one = _tile(TILE_ROWS), _tile(4), _tile(2), _tile(1)
 
 
+def _prefetch(b, data, offset):
+    """Start loading the cache line at `data + offset` into the second-level cache; any address will do."""
+    octet = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [octet, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(function, [b.bitcast(b.gep(data, [offset]), octet), I32(0), I32(2), I32(1)])
+
+
 def _load_pairs(b, data, offset):
     """Load thirty-two bfloat16 from an array of their bits."""
     value = b.load(b.bitcast(b.gep(data, [offset]), BF16_PAIRS.as_pointer()))
@@ -478,7 +486,7 @@ def _load_pairs(b, data, offset):
 
 def _dot_tile(rows):
     @intrinsic
-    def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, start):
+    def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, start, ahead, ahead_too):
         def code(ctx, b, sig, a):
             weights, factors, sums_out = (_data(ctx, b, sig.args[i], a[i]) for i in (0, 3, 6))
             index = a[1].type
@@ -497,6 +505,8 @@ def _dot_tile(rows):
             with cgutils.for_range(b, a[5], intp=index) as loop:
                 step = b.add(a[1], b.mul(loop.index, index(2 * LANES)))
                 columns = [_load_pairs(b, weights, b.add(step, o)) for o in (index(0), a[2])]
+                for line in {a[10]: None, a[11]: None}:
+                    _prefetch(b, weights, b.add(line, b.mul(loop.index, index(2 * LANES))))
                 x_step = b.add(a[4], b.mul(loop.index, index(rows)))
                 for r in range(rows):
                     factor = b.load(b.gep(factors, [b.add(x_step, index(r))]))
@@ -510,7 +520,7 @@ def _dot_tile(rows):
             return ctx.get_dummy_value()
 
         n = types.int64
-        return types.void(w, n, n, x, n, n, out, n, n, n), code
+        return types.void(w, n, n, x, n, n, out, n, n, n, n, n), code
 
     tile.__doc__ = f"""Like `tile_many` for bfloat16 on both sides, {rows} rows and 32 columns; needs HAS_BF16_DOT.
 
@@ -520,6 +530,8 @@ def _dot_tile(rows):
     w[k, c]   at w_at + (k // 2) * 32 + (c // 16) * w_next + c % 16 * 2 + k % 2; uint16, the bits of bfloat16
     x[r, k]   half k % 2 of x_at + (k // 2) * {rows} + r; uint32, the lower half first; k < 2 * pairs
     out[r, c] at out_at + r * out_next + c; float32
+
+    Every step fetches a line of w into the second-level cache, from `ahead` and from `ahead_too` on.
     """
     return tile
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import team
-from quire.kernels.cpu.arrays import Arena, Recorded, Recorder
+from quire.kernels.cpu.arrays import Arena, Recorded, Recorder, Slabs
 from quire.kernels.cpu.jit import Op
 
 # About how many multiply-adds one thread does in the time that sharing an instruction takes.
@@ -72,6 +72,7 @@ class Launcher:
             raise ConfigError(f"num_threads is {num_threads}; allowed: 1 to {limit}", param="num_threads")
         self.num_threads: int = num_threads or limit
         self.arena = Arena()
+        self.weights = Slabs()
         self.recorder: Recorder | None = None  # whoever notes the arithmetic of recorded arrays
         self._spins = spins
         self._state = aligned_zeros(8 * (team.CLAIMS + team.LINE * self.num_threads)).view(np.int64)
