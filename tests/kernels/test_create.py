@@ -62,7 +62,7 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
     assert create_backend("reference", "float32", "float32", None).compiled_before()
     cpu = create_backend("cpu", "float32", "float32", None)
     for answer in (True, False):
-        monkeypatch.setattr("quire.kernels.cpu.backend.is_cached", lambda kernel, answer=answer: answer)
+        monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op, answer=answer: answer)
         assert cpu.compiled_before() is answer
 
 
