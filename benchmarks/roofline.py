@@ -105,7 +105,7 @@ def multiply_octets(args, first, last, scratch):
     """Like `multiply_floats` for 8-bit integers."""
     w, x, out, starts, none = uints(args[0]), uints(args[1]), floats(args[2]), ints(args[0]), halves(args[3])
     for i in range(first, last):
-        octets_many(w, 0, 512, x, 0, 8, starts, 0, 1, 32, none, none, 0, 0, out, i * 256)
+        octets_many(w, 0, 512, x, 0, 8, starts, 0, 1, 32, none, none, 0, 0, out, i * 256, 0, 0)
 
 
 def best(call: Callable[[], object], repeat: int = 9) -> float:

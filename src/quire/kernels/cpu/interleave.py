@@ -18,6 +18,7 @@ from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, round_pai
 from quire.kernels.cpu.threads import Launcher
 
 DOT_ROWS = 8  # rows of the largest tile of pairs
+ROW_GROUP = 64  # rows that one work item of a product computes, so that wide machines find enough items
 
 
 def _zip(b, first, second, start):
@@ -77,6 +78,22 @@ round_8, round_4, round_1 = (_weave(rows, True) for rows in (8, 4, 1))
 def tile_height(rows):
     """Rows of the tile of pairs that computes the next of `rows` rows; the tile may have more than are left."""
     return 8 if rows > 4 else 4 if rows > 1 else 1
+
+
+@part
+def next_panel(at, next_vector, row, rows):
+    """Return what to fetch ahead while a tile multiplies: the next 32 columns, half of them if there are more tiles.
+
+    One row goes through the weights as fast as memory can, and with more than one group of rows they are read from
+    the cache most of the time: there nothing is fetched.
+    """
+    if rows == 1 or rows > ROW_GROUP:
+        return at, at
+    following = at + 2 * next_vector
+    if rows <= 8:
+        return following, following + next_vector
+    half = following + row // 8 % 2 * next_vector
+    return half, half
 
 
 def padded_rows(rows: int) -> int:

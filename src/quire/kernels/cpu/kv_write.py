@@ -119,5 +119,5 @@ def write_kv(launcher: Launcher, k: np.ndarray, v: np.ndarray, cache: CPUKVCache
     sizes = (cache.heads, cache.head_size, cache.block_size, int(cache.paired))
     launcher.emit(
         WRITE[cache.flat_keys.dtype], k, k_stride, v, v_stride, cache.flat_keys, cache.flat_values, cache.key_scales,
-        cache.value_scales, slot_mapping, *sizes, items=k.shape[0] * cache.heads, work=8 * k.size,
+        cache.value_scales, slot_mapping, *sizes, items=k.shape[0] * cache.heads, work=24 * k.size,
     )  # fmt: skip

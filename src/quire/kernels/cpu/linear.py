@@ -18,7 +18,7 @@ import numpy as np
 from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import CPULinear
-from quire.kernels.cpu.interleave import padded_rows, rounded, tile_height, woven
+from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, padded_rows, rounded, tile_height, woven
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, uints, words
 from quire.kernels.cpu.simd import (
@@ -36,7 +36,6 @@ from quire.kernels.cpu.simd import (
 from quire.kernels.cpu.threads import Launcher
 
 COLUMNS = 32  # columns of a tile: two vectors
-ROW_GROUP = 64  # rows that one work item computes, so that wide machines find enough items
 NO_GATE = -1
 
 
@@ -111,22 +110,6 @@ def linear_bfloat16(args, first, last, scratch):
 def linear_float16(args, first, last, scratch):
     """Like `linear_float32`, the bits of float16 in w."""
     float_items(halves(args[0]), args, first, last, scratch)
-
-
-@part
-def next_panel(at, next_vector, row, rows):
-    """Return what to fetch ahead while a tile multiplies: the next 32 columns, half of them if there are more tiles.
-
-    One row goes through the weights as fast as memory can, and with more than one group of rows they are read from
-    the cache most of the time: there nothing is fetched.
-    """
-    if rows == 1 or rows > ROW_GROUP:
-        return at, at
-    following = at + 2 * next_vector
-    if rows <= 8:
-        return following, following + next_vector
-    half = following + row // 8 % 2 * next_vector
-    return half, half
 
 
 @op

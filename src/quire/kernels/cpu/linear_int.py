@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import Slabs, as_rows
+from quire.kernels.cpu.interleave import ROW_GROUP, next_panel
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
 from quire.kernels.cpu.quantize import padded_rows, tile_height
@@ -34,7 +35,6 @@ from quire.kernels.cpu.simd_int import (
 from quire.kernels.cpu.threads import Launcher, address_of
 
 COLUMNS = 32  # of an item: two vectors
-ROW_GROUP = 64  # rows of an item
 DEPTH_UNIT = 16  # K of weights without groups is padded to a multiple of it
 GROUPS = (32, 64, 128)
 STAGED_ELEMENTS = 1 << 20  # of a weight that are copied at a time, where it cannot be read as it lies
@@ -91,18 +91,19 @@ def _items(bits, vnni):
             row = begin
             while row < end:
                 height = tile_height(end - row)
+                ahead, ahead_too = next_panel(w_at, w_next, row, rows)
                 x_at, start, to, r = row * depth // 4, row * groups, (row - begin) * COLUMNS, 0
                 while r + many_rows <= height:
                     many(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
-                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS, ahead, ahead_too)  # fmt: skip
                     r += many_rows
                 while r + few_rows <= height:
                     four(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
-                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                         scales, zeros, s_at, s_next, sums, to + r * COLUMNS, ahead, ahead_too)  # fmt: skip
                     r += few_rows
                 while r < height:
                     one(w, w_at, w_next, packed, x_at + r, height, starts, start + r, groups, steps,
-                        scales, zeros, s_at, s_next, sums, to + r * COLUMNS)  # fmt: skip
+                        scales, zeros, s_at, s_next, sums, to + r * COLUMNS, ahead, ahead_too)  # fmt: skip
                     r += 1
                 row += height
             out, stride = floats(args[10]), args[11]

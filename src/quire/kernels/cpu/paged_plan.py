@@ -99,7 +99,8 @@ def split_units(args, units, fair):
         fits = staged[at + COUNT] * args[P_GROUP] <= args[P_SLOT_ROWS] and slots + segments * heads <= args[CAPACITY]
         if cost <= fair or segments < 2 or not fits:
             continue
-        per = (segments + min(segments, (cost + fair - 1) // fair) - 1) // min(segments, (cost + fair - 1) // fair)
+        pieces = min(segments, (cost + fair - 1) // fair)
+        per = (segments + pieces - 1) // pieces
         staged[at + SLOT], staged[at + SLOTS] = slots - first, segments
         for i in range(RECORD):
             merges[merged * RECORD + i] = staged[at + i]

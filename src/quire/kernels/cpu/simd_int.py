@@ -27,6 +27,7 @@ from quire.kernels.cpu.simd import (
     _integers,
     _load,
     _multiply_add,
+    _prefetch,
     _splat,
     _store,
     has_feature,
@@ -39,6 +40,7 @@ I8 = ir.IntType(8)
 PAIRS = ir.VectorType(I16, 2 * LANES)
 BYTES = ir.VectorType(I8, LANES)
 QUARTER = LANES // 4
+CHAINS = 4  # sums that a one-row tile keeps for an output: a product must not wait for the one before it
 UNROLL = 4  # steps of the one-row tiles in one turn of the loop; groups are whole multiples of it
 ROUNDING = 12582912.0  # 1.5 * 2^23: added to a small float it leaves the nearest integer in the low bits
 ROUNDING_BITS = 0x4B400000
@@ -220,10 +222,10 @@ def _octets(b, words, bits):
 
 
 def _counted(b, count, unroll, body):
-    """Call body(i) for i < count, `unroll` times in one turn of a loop; count is a multiple of that."""
+    """Call body(i, i % unroll) for i < count, `unroll` times in one turn of a loop; count is a multiple of that."""
     with cgutils.for_range(b, b.udiv(count, count.type(unroll)), intp=count.type) as loop:
         for i in range(unroll):
-            body(b.add(b.mul(loop.index, count.type(unroll)), count.type(i)))
+            body(b.add(b.mul(loop.index, count.type(unroll)), count.type(i)), i)
 
 
 def _finish_group(b, sums, out, at, scales, zeros, starts):
@@ -261,16 +263,20 @@ def _finish_group(b, sums, out, at, scales, zeros, starts):
 
 def _int_tile(rows, bits, vnni):
     unroll = UNROLL if rows == 1 else 1
+    chains = CHAINS if rows == 1 else 1
     per_step = 8 // bits  # uint32 of activations for one of weights
 
     @intrinsic
     def tile(
-        ty, w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next, o, at
-    ):
+        ty, w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next, o, at,
+        ahead, ahead_too,
+    ):  # fmt: skip
         def code(ctx, b, sig, a):
-            w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next, out, at = a
+            w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next = a[:14]
+            out, at, *fetched = a[14:]
             index = w_at.type
             sums = [cgutils.alloca_once(b, I32V) for _ in range(2 * rows)]
+            partial = [[cgutils.alloca_once(b, I32V) for _ in range(2 * rows)] for _ in range(chains - 1)]
             for i in range(2 * rows):
                 _store(b, _constant(0.0), out, b.add(at, index(LANES * i)))
             with cgutils.for_range(b, groups, intp=index) as loop:
@@ -280,30 +286,39 @@ def _int_tile(rows, bits, vnni):
                     value = _splat(b, b.load(begin[r]), I32V)
                     b.store(value, sums[2 * r])
                     b.store(value, sums[2 * r + 1])
+                for place in (place for places in partial for place in places):
+                    b.store(_integers(0), place)
                 done = b.mul(loop.index, steps)
 
-                def step(i):
+                def step(i, turn):
                     number = b.add(done, i)
                     from_w = b.add(w_at, b.mul(number, index(LANES)))
                     from_x = b.add(x_at, b.mul(b.mul(number, index(per_step)), height))
                     both = [_octets(b, _load_words(b, w, b.add(from_w, o)), bits) for o in (index(0), w_next)]
+                    if rows > 1:
+                        for line in fetched:
+                            _prefetch(b, w, b.add(line, b.mul(number, index(LANES))))
                     for k in range(per_step):
+                        into = [sums, *partial][(turn * per_step + k) % chains]
                         operands = [_operand(b, octets[k], vnni) for octets in both]
                         for r in range(rows):
                             word = b.load(b.gep(x, [b.add(from_x, index(r))]))
                             for c in (0, 1):
-                                place = sums[2 * r + c]
+                                place = into[2 * r + c]
                                 b.store(_dot(b, b.load(place), operands[c], word, vnni), place)
                         from_x = b.add(from_x, height)
 
                 _counted(b, steps, unroll, step)
+                for places in partial:
+                    for total, place in zip(sums, places, strict=True):
+                        b.store(b.add(b.load(total), b.load(place)), total)
                 here = b.add(s_at, b.mul(loop.index, index(LANES)))
                 both = [here, b.add(here, s_next)]
                 _finish_group(b, sums, out, at, (scales, both), (zeros, both), begin)
             return ctx.get_dummy_value()
 
         n = types.int64
-        return types.void(w, n, n, x, n, n, starts, n, n, n, scales, zeros, n, n, o, n), code
+        return types.void(w, n, n, x, n, n, starts, n, n, n, scales, zeros, n, n, o, n, n, n), code
 
     tile.__doc__ = f"""The inner loop of products with {bits}-bit weights, for {rows} rows and 32 columns:
 
@@ -316,6 +331,8 @@ def _int_tile(rows, bits, vnni):
     start  int32, at starts_at + g * height + r
     scale, zero  the bits of float16, at s_at + (c // 16) * s_next + g * 16 + c % 16
     out    float32, at `at` + r * 32 + c
+
+    With several rows every step fetches a line of w into the second-level cache, from `ahead` and `ahead_too` on.
     """
     return tile
 
