@@ -48,10 +48,8 @@ def test_the_reference_backend_says_the_same(shape: tuple, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 2 == shape[1] % 2 == 0])
 def test_pairs_round_queries_and_weights_and_nothing_else(shape: tuple, kind: Kind) -> None:
-    if shape[0] % 2 or shape[1] % 2:
-        pytest.skip("such caches are not paired")
     scene, backend = scene_of(shape, [300]), Direct(kind)
     got = scene.attend(backend, scene.cache(backend), layer(backend, shape), [(0, 0, 300)])
     error = np.abs(got - rounded(scene, shape, kind, 0))
