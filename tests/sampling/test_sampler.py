@@ -107,12 +107,11 @@ def test_logprobs_describe_the_raw_logits_and_hold_the_chosen_token_first() -> N
     np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-5)
 
 
-def test_rows_that_are_not_finite_are_named_and_leave_the_others_alone() -> None:
+def test_rows_that_are_not_finite_leave_the_others_alone() -> None:
     logits = rising(4)
     logits[1, 3] = np.nan
     logits[2, :] = -np.inf
     sampled = run(logits, [greedy()] * 4)
-    assert sampled.finite.tolist() == [True, False, False, True]
     assert sampled.token_ids[[0, 3]].tolist() == [49, 49]
 
 

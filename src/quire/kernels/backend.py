@@ -242,8 +242,8 @@ class Backend(Protocol):
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
 
-    def rows_finite(self, logits: Array) -> np.ndarray:
-        """Return bool numpy [R]: whether the row holds no NaN and no +inf, and not only -inf."""
+    def rows_finite(self, logits: Array) -> Array:
+        """Return bool [R]: whether the row holds no NaN and no +inf, and not only -inf. May be part of a `graph`."""
 
     def sample(
         self,

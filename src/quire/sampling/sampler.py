@@ -36,10 +36,9 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class Sampled:
-    """Chosen tokens int64 [R]; `finite` bool [R] says which rows are valid; logprobs per row where asked for."""
+    """Chosen tokens int64 [R], of no meaning where logits are not finite; logprobs per row where asked for."""
 
     token_ids: np.ndarray
-    finite: np.ndarray
     logprobs: dict[int, TokenTopLogprobs]
 
 
@@ -51,7 +50,6 @@ class Sampler:
 
     def sample(self, logits: Array, batch: SamplingBatch) -> Sampled:
         """Sample from `logits` float32 [R, V], which may be overwritten."""
-        finite = self.backend.rows_finite(logits)
         wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.num_logprobs is not None]
         raw = logits[self.backend.from_numpy(np.array(wanting, dtype=np.int64))] if wanting else None
         self._apply_extras(logits, batch)
@@ -61,9 +59,9 @@ class Sampler:
             batch.top_k,
             batch.top_p,
             batch.min_p,
-            uniforms(batch.seeds, batch.positions),
+            uniforms(batch.seeds, batch.positions) if batch.temperature.any() else np.zeros(len(batch.seeds)),
         )
-        return Sampled(tokens, finite, self._logprobs(raw, wanting, tokens, batch.extras))
+        return Sampled(tokens, self._logprobs(raw, wanting, tokens, batch.extras))
 
     def _apply_extras(self, logits: Array, batch: SamplingBatch) -> None:
         rows = [(r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits]

@@ -19,7 +19,8 @@ from quire.worker.input_batch import StepInputs
 
 MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find theirs
 
-StepResult = tuple[Array, Array | None]  # hidden states [T, H] and logits [R, V], None without rows to sample
+# Hidden states [T, H]; logits [R, V] and `Backend.rows_finite` of them, both None without rows to sample.
+StepResult = tuple[Array, Array | None, Array | None]
 
 
 class RunnableModel(Protocol):
@@ -78,8 +79,8 @@ class StepGraphs:
         write(self._seq_lens[:sequences], inputs.seq_lens)
         write(self._block_tables[:sequences, : inputs.block_tables.shape[1]], inputs.block_tables)
         write(self._sampled_rows[:rows], sampled_rows)
-        hidden, logits = self._graph(tokens, sequences, rows)()
-        return hidden, logits
+        hidden, logits, finite = self._graph(tokens, sequences, rows)()
+        return hidden, logits, finite
 
     def _graph(self, tokens: int, sequences: int, rows: int) -> Callable[[], Arrays]:
         shape = (tokens, sequences, rows)
@@ -104,5 +105,6 @@ class StepGraphs:
         )
         hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)
         if rows == 0:
-            return hidden, None
-        return hidden, self._model.compute_logits(self._backend.take_rows(hidden, self._sampled_rows[:rows]))
+            return hidden, None, None
+        logits = self._model.compute_logits(self._backend.take_rows(hidden, self._sampled_rows[:rows]))
+        return hidden, logits, self._backend.rows_finite(logits)

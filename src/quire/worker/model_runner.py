@@ -69,15 +69,17 @@ class ModelRunner:
         inputs = self.batch.inputs(step.num_scheduled_tokens)
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
-        hidden, logits = self.graphs.run(inputs, last)
+        hidden, logits, finite = self.graphs.run(inputs, last)
         output = ModelOutput(sampled_token_ids={})
         prompt_logprobs = self._prompt_logprobs(hidden, inputs)
         if logits is not None:
-            self._sample(logits, inputs, chosen, output)
+            self._sample(logits, self.backend.to_numpy(finite), inputs, chosen, output)
         output.prompt_logprobs = prompt_logprobs
         return output
 
-    def _sample(self, logits: Array, inputs: StepInputs, chosen: np.ndarray, output: ModelOutput) -> None:
+    def _sample(
+        self, logits: Array, finite: np.ndarray, inputs: StepInputs, chosen: np.ndarray, output: ModelOutput
+    ) -> None:
         """Sample for the sequences `chosen` from logits [len(chosen), V] and put the tokens into `output`."""
         batch, rows = self.batch, inputs.rows[chosen]
         sampled = self.sampler.sample(
@@ -93,10 +95,10 @@ class ModelRunner:
                 output_ids=[NO_IDS if batch.extras[row] is None else batch.output_ids(row) for row in rows],
             ),
         )
-        batch.append(rows[sampled.finite], sampled.token_ids[sampled.finite])
+        batch.append(rows[finite], sampled.token_ids[finite])
         for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
             request_id = inputs.request_ids[index]
-            if not sampled.finite[r]:
+            if not finite[r]:
                 output.errors[request_id] = "the model produced logits that are not finite"
                 continue
             output.sampled_token_ids[request_id] = [token]

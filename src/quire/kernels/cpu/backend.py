@@ -127,12 +127,18 @@ class CPUBackend:
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """See `Backend.graph`; here it becomes a program, see threads.py."""
+        self._known = None
         with self._launcher.record() as made:
             recorded = build()
         result = tuple(None if array is None else np.asarray(array) for array in recorded)
+        known = None
+        if self._known is not None:  # logits that `rows_finite` looked at
+            place = next(i for i, array in enumerate(recorded) if array is self._known[0])
+            known = result[place], self._known[1].settled()
 
         def run() -> Arrays:
             made[0].run()
+            self._known = known
             return result
 
         return run

@@ -139,7 +139,7 @@ def copy_keys(args, table, head, position, low, high, copy):
 
 @part
 def find_halves(args, table, head, base, low, high, keys, values, copies, zeros):
-    """Write the addresses of a bfloat16 segment and of the tile after it; return the step between pairs of keys.
+    """Write the addresses of a bfloat16 segment and of the keys after it; return the step between pairs of keys.
 
     `copies` [HALVES][16 * D] elements of keys, then of values, for what cannot be read where it lies.
     """
@@ -165,9 +165,9 @@ def find_halves(args, table, head, base, low, high, keys, values, copies, zeros)
         if not (direct and whole):
             values[half] = copies + (HALVES + half) * extent
             copy_values(args, table, head, position, low, high, uints(values[half]))
-    for half in range(HALVES, HALVES + 2):
+    for half in range(HALVES, 2 * HALVES):
         position = base + half * LANES
-        keys[half] = keys[half - 2]
+        keys[half] = keys[half - HALVES]
         if direct and position < high:
             block, offset = block_of(table, position, block_size)
             keys[half] = args[KEYS] + PAIR * ((block * args[KV_HEADS] + head) * (size // 2) * block_size + offset)
@@ -237,7 +237,7 @@ def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros
     extent, direct = 2 * LANES * args[SIZE], args[BLOCK_SIZE] % LANES == 0
     for half in range(HALVES):
         position = base + half * LANES
-        keys[half], values[half] = copies + half * extent, zeros
+        keys[half], keys[HALVES + half], values[half] = copies + half * extent, copies, zeros
         if position < high and position + LANES > low:
             values[half] = copies + (HALVES + half) * extent
             if direct:
@@ -246,7 +246,6 @@ def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros
                 widen_half(args, table, head, position, keys[half], values[half])
             else:
                 gather_half(args, table, head, position, low, high, keys[half], values[half])
-    keys[HALVES], keys[HALVES + 1] = keys[HALVES - 2], keys[HALVES - 1]
     return np.int64(PAIR * LANES)
 
 
@@ -281,7 +280,7 @@ def load_scales(args, table, head, base, low, high, key_scales, value_scales):
 def plan_room(scratch, rows, size):
     """Return the addresses of an item's buffers behind its state: see `attend_item`; the last is the end."""
     keys = scratch
-    values = after(keys, 8 * (HALVES + 2))
+    values = after(keys, 8 * 2 * HALVES)
     scales = after(values, 8 * HALVES)
     group = after(scales, 4 * 2 * SEGMENT)
     scores = after(group, 4 * 5 * LANES)
@@ -303,15 +302,17 @@ def score_group(keys, values, step, packed, row, rows, size, first, last, scores
         half = 2 * tile
         score_tile(
             rows, keys[half], keys[half + 1], step, packed, row * pairs, pairs, scores, tile * TILE,
-            keys[half + 2], keys[half + 3], values[half], values[half + 1],
+            values[half], values[half + 1],
         )  # fmt: skip
 
 
 @part
-def weigh_values(values, weights, rows, size, padded, first, last, out):
-    """Write the weighted values [rows][padded] of a group of rows."""
+def weigh_values(values, weights, rows, size, padded, first, last, out, ahead, step):
+    """Write the weighted values [rows][padded] of a group of rows, while the keys at `ahead` are fetched."""
     for column in range(0, padded, TILE):
-        value_tile(rows, values, 2 * first, 2 * last, PAIR * size, PAIR * column, weights, out, column, padded)
+        value_tile(
+            rows, values, 2 * first, 2 * last, PAIR * size, PAIR * column, weights, out, column, padded, ahead, step
+        )
 
 
 @part
@@ -349,7 +350,8 @@ def attend_item(args, record, head, scratch):
             score_group(keys, values, step, packed, row, rows, size, first, last, scores)
             find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes)
             weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals)
-            weigh_values(values, weights, rows, size, padded, first, last, part_values)
+            ahead = longs(places[0] + 8 * HALVES)
+            weigh_values(values, weights, rows, size, padded, first, last, part_values, ahead, step)
             if record[SLOTS] == 0:
                 work = floats(places[3] + 4 * 2 * LANES)
                 fold(args, room, row, rows, base, maxes, totals, part_values, padded, work)

@@ -98,26 +98,23 @@ def _add_products(b, sums, columns, factors):
 
 
 @intrinsic
-def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, near0, near1, far0, far1):
+def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values0, values1):
     """out[r * SEGMENT + j] = sum of q[r, i] * key[i, j] over all elements i of a head, for 1 to 8 rows, 32 positions.
 
     keys0, keys1: addresses of two times 16 positions; pair i of the elements lies `step` bytes after pair i - 1.
     q: uint32 pairs, element pair i of row r at q_at + i * rows + r; `pairs` of them. out: float32 from out_at on.
-    near0, near1 are the keys wanted next and far0, far1 the values (rows of 64 bytes) wanted soon: all are fetched
-    ahead, a line for each step. Any address will do.
+    Lines at values0 and values1, wanted soon, are fetched ahead, one of each for a pair; any address will do.
     """
 
     def code(ctx, b, sig, a):
-        rows, keys, step, q, q_at, pairs, out, out_at, near, far = a[0], a[1:3], *a[3:9], a[9:11], a[11:13]
+        rows, keys, step, q, q_at, pairs, out, out_at, values = a[0], a[1:3], *a[3:9], a[9:11]
 
         def emit(n):
             sums = _zero_sums(b, n)
             with cgutils.for_range(b, pairs, intp=I64) as loop:
                 down = b.mul(loop.index, step)
                 columns = [_pairs_at(b, b.add(k, down)) for k in keys]
-                for address in near:
-                    _prefetch(b, b.add(address, down), NEAR)
-                for address in far:
+                for address in values:
                     _prefetch(b, b.add(address, b.mul(loop.index, I64(64))), MIDDLE)
                 here = b.add(q_at, b.mul(loop.index, I64(n)))
                 _add_products(b, sums, columns, [_factor(b, q, b.add(here, I64(r))) for r in range(n)])
@@ -128,28 +125,33 @@ def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, near0,
         return ctx.get_dummy_value()
 
     n = types.int64
-    return types.void(n, n, n, n, q, n, n, out, n, n, n, n, n), code
+    return types.void(n, n, n, n, q, n, n, out, n, n, n), code
 
 
 @intrinsic
-def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at, out_next):
+def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at, out_next, keys, keys_step):
     """out[r, c] = sum of weight[r, j] * value[j, c] over the positions of halves first .. last - 1; 1 to 8 rows.
 
     halves: int64 addresses, of 16 positions each: pair j of the positions lies `step` bytes after pair j - 1, column c
     at `column` bytes + c pairs; 32 columns. weights: uint32 pairs, row r from r * SEGMENT / 2 on. out: float32, column
-    c of row r at out_at + r * out_next + c.
+    c of row r at out_at + r * out_next + c. keys: addresses of halves wanted next, `keys_step` bytes between lines; a
+    part of the lines that belongs to these columns is fetched ahead.
     """
 
     def code(ctx, b, sig, a):
-        rows, halves, first, last, step, column, weights, out, out_at, out_next = a
+        rows, halves, first, last, step, column, weights, out, out_at, out_next, keys, keys_step = a
 
         def emit(n):
             sums = _zero_sums(b, n)
             with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (half, _):
                 base = b.add(b.load(b.gep(halves, [half])), column)
+                lines = b.mul(b.sdiv(column, I64(8)), keys_step)  # 32 columns are 128 bytes and 16 lines of keys
+                ahead = b.add(b.load(b.gep(keys, [half])), lines)
                 with cgutils.for_range(b, I64(HALF_PAIRS), intp=I64) as loop:
                     here = b.add(base, b.mul(loop.index, step))
                     columns = [_pairs_at(b, b.add(here, I64(o))) for o in (0, 64)]
+                    for o in (0, HALF_PAIRS):
+                        _prefetch(b, b.add(ahead, b.mul(b.add(loop.index, I64(o)), keys_step)), MIDDLE)
                     at = b.add(b.mul(half, I64(HALF_PAIRS)), loop.index)
                     places = [b.add(at, I64(r * SEGMENT // 2)) for r in range(n)]
                     _add_products(b, sums, columns, [_factor(b, weights, p) for p in places])
@@ -161,7 +163,7 @@ def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at
         return ctx.get_dummy_value()
 
     n = types.int64
-    return types.void(n, halves, n, n, n, n, weights, out, n, n), code
+    return types.void(n, halves, n, n, n, n, weights, out, n, n, keys, n), code
 
 
 @intrinsic

@@ -126,6 +126,12 @@ class Survey:
     tokens: np.ndarray
     finite: np.ndarray
 
+    def settled(self) -> Survey:
+        """Return the same of arrays that can be read, after a recording has ended."""
+        arrays = (self.logits, self.maxima, self.tops, self.tokens, self.finite)
+        logits, maxima, tops, tokens, finite = (np.asarray(array) for array in arrays)
+        return Survey(logits, self.stride, maxima, tops, tokens, finite)
+
     @property
     def chunks(self) -> int:
         """Chunks of a row."""

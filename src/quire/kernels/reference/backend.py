@@ -277,9 +277,9 @@ class ReferenceBackend:
         index = self.from_numpy(rows)
         logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
 
-    def rows_finite(self, logits: torch.Tensor) -> np.ndarray:
+    def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Backend.rows_finite`."""
-        return torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
+        return torch.isfinite(logits.amax(dim=-1))
 
     def sample(
         self,
