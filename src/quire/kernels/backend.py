@@ -38,6 +38,7 @@ class AttentionMetadata:
         block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
         max_query_len, max_seq_len: none is longer.
+        wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
     """
 
     cu_query_lens: Array
@@ -46,6 +47,7 @@ class AttentionMetadata:
     slot_mapping: Array
     max_query_len: int
     max_seq_len: int
+    wanted: Array | None = None
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -186,12 +188,6 @@ class Backend(Protocol):
         cos_sin is float32 [max_position, rotary_dim]: cos of the rotary_dim/2 angles, then sin. Only the first
         rotary_dim of each head are rotated. `interleaved` pairs (2i, 2i+1), otherwise (i, i + rotary_dim/2).
         """
-
-    def silu_and_mul(self, x: Array) -> Array:
-        """silu(x[:, :I]) * x[:, I:]; x [T, 2I] -> [T, I]."""
-
-    def gelu_and_mul(self, x: Array, approximate: bool) -> Array:
-        """gelu(x[:, :I]) * x[:, I:]; tanh approximation when `approximate`."""
 
     def activation(self, x: Array, kind: str) -> Array:
         """Elementwise "relu", "silu", "gelu" (erf), "gelu_tanh" or "quick_gelu"."""

@@ -22,6 +22,14 @@ def alibi_slopes(num_heads: int, span: float = 8.0) -> np.ndarray:
     return np.asarray(2.0**-exponents, np.float32)
 
 
+def wanted_rows(backend: Backend, x: Array, metadata: AttentionMetadata) -> Array:
+    """Return the rows of x [T, N] whose hidden states are asked for, [R, N].
+
+    After the last attention a token matters to no other one, so that a model need not go on with the rest.
+    """
+    return x if metadata.wanted is None else backend.take_rows(x, metadata.wanted)
+
+
 class Attention:
     """One attention layer's constants and its three ops. Projections and per-head norms belong to the model.
 

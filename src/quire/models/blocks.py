@@ -17,7 +17,7 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
 from quire.layers.activation import Activation
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -186,6 +186,7 @@ class BlockDecoder:
     ignorable: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
+        self.backend = builder.backend
         self.vocab_size, hidden = info.vocab_size, info.hidden_size
         options = self.options(info)
         names = options.names
@@ -226,7 +227,7 @@ class BlockDecoder:
             x = self.embedding_norm(x)
         for block, kv_cache in zip(self.blocks, kv_caches, strict=True):
             x = block(positions, x, kv_cache, metadata)
-        return self.final_norm(x)
+        return self.final_norm(wanted_rows(self.backend, x, metadata))
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""

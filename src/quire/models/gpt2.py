@@ -10,7 +10,7 @@ from typing import ClassVar
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
 from quire.layers.activation import Activation
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -86,6 +86,7 @@ class GPT2LMHeadModel:
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
         if info.fields.flag("add_cross_attention", False):
             raise info.fields.error("add_cross_attention", "false: only the decoder-only model is supported")
+        self.backend = builder.backend
         self.vocab_size, hidden = info.vocab_size, info.hidden_size
         body = builder.under_if("transformer", "wte.weight")
         self.wte = VocabParallelEmbedding(body, "wte", info.vocab_size, hidden)
@@ -106,7 +107,7 @@ class GPT2LMHeadModel:
         x = self.wte(input_ids) + self.wpe(positions)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(positions, x, kv_cache, metadata)
-        return self.ln_f(x)
+        return self.ln_f(wanted_rows(self.backend, x, metadata))
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""

@@ -36,8 +36,8 @@ class Model(Protocol):
     ) -> Array:
         """Compute the step's tokens and write their keys and values to the caches.
 
-        input_ids and positions are int64 [T], flat over all sequences; the result is hidden states [T, H], ready for
-        `compute_logits`.
+        input_ids and positions are int64 [T], flat over all sequences; the result is hidden states, ready for
+        `compute_logits`: [T, H], or [R, H] of the rows `metadata.wanted`.
         """
 
     def compute_logits(self, hidden: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -53,6 +53,7 @@ class DecoderAttention:
     ) -> None:
         hidden, heads, head_dim = info.hidden_size, info.num_attention_heads, info.head_dim
         kv_heads, eps = info.num_key_value_heads, info.norm_eps
+        self.backend, self.is_last = builder.backend, layer == info.num_hidden_layers - 1
         self.qkv_proj = QKVParallelLinear(
             builder,
             ("qkv_proj",) if options.fused else ("q_proj", "k_proj", "v_proj"),
@@ -84,11 +85,15 @@ class DecoderAttention:
         self.o_proj = RowParallelLinear(builder, "o_proj", heads * head_dim, hidden, bias=options.output_bias)
 
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H]; of the last layer [R, H], see `wanted`."""
         q, k, v = self.qkv_proj(x)
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(self.attention(positions, q, k, v, kv_cache, metadata))
+        return self.o_proj(self.wanted(self.attention(positions, q, k, v, kv_cache, metadata), metadata))
+
+    def wanted(self, x: Array, metadata: AttentionMetadata) -> Array:
+        """Return what goes on after attention: all of x [T, N], or in the last layer the rows that are asked for."""
+        return wanted_rows(self.backend, x, metadata) if self.is_last else x
 
 
 class DecoderMLP:
@@ -121,12 +126,13 @@ class DecoderLayer:
 
     def __call__(
         self, positions: Array, x: Array | None, residual: Array, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """Take the last layer's output `x` (None in the first) and the stream, both [T, H]; return this one's."""
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add(x, residual)
         x = self.self_attn(positions, x, kv_cache, metadata)
+        residual = self.self_attn.wanted(residual, metadata)
         x = self.post_attention_layernorm.add(scaled(x, self.scale), residual)
-        return scaled(self.mlp(x), self.scale)
+        return scaled(self.mlp(x), self.scale), residual
 
 
 def scaled(x: Array, scale: float) -> Array:
@@ -173,7 +179,7 @@ class LlamaForCausalLM:
         residual = scaled(self.embed_tokens(input_ids), self.embedding_scale)
         x = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(positions, x, residual, kv_cache, metadata)
+            x, residual = layer(positions, x, residual, kv_cache, metadata)
         return self.norm.add(x, residual)
 
     def compute_logits(self, hidden: Array) -> Array:

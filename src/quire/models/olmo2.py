@@ -31,12 +31,14 @@ class Olmo2Layer(DecoderLayer):
 
     def __call__(
         self, positions: Array, x: Array | None, residual: Array, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """As in `DecoderLayer`: the stream holds what came before `x`, and is brought up to date in place."""
         if x is not None:
             residual += x
-        residual += self.post_attention_layernorm(self.self_attn(positions, residual, kv_cache, metadata))
-        return self.post_feedforward_layernorm(self.mlp(residual))
+        x = self.post_attention_layernorm(self.self_attn(positions, residual, kv_cache, metadata))
+        residual = self.self_attn.wanted(residual, metadata)
+        residual += x
+        return self.post_feedforward_layernorm(self.mlp(residual)), residual
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):

@@ -10,7 +10,7 @@ from typing import ClassVar
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
 from quire.layers.activation import Activation
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -75,6 +75,7 @@ class OPTForCausalLM:
     ignorable: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
+        self.backend = builder.backend
         self.vocab_size, hidden = info.vocab_size, info.hidden_size
         width = info.fields.integer("word_embed_proj_dim", hidden, low=1)
         decoder = builder.under_if("model", "decoder.embed_tokens.weight").under("decoder")
@@ -106,6 +107,7 @@ class OPTForCausalLM:
         x = x + self.embed_positions(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(positions, x, kv_cache, metadata)
+        x = wanted_rows(self.backend, x, metadata)
         return x if self.final_layer_norm is None else self.final_layer_norm(x)
 
     def compute_logits(self, hidden: Array) -> Array:

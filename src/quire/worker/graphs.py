@@ -19,8 +19,10 @@ from quire.worker.input_batch import StepInputs
 
 MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find theirs
 
-# Hidden states [T, H]; logits [R, V] and `Backend.rows_finite` of them, both None without rows to sample.
-StepResult = tuple[Array, Array | None, Array | None]
+# Hidden states [T, H], None unless all were asked for; logits [R, V] and `Backend.rows_finite` of them, both None
+# without rows to sample.
+StepResult = tuple[Array | None, Array | None, Array | None]
+Shape = tuple[int, int, int, bool]  # tokens, sequences, rows to sample, whether all hidden states are asked for
 
 
 class RunnableModel(Protocol):
@@ -63,10 +65,10 @@ class StepGraphs:
         self._seq_lens = backend.zeros((max_num_seqs,), "int32")
         self._block_tables = backend.zeros((max_num_seqs, max_blocks), "int32")
         self._sampled_rows = backend.zeros((max_num_seqs,), "int64")
-        self._graphs: OrderedDict[tuple[int, int, int], Callable[[], Arrays]] = OrderedDict()
+        self._graphs: OrderedDict[Shape, Callable[[], Arrays]] = OrderedDict()
 
-    def run(self, inputs: StepInputs, sampled_rows: np.ndarray) -> StepResult:
-        """Compute a step: hidden states of all its tokens, and logits of the hidden rows `sampled_rows` int64 [R].
+    def run(self, inputs: StepInputs, sampled_rows: np.ndarray, *, all_hidden: bool = False) -> StepResult:
+        """Compute a step: logits of its rows `sampled_rows` int64 [R], and hidden states of all rows if asked for.
 
         The result is overwritten by the next step.
         """
@@ -79,11 +81,10 @@ class StepGraphs:
         write(self._seq_lens[:sequences], inputs.seq_lens)
         write(self._block_tables[:sequences, : inputs.block_tables.shape[1]], inputs.block_tables)
         write(self._sampled_rows[:rows], sampled_rows)
-        hidden, logits, finite = self._graph(tokens, sequences, rows)()
+        hidden, logits, finite = self._graph((tokens, sequences, rows, all_hidden))()
         return hidden, logits, finite
 
-    def _graph(self, tokens: int, sequences: int, rows: int) -> Callable[[], Arrays]:
-        shape = (tokens, sequences, rows)
+    def _graph(self, shape: Shape) -> Callable[[], Arrays]:
         graph = self._graphs.get(shape)
         if graph is None:
             graph = self._backend.graph(lambda: self._compute(*shape))
@@ -94,7 +95,8 @@ class StepGraphs:
             self._graphs.move_to_end(shape)
         return graph
 
-    def _compute(self, tokens: int, sequences: int, rows: int) -> StepResult:
+    def _compute(self, tokens: int, sequences: int, rows: int, all_hidden: bool) -> StepResult:
+        sampled = self._sampled_rows[:rows]
         metadata = AttentionMetadata(
             cu_query_lens=self._cu_query_lens[: sequences + 1],
             seq_lens=self._seq_lens[:sequences],
@@ -102,9 +104,10 @@ class StepGraphs:
             slot_mapping=self._slot_mapping[:tokens],
             max_query_len=tokens - sequences + 1,
             max_seq_len=self._max_seq_len,
+            wanted=None if all_hidden or rows == tokens else sampled,  # where all are sampled they are so in order
         )
         hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)
         if rows == 0:
-            return hidden, None, None
-        logits = self._model.compute_logits(self._backend.take_rows(hidden, self._sampled_rows[:rows]))
-        return hidden, logits, self._backend.rows_finite(logits)
+            return hidden if all_hidden else None, None, None
+        logits = self._model.compute_logits(self._backend.take_rows(hidden, sampled) if all_hidden else hidden)
+        return hidden if all_hidden else None, logits, self._backend.rows_finite(logits)

@@ -69,12 +69,14 @@ class ModelRunner:
         inputs = self.batch.inputs(step.num_scheduled_tokens)
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
-        hidden, logits, finite = self.graphs.run(inputs, last)
+        extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
+        scored = any(extra is not None and extra.num_prompt_logprobs is not None for extra in extras)
+        hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored)
         output = ModelOutput(sampled_token_ids={})
-        prompt_logprobs = self._prompt_logprobs(hidden, inputs)
+        if scored:
+            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
         if logits is not None:
             self._sample(logits, self.backend.to_numpy(finite), inputs, chosen, output)
-        output.prompt_logprobs = prompt_logprobs
         return output
 
     def _sample(
