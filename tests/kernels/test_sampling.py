@@ -242,6 +242,17 @@ def test_keep_only() -> None:
         np.testing.assert_array_equal(backend.to_numpy(target), expected)
 
 
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = normal(np.random.default_rng(16), 5, 20001)
+    logits[1, [7, 300, 20000]] = 9.0
+    logits[2] = -3.0
+    logits[3, 5:] = -np.inf
+    for backend in pair():
+        found = backend.greedy(backend.from_numpy(logits))
+        assert found.dtype == np.int64
+        assert found.tolist() == logits.argmax(axis=1).tolist()
+
+
 def test_rows_finite() -> None:
     logits = np.zeros((6, 20), np.float32)
     logits[1, 3], logits[2, 19], logits[3], logits[4, :19] = np.nan, np.inf, -np.inf, -np.inf

@@ -241,6 +241,9 @@ class Backend(Protocol):
     def rows_finite(self, logits: Array) -> Array:
         """Return bool [R]: whether the row holds no NaN and no +inf, and not only -inf. May be part of a `graph`."""
 
+    def greedy(self, logits: Array) -> np.ndarray:
+        """Return the first largest logit's token of each row, int64 numpy [R]."""
+
     def sample(
         self,
         logits: Array,

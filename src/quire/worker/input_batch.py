@@ -18,8 +18,8 @@ from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 class StepInputs:
     """One step's inputs as host arrays. T tokens, S sequences; see `kernels.backend.AttentionMetadata` for meanings.
 
-    `input_ids`, `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled` bool [S]
-    marks sequences whose last known token is computed in this step, so that a new one is sampled.
+    `input_ids` int32 and `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled`
+    bool [S] marks sequences whose last known token is computed in this step, so that a new one is sampled.
     """
 
     request_ids: list[str]
@@ -113,22 +113,24 @@ class InputBatch:
         cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(num_scheduled, out=cu_query_lens[1:])
         starts = self.num_computed_tokens[rows]
-        sequence = np.repeat(np.arange(len(rows)), num_scheduled)  # [T]: which sequence a token belongs to
-        positions = np.arange(len(sequence)) + (starts - cu_query_lens[:-1])[sequence]
         seq_lens = starts + num_scheduled
+        token_rows, positions = rows, starts  # of each token; one a sequence while decoding
+        if cu_query_lens[-1] != len(rows):
+            sequence = np.repeat(np.arange(len(rows)), num_scheduled)
+            token_rows = rows[sequence]
+            positions = np.arange(len(sequence)) + (starts - cu_query_lens[:-1])[sequence]
         width = -(-int(seq_lens.max()) // self.block_size)
-        block_tables = np.ascontiguousarray(self.block_table[rows, :width])
-        blocks = block_tables[sequence, positions // self.block_size].astype(np.int64)
+        blocks, offsets = np.divmod(positions, self.block_size)
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
             num_scheduled=num_scheduled,
-            input_ids=self.token_ids[rows[sequence], positions].astype(np.int64),
+            input_ids=self.token_ids[token_rows, positions],
             positions=positions,
             cu_query_lens=cu_query_lens,
-            seq_lens=seq_lens.astype(np.int32),
-            block_tables=block_tables,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            seq_lens=seq_lens,
+            block_tables=self.block_table[rows, :width],
+            slot_mapping=self.block_table[token_rows, blocks] * np.int64(self.block_size) + offsets,
             sampled=seq_lens == self.num_tokens[rows],
         )
 

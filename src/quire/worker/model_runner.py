@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.backend import Array, Backend
-from quire.sampling.sampler import Sampler, SamplingBatch, pack_logprobs
+from quire.sampling.sampler import Sampled, Sampler, SamplingBatch, pack_logprobs
 from quire.step import ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
@@ -84,19 +84,22 @@ class ModelRunner:
     ) -> None:
         """Sample for the sequences `chosen` from logits [len(chosen), V] and put the tokens into `output`."""
         batch, rows = self.batch, inputs.rows[chosen]
-        sampled = self.sampler.sample(
-            logits,
-            SamplingBatch(
-                temperature=batch.temperature[rows],
+        extras = [batch.extras[row] for row in rows.tolist()]
+        temperature = batch.temperature[rows]
+        if not any(extras) and not temperature.any():
+            sampled = Sampled(self.backend.greedy(logits), {})
+        else:
+            options = SamplingBatch(
+                temperature=temperature,
                 top_k=batch.top_k[rows],
                 top_p=batch.top_p[rows],
                 min_p=batch.min_p[rows],
                 seeds=batch.seeds[rows],
                 positions=batch.num_tokens[rows],
-                extras=[batch.extras[row] for row in rows],
-                output_ids=[NO_IDS if batch.extras[row] is None else batch.output_ids(row) for row in rows],
-            ),
-        )
+                extras=extras,
+                output_ids=[NO_IDS if extras[i] is None else batch.output_ids(row) for i, row in enumerate(rows)],
+            )
+            sampled = self.sampler.sample(logits, options)
         batch.append(rows[finite], sampled.token_ids[finite])
         for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
             request_id = inputs.request_ids[index]

@@ -1,7 +1,7 @@
-"""CPUBackend: the Backend ops on numpy arrays. Kernels do the work; this file checks shapes and feeds them.
+"""CPUBackend: the Backend ops on numpy arrays. It checks what it is given and says which op files serve it.
 
-Kernels take flat, contiguous, writable arrays and Python numbers, always of the same types (see jit.py), so inputs
-that are views are copied here, and outputs are made here.
+Those files emit instructions (threads.py), which run at once or, inside `graph`, become a program. What samples
+tokens is never recorded and may look at values here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from quire.kernels.cpu import activations, choose, linear, linear_int, norms, ro
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
-from quire.kernels.cpu.jit import refresh_cache
+from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv
 from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
+from quire.kernels.cpu.paged_plan import plan
+from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
@@ -95,8 +97,6 @@ class CPUBackend:
         # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
         self._known: tuple[np.ndarray, Survey] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
-        storage = KV_STORAGE[kv_dtype]
-        self._main_ops = (self._linear, WRITE[storage], attend_op(storage, self._paired_kv), norms.rms_norm_rows)
 
     @property
     def num_threads(self) -> int:
@@ -105,7 +105,22 @@ class CPUBackend:
 
     def compiled_before(self) -> bool:
         """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
-        return all(op.is_cached() for op in self._main_ops)
+        return all(op.is_cached() for op in self._main_ops())
+
+    def _main_ops(self) -> list[Op]:
+        """Return the ops that every model of this backend needs and that take long to compile."""
+        storage = KV_STORAGE[self.kv_dtype]
+        ops = [*self._products(), norms.rms_norm_rows, WRITE[storage], plan, attend_op(storage, self._paired_kv)]
+        return [*ops, merge] if self.num_threads > 1 else ops  # one thread splits nothing
+
+    def _products(self) -> list[Op]:
+        """Return the ops of linear layers and of the output table."""
+        if self.quantization is None:
+            return [self._linear]
+        if self.quantization == "int8-weight-only":
+            return [linear_int.FLOAT_OP]
+        widths = (4, 8) if self.quantization == "int4" else (8,)  # tables have eight bits
+        return [linear_int.OPS[bits, self._int_level] for bits in widths]
 
     # Arrays
 
@@ -228,15 +243,6 @@ class CPUBackend:
         """See `Backend.rotary_embedding`."""
         rotary.rotary(self._launcher, positions, q, k, cos_sin, head_size, interleaved)
 
-    def silu_and_mul(self, x: np.ndarray) -> np.ndarray:
-        """See `Backend.silu_and_mul`."""
-        return activations.activation(self._launcher, x, activations.SILU, gated=True)
-
-    def gelu_and_mul(self, x: np.ndarray, approximate: bool) -> np.ndarray:
-        """See `Backend.gelu_and_mul`."""
-        kind = activations.GELU_TANH if approximate else activations.GELU
-        return activations.activation(self._launcher, x, kind, gated=True)
-
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
         """See `Backend.activation`."""
         return activations.activation(self._launcher, x, _activation(kind), gated=False)
@@ -304,6 +310,10 @@ class CPUBackend:
         self._known = logits, known
         return known.finite
 
+    def greedy(self, logits: np.ndarray) -> np.ndarray:
+        """See `Backend.greedy`."""
+        return self._survey(logits).tokens
+
     def sample(
         self,
         logits: np.ndarray,
@@ -314,12 +324,16 @@ class CPUBackend:
         uniforms: np.ndarray,
     ) -> np.ndarray:
         """See `Backend.sample`."""
-        held, self._known = self._known, None
-        known = held[1] if held is not None and held[0] is logits else survey(self._launcher, logits)
+        known = self._survey(logits)
         if not temperature.any():
             return known.tokens
         options = (_array(values, np.float64) for values in (top_p, min_p, uniforms))
         return choose.sample(self._launcher, known, _array(temperature, np.float64), _array(top_k, np.int64), *options)
+
+    def _survey(self, logits: np.ndarray) -> Survey:
+        """Return what is known of the logits, or find it out."""
+        held, self._known = self._known, None
+        return held[1] if held is not None and held[0] is logits else survey(self._launcher, logits)
 
     def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
         """See `Backend.top_logprobs`; k is at most V."""

@@ -204,16 +204,6 @@ class ReferenceBackend:
             first.copy_(rotated[0])
             second.copy_(rotated[1])
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Backend.silu_and_mul`."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def gelu_and_mul(self, x: torch.Tensor, approximate: bool) -> torch.Tensor:
-        """See `Backend.gelu_and_mul`."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh" if approximate else "none") * up
-
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """See `Backend.activation`."""
         if kind not in ACTIVATIONS:
@@ -280,6 +270,10 @@ class ReferenceBackend:
     def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Backend.rows_finite`."""
         return torch.isfinite(logits.amax(dim=-1))
+
+    def greedy(self, logits: torch.Tensor) -> np.ndarray:
+        """See `Backend.greedy`."""
+        return torch.stack([(row == row.amax()).to(torch.uint8).argmax() for row in logits]).cpu().numpy()
 
     def sample(
         self,
