@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 
@@ -76,6 +77,18 @@ def test_threads_that_sleep_all_the_time_miss_no_program_and_repeat_none() -> No
         x[:] = 0
         program.run()
         assert x.tolist() == [expected] * 4
+
+
+def test_more_threads_than_cores_still_do_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 5)
+    team, x = launcher(5, spins=50), np.zeros(7, np.int64)
+    with team.record() as made:
+        for digit in range(6):
+            team.emit(count_up, x, digit, items=7, work=LARGE, grain=1)
+    for _ in range(200):
+        x[:] = 0
+        made[0].run()
+        assert x.tolist() == [12345] * 7
 
 
 def test_programs_may_be_dropped_as_soon_as_they_have_run() -> None:
