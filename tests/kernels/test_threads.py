@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 
 import numba
 import numpy as np
@@ -189,16 +188,14 @@ def test_an_array_that_holds_nothing_yet_lets_nobody_read_it() -> None:
 
 
 def test_the_threads_of_a_team_end_with_it() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     team, x = launcher(2), np.zeros(2, np.int64)
     team.emit(count_up, x, 1, items=2, work=LARGE)
-    assert threading.active_count() == before + 1
+    (thread,) = set(threading.enumerate()) - before
     del team
     gc.collect()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert threading.active_count() == before
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_more_threads_than_cores_are_refused() -> None:
