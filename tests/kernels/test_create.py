@@ -13,6 +13,14 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
+from quire.kernels.cpu import linear, linear_int
+from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.cpu.jit import Op
+from quire.kernels.cpu.kv_write import WRITE
+from quire.kernels.cpu.norms import rms_norm_rows
+from quire.kernels.cpu.paged_floats import attend_float32
+from quire.kernels.cpu.paged_plan import plan
+from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.create import create_backend
 from quire.kernels.memory import available_memory
 
@@ -64,6 +72,27 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
     for answer in (True, False):
         monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op, answer=answer: answer)
         assert cpu.compiled_before() is answer
+
+
+@pytest.mark.parametrize(
+    ("quantization", "products"),
+    [
+        (None, {linear.linear_float32}),
+        ("int8", {linear_int.linear_int8_generic}),
+        ("int8-weight-only", {linear_int.linear_int8_float}),
+        ("int4", {linear_int.linear_int4_generic, linear_int.linear_int8_generic}),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_kernel_that_decoding_needs_counts_as_such(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, products: set[Op], threads: int
+) -> None:
+    cpu = CPUBackend("float32", "float32", threads, "generic", quantization)
+    asked: list[Op] = []
+    monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op: asked.append(op) or True)
+    assert cpu.compiled_before()
+    products = {*products, *([merge] if threads == 2 else [])}
+    assert set(asked) == {*products, rms_norm_rows, WRITE[np.dtype(np.float32)], plan, attend_float32}
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

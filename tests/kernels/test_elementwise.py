@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from tests.kernels.scenes import normal, pair
+from tests.kernels.scenes import host, normal, pair
 
 WIDTHS = (1, 15, 16, 33, 96)
 
@@ -85,18 +86,21 @@ def test_activations_over_the_whole_range(kind: str) -> None:
         np.testing.assert_allclose(got, activations(x)[kind], rtol=2e-6, atol=1e-6)
 
 
+def halves(backend: Any, width: int) -> Any:
+    """Return a gated weight whose gate and up are the halves of x [T, 2 * width]."""
+    both = np.eye(2 * width, dtype=np.float32)
+    return backend.pack_linear([host(both[:width]), host(both[width:])], gated=True)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gated_activations(width: int) -> None:
     rng = np.random.default_rng(width)
     x = 3 * normal(rng, 4, 2 * width)
     gate, up = activations(x[:, :width]), x[:, width:]
     for backend in pair():
-        put = backend.from_numpy
-        for got, kind in (
-            (backend.silu_and_mul(put(x)), "silu"),
-            (backend.gelu_and_mul(put(x), approximate=True), "gelu_tanh"),
-            (backend.gelu_and_mul(put(x), approximate=False), "gelu"),
-        ):
+        weight = halves(backend, width)
+        for kind in ("silu", "gelu_tanh", "gelu"):
+            got = backend.gated_linear(backend.from_numpy(x), weight, kind)
             np.testing.assert_allclose(backend.to_numpy(got), gate[kind] * up, rtol=3e-6, atol=3e-6)
 
 
@@ -148,7 +152,8 @@ def test_threads_do_not_change_a_bit() -> None:
     x, weight = normal(rng, 37, 48), normal(rng, 24)
     cpu, _ = pair()
     single = type(cpu)(num_threads=1)
-    np.testing.assert_array_equal(cpu.silu_and_mul(x), single.silu_and_mul(x))
+    gated = [backend.gated_linear(x, halves(backend, 24), "silu") for backend in (cpu, single)]
+    np.testing.assert_array_equal(*gated)
     half = np.ascontiguousarray(x[:, :24])
     np.testing.assert_array_equal(cpu.rms_norm(half, weight, 1e-5), single.rms_norm(half, weight, 1e-5))
     np.testing.assert_array_equal(
