@@ -107,7 +107,8 @@ def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values
     """
 
     def code(ctx, b, sig, a):
-        rows, keys, step, q, q_at, pairs, out, out_at, values = a[0], a[1:3], *a[3:9], a[9:11]
+        rows, keys, values = a[0], a[1:3], a[9:11]
+        step, q, q_at, pairs, out, out_at = a[3:9]
 
         def emit(n):
             sums = _zero_sums(b, n)

@@ -261,6 +261,32 @@ def _finish_group(b, sums, out, at, scales, zeros, starts):
                     _store(b, _multiply_add(b, scale, b.load(values[2 * r + c]), so_far), out, place(r, c))
 
 
+def _begin_sums(b, sums, begin):
+    """Let the first chain's two sums of a row begin with what lies at its address, those of other chains with 0."""
+    for r, address in enumerate(begin):
+        value = _splat(b, b.load(address), I32V)
+        b.store(value, sums[0][2 * r])
+        b.store(value, sums[0][2 * r + 1])
+    for place in (place for places in sums[1:] for place in places):
+        b.store(_integers(0), place)
+
+
+def _add_products(b, into, operands, x, from_x, vnni):
+    """Add the products of four bytes of each row with both vectors of weights to the row's two sums."""
+    for r in range(len(into) // 2):
+        word = b.load(b.gep(x, [b.add(from_x, from_x.type(r))]))
+        for c in (0, 1):
+            place = into[2 * r + c]
+            b.store(_dot(b, b.load(place), operands[c], word, vnni), place)
+
+
+def _fold_chains(b, sums):
+    """Add the other chains' sums to the first one's."""
+    for places in sums[1:]:
+        for total, place in zip(sums[0], places, strict=True):
+            b.store(b.add(b.load(total), b.load(place)), total)
+
+
 def _int_tile(rows, bits, vnni):
     unroll = UNROLL if rows == 1 else 1
     chains = CHAINS if rows == 1 else 1
@@ -275,19 +301,13 @@ def _int_tile(rows, bits, vnni):
             w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next = a[:14]
             out, at, *fetched = a[14:]
             index = w_at.type
-            sums = [cgutils.alloca_once(b, I32V) for _ in range(2 * rows)]
-            partial = [[cgutils.alloca_once(b, I32V) for _ in range(2 * rows)] for _ in range(chains - 1)]
+            sums = [[cgutils.alloca_once(b, I32V) for _ in range(2 * rows)] for _ in range(chains)]
             for i in range(2 * rows):
                 _store(b, _constant(0.0), out, b.add(at, index(LANES * i)))
             with cgutils.for_range(b, groups, intp=index) as loop:
                 first = b.add(starts_at, b.mul(loop.index, height))
                 begin = [b.gep(starts, [b.add(first, index(r))]) for r in range(rows)]
-                for r in range(rows):
-                    value = _splat(b, b.load(begin[r]), I32V)
-                    b.store(value, sums[2 * r])
-                    b.store(value, sums[2 * r + 1])
-                for place in (place for places in partial for place in places):
-                    b.store(_integers(0), place)
+                _begin_sums(b, sums, begin)
                 done = b.mul(loop.index, steps)
 
                 def step(i, turn):
@@ -295,26 +315,18 @@ def _int_tile(rows, bits, vnni):
                     from_w = b.add(w_at, b.mul(number, index(LANES)))
                     from_x = b.add(x_at, b.mul(b.mul(number, index(per_step)), height))
                     both = [_octets(b, _load_words(b, w, b.add(from_w, o)), bits) for o in (index(0), w_next)]
-                    if rows > 1:
-                        for line in fetched:
-                            _prefetch(b, w, b.add(line, b.mul(number, index(LANES))))
+                    for line in fetched if rows > 1 else ():
+                        _prefetch(b, w, b.add(line, b.mul(number, index(LANES))))
                     for k in range(per_step):
-                        into = [sums, *partial][(turn * per_step + k) % chains]
                         operands = [_operand(b, octets[k], vnni) for octets in both]
-                        for r in range(rows):
-                            word = b.load(b.gep(x, [b.add(from_x, index(r))]))
-                            for c in (0, 1):
-                                place = into[2 * r + c]
-                                b.store(_dot(b, b.load(place), operands[c], word, vnni), place)
+                        _add_products(b, sums[(turn * per_step + k) % chains], operands, x, from_x, vnni)
                         from_x = b.add(from_x, height)
 
                 _counted(b, steps, unroll, step)
-                for places in partial:
-                    for total, place in zip(sums, places, strict=True):
-                        b.store(b.add(b.load(total), b.load(place)), total)
+                _fold_chains(b, sums)
                 here = b.add(s_at, b.mul(loop.index, index(LANES)))
                 both = [here, b.add(here, s_next)]
-                _finish_group(b, sums, out, at, (scales, both), (zeros, both), begin)
+                _finish_group(b, sums[0], out, at, (scales, both), (zeros, both), begin)
             return ctx.get_dummy_value()
 
         n = types.int64
