@@ -17,7 +17,6 @@ from quire.kernels.cpu import linear, linear_int
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.kv_write import WRITE
-from quire.kernels.cpu.norms import rms_norm_rows
 from quire.kernels.cpu.paged_floats import attend_float32
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
@@ -92,7 +91,7 @@ def test_every_kernel_that_decoding_needs_counts_as_such(
     monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op: asked.append(op) or True)
     assert cpu.compiled_before()
     products = {*products, *([merge] if threads == 2 else [])}
-    assert set(asked) == {*products, rms_norm_rows, WRITE[np.dtype(np.float32)], plan, attend_float32}
+    assert set(asked) == {*products, WRITE[np.dtype(np.float32)], plan, attend_float32}
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

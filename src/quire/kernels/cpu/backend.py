@@ -108,9 +108,9 @@ class CPUBackend:
         return all(op.is_cached() for op in self._main_ops())
 
     def _main_ops(self) -> list[Op]:
-        """Return the ops that every model of this backend needs and that take long to compile."""
+        """Return the ops that take long to compile and that every model needs, whatever its norms are."""
         storage = KV_STORAGE[self.kv_dtype]
-        ops = [*self._products(), norms.rms_norm_rows, WRITE[storage], plan, attend_op(storage, self._paired_kv)]
+        ops = [*self._products(), WRITE[storage], plan, attend_op(storage, self._paired_kv)]
         return [*ops, merge] if self.num_threads > 1 else ops  # one thread splits nothing
 
     def _products(self) -> list[Op]:
