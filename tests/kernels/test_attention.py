@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.kernels.cpu.cache import KV_STORAGE, CPUKVCache
+from quire.kernels.cpu.kv_write import write_kv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
+from tests.kernels.both_ways import T_SIZES, new_launcher
 from tests.kernels.paged_scenes import (
     FLOATS,
     KINDS,
@@ -238,3 +241,62 @@ def test_a_recorded_step_runs_with_other_lengths_and_tables(kind: Kind, threads:
         expected = [scene.attend(backend, cache, p, step) for p in (params, windowed, params)]
         for got, want in zip(results, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    """Round float32 to nearest even in integers; NaN becomes 0x7FC0."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def any_bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Draw float32 of any size and sign: subnormal numbers, ties, infinities and NaN among them."""
+    bits = rng.integers(0, 1 << 32, shape, np.uint32)
+    bits[rng.random(shape) < 0.2] &= 0x807FFFFF
+    bits[rng.random(shape) < 0.2] &= 0xFFFF8000
+    bits[rng.random(shape) < 0.05] |= 0x7F800000
+    bits[rng.random(shape) < 0.02] = 0xFF800000
+    return bits.view(np.float32)
+
+
+def some_slots(rng: np.random.Generator, count: int, limit: int) -> np.ndarray:
+    """Draw distinct slots, in runs of all lengths from 1 on, which begin and end anywhere; some are negative."""
+    cuts = np.cumsum(rng.integers(1, rng.choice([2, 6, 40]), limit))
+    runs = np.split(np.arange(limit), cuts[cuts < limit])
+    slots = np.concatenate([runs[i] for i in rng.permutation(len(runs))])[:count]
+    slots[rng.random(count) < 0.1] = -3
+    return slots.astype(np.int64)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(
+    ("size", "block_size"), [(8, 2), (14, 6), (16, 4), (18, 16), (32, 14), (48, 16), (80, 40), (128, 16), (130, 64)]
+)
+def test_every_bit_of_bfloat16_lands_in_its_place(size: int, block_size: int, paired: bool) -> None:
+    rng, heads, blocks = np.random.default_rng(size), 3, 400 // block_size
+    launchers = [new_launcher(1), new_launcher(2)]
+    for count in T_SIZES:
+        k, v = np.zeros((2, count, heads * size), np.float32)
+        slots = np.zeros(count, np.int64)
+        caches, programs = [], []
+        for launcher in launchers:
+            cache = CPUKVCache.allocate(blocks, block_size, heads, size, KV_STORAGE["bfloat16"], paired)
+            with launcher.record() as made:
+                write_kv(launcher, k, v, cache, slots)
+            caches.append(cache)
+            programs.append(made[0])
+        keys = np.zeros((blocks, heads, block_size, size), np.uint16)
+        values = np.zeros_like(keys)
+        for run in range(3):
+            k[...], v[...] = any_bits(rng, *k.shape), any_bits(rng, *v.shape)
+            slots[...] = some_slots(rng, count, blocks * block_size) if run else np.arange(run + 1, run + 1 + count)
+            kept = slots >= 0
+            at = slots[kept] // block_size, slice(None), slots[kept] % block_size
+            keys[at], values[at] = (bfloat16_bits(x[kept]).reshape(-1, heads, size) for x in (k, v))
+            for program, cache in zip(programs, caches, strict=True):
+                program.run()
+                keys_in_rows = np.moveaxis(cache.keys, 3, 2).reshape(keys.shape)
+                values_in_rows = np.moveaxis(cache.values, 4, 3) if paired else cache.values
+                np.testing.assert_array_equal(keys_in_rows, keys)
+                np.testing.assert_array_equal(values_in_rows.reshape(values.shape), values)

@@ -1,24 +1,34 @@
 """Writing keys and values into the cache, in each of its layouts and storage formats (cache.py).
 
-An item is one token and one KV head.
+An item is one KV head of one token, of up to sixteen tokens in bfloat16. In pairs, the values of two tokens that follow
+one another, as those of a prompt do, are stored together. Two items may own the two halves of a pair, so that nothing
+here reads what it only half overwrites.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.jit import Op, op, part
-from quire.kernels.cpu.pointers import floats, halves, longs, signed_octets, words
+from quire.kernels.cpu.pointers import floats, halves, longs, signed_octets, uints, words
 from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
-from quire.kernels.cpu.simd import get, put
+from quire.kernels.cpu.simd import I16, I32, I32V, LANES, _call, _integers, _load, get, put
 from quire.kernels.cpu.threads import Launcher
 
 # Arguments of the ops; strides in elements
-K, K_STRIDE, V, V_STRIDE, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, SLOTS, HEADS, SIZE, BLOCK_SIZE, PAIRED = range(13)
+K, K_STRIDE, V, V_STRIDE, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, SLOTS = range(9)
+HEADS, SIZE, BLOCK_SIZE, PAIRED, COUNT = range(9, 14)  # COUNT: of tokens
 
 ROUNDER = np.float32(12582912)  # 1.5 * 2^23: added and subtracted, it rounds to the nearest integer, ties to even
+
+TOKENS = 16  # of an item in bfloat16: their keys fill whole cache lines while these are near
+
+I16_PAIRS, MASK = (ir.VectorType(kind, 2 * LANES) for kind in (I16, ir.IntType(1)))
 
 
 @part
@@ -36,39 +46,181 @@ def places(args, slot, head):
 
 
 @part
-def write_floats(args, keys, values, first, last):
-    """Store some tokens and heads, rounded to the nearest; a negative slot is none."""
-    heads, size, block_size = args[HEADS], args[SIZE], args[BLOCK_SIZE]
+def write_one(args, keys, values, t, h):
+    """Store one token and head, rounded to the nearest; a negative slot is none."""
+    size, block_size = args[SIZE], args[BLOCK_SIZE]
     k, v = floats(args[K]), floats(args[V])
-    for item in range(first, last):
-        t, h = item // heads, item % heads
-        slot = longs(args[SLOTS])[t]
-        if slot < 0:
-            continue
-        k_at, v_at = t * args[K_STRIDE] + h * size, t * args[V_STRIDE] + h * size
-        key, beside, value, apart = places(args, slot, h)
-        for d in range(size):
-            put(keys, key + d // 2 * 2 * block_size + d % 2 * beside, get(k, k_at + d))
-        for d in range(size):
-            put(values, value + d * apart, get(v, v_at + d))
+    slot = longs(args[SLOTS])[t]
+    if slot < 0:
+        return
+    k_at, v_at = t * args[K_STRIDE] + h * size, t * args[V_STRIDE] + h * size
+    key, beside, value, apart = places(args, slot, h)
+    for d in range(size):
+        put(keys, key + d // 2 * 2 * block_size + d % 2 * beside, get(k, k_at + d))
+    for d in range(size):
+        put(values, value + d * apart, get(v, v_at + d))
 
 
 @op
 def write_float32(args, first, last, scratch):
     """Store keys and values as they are."""
-    write_floats(args, floats(args[KEYS]), floats(args[VALUES]), first, last)
-
-
-@op
-def write_bfloat16(args, first, last, scratch):
-    """Store keys and values in bfloat16."""
-    write_floats(args, words(args[KEYS]), words(args[VALUES]), first, last)
+    for item in range(first, last):
+        write_one(args, floats(args[KEYS]), floats(args[VALUES]), item // args[HEADS], item % args[HEADS])
 
 
 @op
 def write_float16(args, first, last, scratch):
     """Store keys and values in float16."""
-    write_floats(args, halves(args[KEYS]), halves(args[VALUES]), first, last)
+    for item in range(first, last):
+        write_one(args, halves(args[KEYS]), halves(args[VALUES]), item // args[HEADS], item % args[HEADS])
+
+
+# bfloat16
+
+
+def _rounded(b, floats, offset):
+    """Load sixteen float32 and round them as `simd.put` does; the bits of bfloat16 are the upper halves of lanes."""
+    value = _load(b, "f32", floats, offset)
+    bits = b.bitcast(value, I32V)
+    odd = b.and_(b.lshr(bits, _integers(16)), _integers(1))
+    rounded = b.add(b.add(bits, _integers(0x7FFF)), odd)
+    return b.select(b.fcmp_unordered("uno", value, value), _integers(0x7FC00000), rounded)
+
+
+def _rounded_pairs(b, floats, offset):
+    """Load 32 float32 and round them to sixteen pairs of neighbours."""
+    low, high = (b.bitcast(_rounded(b, floats, b.add(offset, offset.type(o))), I16_PAIRS) for o in (0, LANES))
+    upper = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(1, 4 * LANES, 2)))
+    return b.bitcast(b.shuffle_vector(low, high, upper), I32V)
+
+
+@intrinsic
+def spread_key(ty, floats, at, words, to, apart):
+    """words[to + i * apart] = pair i < 16 of the floats from `at` on."""
+
+    def code(ctx, b, sig, a):
+        floats, at, words, to, apart = a
+        pairs = _rounded_pairs(b, floats, at)
+        for i in range(LANES):
+            place = b.gep(words, [b.add(to, b.mul(apart, at.type(i)))])
+            b.store(b.extract_element(pairs, I32(i)), place)
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(floats, n, words, n, n), code
+
+
+@intrinsic
+def zip_values(ty, floats, first, second, words, to):
+    """words[to + i] = the pair of floats[first + i] and floats[second + i], i < 16."""
+
+    def code(ctx, b, sig, a):
+        low, high = (_rounded(b, a[0], at) for at in a[1:3])
+        pairs = b.or_(b.lshr(low, _integers(16)), b.and_(high, _integers(0xFFFF0000)))
+        b.store(pairs, b.bitcast(b.gep(a[3], [a[4]]), I32V.as_pointer())).align = 4
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(floats, n, n, words, n), code
+
+
+@intrinsic
+def put_halves(ty, floats, at, words, to, half):
+    """Set half 0 or 1 of words[to : to + 16] to floats[at : at + 16]; the other halves are not touched."""
+
+    def code(ctx, b, sig, a):
+        floats, at, words, to, half = a
+        bits = _rounded(b, floats, at)
+        both = b.or_(b.lshr(bits, _integers(16)), b.and_(bits, _integers(0xFFFF0000)))
+        upper, lower = (ir.Constant(MASK, [i % 2 == h for i in range(2 * LANES)]) for h in (1, 0))
+        mask = b.select(b.icmp_signed("!=", half, half.type(0)), upper, lower)
+        place = b.bitcast(b.gep(words, [to]), I16_PAIRS.as_pointer())
+        store = "llvm.masked.store.v32i16.p0v32i16"
+        _call(b, store, ir.VoidType(), [b.bitcast(both, I16_PAIRS), place, I32(2), mask])
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(floats, n, words, n, n), code
+
+
+@part
+def write_paired_keys(args, t, h, slot, count):
+    """Store the keys of `count` tokens, at most sixteen, in slots that follow one another in one block."""
+    size, block_size, step = args[SIZE], args[BLOCK_SIZE], args[K_STRIDE]
+    k, keys = floats(args[K]), uints(args[KEYS])
+    at = t * step + h * size
+    key = (slot // block_size * args[HEADS] + h) * (size // 2) * block_size + slot % block_size
+    if size < 2 * LANES:
+        for r in range(count):
+            for d in range(size):
+                put(words(args[KEYS]), 2 * (key + d // 2 * block_size + r) + d % 2, get(k, at + r * step + d))
+        return
+    for start in range(0, size, 2 * LANES):
+        d = min(start, size - 2 * LANES)  # the last ones may be written twice
+        to = key + d // 2 * block_size
+        for r in range(count):
+            spread_key(k, at + r * step + d, keys, to + r, block_size)
+
+
+@part
+def write_paired_values(args, t, h, slot, count):
+    """Store the values of tokens as of `write_paired_keys`: two of a pair at once, others by halves."""
+    size, block_size, step = args[SIZE], args[BLOCK_SIZE], args[V_STRIDE]
+    v, values = floats(args[V]), uints(args[VALUES])
+    base = (slot // block_size * args[HEADS] + h) * (block_size // 2) * size
+    r = 0
+    while r < count:
+        at, offset = (t + r) * step + h * size, slot % block_size + r
+        value, half = base + offset // 2 * size, offset % 2
+        whole = half == 0 and r + 1 < count
+        r += 2 if whole else 1
+        if size < LANES:
+            for d in range(size):
+                put(words(args[VALUES]), 2 * (value + d) + half, get(v, at + d))
+                if whole:
+                    put(words(args[VALUES]), 2 * (value + d) + 1, get(v, at + step + d))
+            continue
+        for start in range(0, size, LANES):
+            d = min(start, size - LANES)
+            if whole:
+                zip_values(v, at + d, at + step + d, values, value + d)
+            else:
+                put_halves(v, at + d, values, value + d, half)
+
+
+@part
+def write_paired(args, first, last, h):
+    """Store head h of tokens first .. last - 1, at most sixteen, run by run of slots that follow one another."""
+    slots, block_size = longs(args[SLOTS]), args[BLOCK_SIZE]
+    t = first
+    while t < last:
+        slot = slots[t]
+        if slot < 0:
+            t += 1
+            continue
+        count, most = 1, min(last - t, block_size - slot % block_size)
+        while count < most and slots[t + count] == slot + count:
+            count += 1
+        write_paired_keys(args, t, h, slot, count)
+        write_paired_values(args, t, h, slot, count)
+        t += count
+
+
+@op
+def write_bfloat16(args, first, last, scratch):
+    """Store keys and values in bfloat16; an item is a head of TOKENS tokens."""
+    heads = args[HEADS]
+    for item in range(first, last):
+        token, h = item // heads * TOKENS, item % heads
+        end = min(token + TOKENS, args[COUNT])
+        if args[PAIRED] != 0:
+            write_paired(args, token, end, h)
+        else:
+            for t in range(token, end):
+                write_one(args, words(args[KEYS]), words(args[VALUES]), t, h)
+
+
+# int8
 
 
 @part
@@ -116,8 +268,11 @@ def write_kv(launcher: Launcher, k: np.ndarray, v: np.ndarray, cache: CPUKVCache
     assert slot_mapping.dtype == np.int64 and slot_mapping.flags.c_contiguous
     k, k_stride = as_rows(k)
     v, v_stride = as_rows(v)
-    sizes = (cache.heads, cache.head_size, cache.block_size, int(cache.paired))
+    count, storage = k.shape[0], cache.flat_keys.dtype
+    sizes = (cache.heads, cache.head_size, cache.block_size, int(cache.paired), count)
+    items = (-(-count // TOKENS) if storage == np.uint16 else count) * cache.heads
+    work = (4 if storage == np.uint16 and cache.paired else 24) * k.size
     launcher.emit(
-        WRITE[cache.flat_keys.dtype], k, k_stride, v, v_stride, cache.flat_keys, cache.flat_values, cache.key_scales,
-        cache.value_scales, slot_mapping, *sizes, items=k.shape[0] * cache.heads, work=24 * k.size,
+        WRITE[storage], k, k_stride, v, v_stride, cache.flat_keys, cache.flat_values, cache.key_scales,
+        cache.value_scales, slot_mapping, *sizes, items=items, work=work,
     )  # fmt: skip
