@@ -18,10 +18,9 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import Slabs, as_rows
-from quire.kernels.cpu.interleave import ROW_GROUP, next_panel
+from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, next_panel, padded_rows, tile_height
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
-from quire.kernels.cpu.quantize import padded_rows, tile_height
 from quire.kernels.cpu.simd import add, get, load, mul, splat, store
 from quire.kernels.cpu.simd_int import (
     FLOAT_ROWS,
@@ -492,7 +491,7 @@ def quantize_rows(launcher: Launcher, x: np.ndarray, weight: IntLinear) -> Quant
     scales = launcher.empty((padded,), np.float32)
     launcher.emit(
         quantize.quantize_tiles, x, stride, rows, weight.inputs, weight.depth, weight.group, 1 << (weight.bits - 1),
-        packed, starts, scales, items=-(-rows // quantize.TILE), work=rows * weight.depth,
+        packed, starts, scales, items=-(-rows // DOT_ROWS), work=rows * weight.depth,
     )  # fmt: skip
     return QuantizedRows(packed, starts, scales, rows)
 
@@ -542,7 +541,7 @@ def _interleaved(launcher: Launcher, x: np.ndarray | QuantizedRows, weight: IntL
     packed = launcher.empty((padded * weight.depth,), np.float32)
     launcher.emit(
         quantize.interleave_tiles, x, stride, rows, weight.inputs, weight.depth, packed,
-        items=-(-rows // quantize.TILE), work=rows * weight.depth,
+        items=-(-rows // DOT_ROWS), work=rows * weight.depth,
     )  # fmt: skip
     return packed
 

@@ -23,6 +23,7 @@ from quire.kernels.cpu.simd import (
     _constant,
     _load,
     _multiply_add,
+    _prefetch,
     _splat,
     _storage,
     _store,
@@ -55,10 +56,8 @@ def _dot(b, total, x, y):
     return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [total, x, y])
 
 
-def _prefetch(b, address, level):
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    b.call(function, [b.inttoptr(address, I8.as_pointer()), I32(0), I32(level), I32(1)])
+def _prefetch_at(b, address, level):
+    _prefetch(b, b.inttoptr(address, I8.as_pointer()), level)
 
 
 def _to_pairs(b, first, second):
@@ -116,7 +115,7 @@ def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values
                 down = b.mul(loop.index, step)
                 columns = [_pairs_at(b, b.add(k, down)) for k in keys]
                 for address in values:
-                    _prefetch(b, b.add(address, b.mul(loop.index, I64(64))), MIDDLE)
+                    _prefetch_at(b, b.add(address, b.mul(loop.index, I64(64))), MIDDLE)
                 here = b.add(q_at, b.mul(loop.index, I64(n)))
                 _add_products(b, sums, columns, [_factor(b, q, b.add(here, I64(r))) for r in range(n)])
             for place, total in enumerate(sums):
@@ -152,7 +151,7 @@ def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at
                     here = b.add(base, b.mul(loop.index, step))
                     columns = [_pairs_at(b, b.add(here, I64(o))) for o in (0, 64)]
                     for o in (0, HALF_PAIRS):
-                        _prefetch(b, b.add(ahead, b.mul(b.add(loop.index, I64(o)), keys_step)), MIDDLE)
+                        _prefetch_at(b, b.add(ahead, b.mul(b.add(loop.index, I64(o)), keys_step)), MIDDLE)
                     at = b.add(b.mul(half, I64(HALF_PAIRS)), loop.index)
                     places = [b.add(at, I64(r * SEGMENT // 2)) for r in range(n)]
                     _add_products(b, sums, columns, [_factor(b, weights, p) for p in places])
@@ -215,7 +214,7 @@ def prefetch(ty, address):
     """Start loading the cache line at this address into the first-level cache."""
 
     def code(ctx, b, sig, a):
-        _prefetch(b, a[0], NEAR)
+        _prefetch_at(b, a[0], NEAR)
         return ctx.get_dummy_value()
 
     return types.void(types.int64), code

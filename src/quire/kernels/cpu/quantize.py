@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.kernels.cpu.interleave import DOT_ROWS, tile_height
 from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, uints, words
 from quire.kernels.cpu.simd import get, lane_max, load, load_some, maximum, put, splat, sub
@@ -27,22 +28,9 @@ from quire.kernels.cpu.simd_int import (
     total,
 )
 
-TILE = 8  # rows of the largest tile
 SMALLEST = np.float32(2.0**-120)  # the inverse of what is smaller might be infinite
 INFINITY_BITS = 0x7F800000
 LIMIT = 127
-
-
-@part
-def tile_height(rows):
-    """Rows of the tile that computes the next of `rows` rows; it may have more than are left."""
-    return 8 if rows > 4 else 4 if rows > 1 else 1
-
-
-def padded_rows(rows: int) -> int:
-    """Return the rows of all tiles that compute `rows` rows."""
-    whole = rows // TILE * TILE
-    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
 
 
 @part
@@ -103,8 +91,8 @@ def quantize_tiles(args, first, last, scratch):
     offset, packed, starts, scales = args[6], uints(args[7]), ints(args[8]), floats(args[9])
     groups = depth // group
     for tile in range(first, last):
-        row = tile * TILE
-        count = min(rows - row, TILE)
+        row = tile * DOT_ROWS
+        count = min(rows - row, DOT_ROWS)
         height = tile_height(count)
         for r in range(height):
             to, starts_at = row * depth // 4 + r, row * groups + r
@@ -118,8 +106,8 @@ def interleave_tiles(args, first, last, scratch):
     """x, row stride, rows, width, depth, packed: one item is one tile of [depth][height] float32, 0 where x ends."""
     x, stride, rows, width, depth, packed = floats(args[0]), args[1], args[2], args[3], args[4], floats(args[5])
     for tile in range(first, last):
-        row = tile * TILE
-        count = min(rows - row, TILE)
+        row = tile * DOT_ROWS
+        count = min(rows - row, DOT_ROWS)
         height = tile_height(count)
         for r in range(height):
             length = width if r < count else 0

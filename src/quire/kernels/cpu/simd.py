@@ -469,12 +469,12 @@ def _tile(rows):
 tile_many, tile_four, tile_two, tile_one = _tile(TILE_ROWS), _tile(4), _tile(2), _tile(1)
 
 
-def _prefetch(b, data, offset):
-    """Start loading the cache line at `data + offset` into the second-level cache; any address will do."""
+def _prefetch(b, pointer, level=2):
+    """Start loading the cache line at any address into the second-level cache, or with level 3 into the first."""
     octet = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [octet, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    b.call(function, [b.bitcast(b.gep(data, [offset]), octet), I32(0), I32(2), I32(1)])
+    b.call(function, [b.bitcast(pointer, octet), I32(0), I32(level), I32(1)])
 
 
 def _load_pairs(b, data, offset):
@@ -506,7 +506,7 @@ def _dot_tile(rows):
                 step = b.add(a[1], b.mul(loop.index, index(2 * LANES)))
                 columns = [_load_pairs(b, weights, b.add(step, o)) for o in (index(0), a[2])]
                 for line in {a[10]: None, a[11]: None}:
-                    _prefetch(b, weights, b.add(line, b.mul(loop.index, index(2 * LANES))))
+                    _prefetch(b, b.gep(weights, [b.add(line, b.mul(loop.index, index(2 * LANES)))]))
                 x_step = b.add(a[4], b.mul(loop.index, index(rows)))
                 for r in range(rows):
                     factor = b.load(b.gep(factors, [b.add(x_step, index(r))]))

@@ -316,7 +316,7 @@ def _int_tile(rows, bits, vnni):
                     from_x = b.add(x_at, b.mul(b.mul(number, index(per_step)), height))
                     both = [_octets(b, _load_words(b, w, b.add(from_w, o)), bits) for o in (index(0), w_next)]
                     for line in fetched if rows > 1 else ():
-                        _prefetch(b, w, b.add(line, b.mul(number, index(LANES))))
+                        _prefetch(b, b.gep(w, [b.add(line, b.mul(number, index(LANES)))]))
                     for k in range(per_step):
                         operands = [_operand(b, octets[k], vnni) for octets in both]
                         _add_products(b, sums[(turn * per_step + k) % chains], operands, x, from_x, vnni)

@@ -28,6 +28,7 @@ from numba.extending import intrinsic
 
 from quire.kernels.cpu.jit import entry, part
 from quire.kernels.cpu.pointers import longs
+from quire.kernels.cpu.simd import _prefetch
 
 # One row of a program
 ROW = 32  # int64 values
@@ -164,9 +165,7 @@ def fetch(ty, address):
     """Start loading the cache line at this address into the second-level cache."""
 
     def code(ctx, b, sig, a):
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-        b.call(function, [b.inttoptr(a[0], I8.as_pointer()), I32(0), I32(2), I32(1)])
+        _prefetch(b, b.inttoptr(a[0], I8.as_pointer()))
         return ctx.get_dummy_value()
 
     return types.void(types.int64), code
