@@ -225,8 +225,6 @@ def attend(
         seq_lens=np.full(sequences, context, np.int32),
         block_tables=tables,
         slot_mapping=np.zeros(sequences * tokens, np.int64),
-        max_query_len=tokens,
-        max_seq_len=context,
     )
     params = AttentionParams(shape.heads, shape.kv_heads, shape.head_size, shape.head_size**-0.5)
 

@@ -48,7 +48,7 @@ def main() -> None:
     for cache in caches:  # memory that was never written would be read from one page of zeros
         cache.flat_keys[:] = 0
         cache.flat_values[:] = 0
-    graphs = StepGraphs(model, backend, caches, max_tokens=4096, max_num_seqs=64, max_blocks=256, block_size=BLOCK_SIZE)
+    graphs = StepGraphs(model, backend, caches, max_tokens=4096, max_num_seqs=64, max_blocks=256)
     programs: list[Program] = []
     remember(programs)
     for step in args.steps.split(","):

@@ -69,8 +69,6 @@ class ModelDriver:
             seq_lens=self._array(seq_lens, np.int32),
             block_tables=self._array(tables, np.int32),
             slot_mapping=self._array(slots, np.int64),
-            max_query_len=max(lengths),
-            max_seq_len=max(seq_lens),
         )
 
     def _array(self, values: object, dtype: type) -> object:

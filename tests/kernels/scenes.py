@@ -125,8 +125,6 @@ class Paged:
             seq_lens=lengths,
             block_tables=self.tables[[s for s, _, _ in chunks]],
             slot_mapping=np.concatenate([self.slots(*chunk) for chunk in chunks]),
-            max_query_len=max(counts),
-            max_seq_len=int(lengths.max()),
         )
 
     def attend(

@@ -37,7 +37,6 @@ class AttentionMetadata:
         seq_lens: int32 [S]; context length including this step's tokens. A sequence's queries are its last positions.
         block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
-        max_query_len, max_seq_len: none is longer.
         wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
     """
 
@@ -45,8 +44,6 @@ class AttentionMetadata:
     seq_lens: Array
     block_tables: Array
     slot_mapping: Array
-    max_query_len: int
-    max_seq_len: int
     wanted: Array | None = None
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -54,10 +54,8 @@ class StepGraphs:
         max_tokens: int,
         max_num_seqs: int,
         max_blocks: int,
-        block_size: int,
     ) -> None:
         self._model, self._backend, self._kv_caches = model, backend, kv_caches
-        self._max_seq_len = max_blocks * block_size
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self._positions = backend.zeros((max_tokens,), "int64")
         self._slot_mapping = backend.zeros((max_tokens,), "int64")
@@ -102,8 +100,6 @@ class StepGraphs:
             seq_lens=self._seq_lens[:sequences],
             block_tables=self._block_tables[:sequences],
             slot_mapping=self._slot_mapping[:tokens],
-            max_query_len=tokens - sequences + 1,
-            max_seq_len=self._max_seq_len,
             wanted=None if all_hidden or rows == tokens else sampled,  # where all are sampled they are so in order
         )
         hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)

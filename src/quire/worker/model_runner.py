@@ -54,7 +54,6 @@ class ModelRunner:
             max_tokens=max(max_num_batched_tokens, WARM_UP_TOKENS),
             max_num_seqs=max_num_seqs,
             max_blocks=self.batch.block_table.shape[1],
-            block_size=block_size,
         )
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
