@@ -241,3 +241,40 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Options of a beam search. Raises `RequestError` naming the field, the value, and what is allowed.
+
+    Attributes:
+        beam_width: beams kept at each step, and returned, 1..128. max_tokens: longest continuation.
+        ignore_eos: go on after EOS. temperature: only 0: beams follow the model's own probabilities.
+        length_penalty: beams are ranked by the sum of log-probabilities over length ** length_penalty.
+        early_stopping: True ends the search with the first `beam_width` finished beams; False, when no running one can
+            rank before them, judged by its present length; "never", judged by the longest possible one (those of
+            `transformers`).
+        include_stop_str_in_output, skip_special_tokens: as for `SamplingParams`.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_int("beam_width", self.beam_width, 1, MAX_N)
+        check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
+        check_float("temperature", self.temperature, 0.0, 0.0)
+        self.length_penalty = check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(
+                f"early_stopping must be true, false or 'never', got {echo(self.early_stopping)}",
+                param="early_stopping",
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_bool(name, getattr(self, name))

@@ -8,6 +8,8 @@ one sequence that the scheduler makes of a `ModelOutput`.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from quire.sampling_params import SamplingParams
@@ -19,45 +21,116 @@ class NewSequenceData(msgspec.Struct):
     """A sequence the worker does not know (first time, or resumed after preemption), in full.
 
     `token_ids` holds the prompt and, after a preemption, the tokens generated so far; the first `num_prompt_tokens`
-    are the prompt. `block_ids` is the whole block table; the first `num_computed_tokens` tokens have their KV there.
-    `seed` is always set: the engine draws one for requests that gave none.
+    are the prompt. `block_ids` holds its block tables, one for each group of layers (`KVCacheSpec.groups`); the first
+    `num_computed_tokens` tokens have their KV there. `seed` is always set: the front draws one for requests that gave
+    none. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
+    tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
     """
 
-    request_id: str
+    sequence_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     sampling_params: SamplingParams
     seed: int
     stop_ids: list[int]
     bad_words_ids: list[list[int]]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int
+    num_candidates: int = 0
 
 
 class ContinuingSequenceData(msgspec.Struct):
-    """What changed for a sequence the worker already holds: blocks appended to its table."""
+    """What changed for a sequence the worker already holds.
 
-    request_id: str
-    new_block_ids: list[int]
+    `new_block_ids` are appended to its block tables, one list for each group of layers (or no list at all: nothing
+    new); `replaced_blocks` are entries (group, index, block id) that changed, since the block was shared and is about
+    to be written. `new_token_ids` are tokens appended to it that the worker did not sample itself.
+    """
+
+    sequence_id: str
+    new_block_ids: list[list[int]]
     num_computed_tokens: int
+    replaced_blocks: list[tuple[int, int, int]] = []
+    new_token_ids: list[int] = []
+
+
+class ForkData(msgspec.Struct):
+    """A new sequence that is a copy of one that the worker holds: its tokens, block tables and options.
+
+    With `samples` the parent ends its prompt in this very step, and the new sequence draws a token of its own from the
+    same logits, with its own `seed`. Otherwise it is scheduled like any continuing sequence.
+    """
+
+    parent_id: str
+    sequence_id: str
+    seed: int
+    samples: bool = False
+
+
+class TransferKind(IntEnum):
+    """Between which memories a block moves."""
+
+    COPY = 0  # device to device
+    OUT = 1  # device to host
+    IN = 2  # host to device
+
+
+class BlockSave(msgspec.Struct, array_like=True):
+    """Write device block `block_id` to record `slot` of the disk store, under `header` (`kvcache/disk_index.py`)."""
+
+    block_id: int
+    slot: int
+    header: bytes
+
+
+class BlockLoad(msgspec.Struct, array_like=True):
+    """Read record `slot` of the disk store, which must carry `header`, into device block `block_id`."""
+
+    block_id: int
+    slot: int
+    header: bytes
 
 
 class SchedulerOutput(msgspec.Struct):
     """One step's plan.
 
-    `num_scheduled_tokens[request_id]` tokens are computed for each sequence named there, starting at its
-    `num_computed_tokens`; a sequence whose last known token is among them is sampled. `finished_request_ids` and
-    `preempted_request_ids` leave the worker before anything else happens; then `block_copies` (source, destination)
-    are executed; then the model runs.
+    `num_scheduled_tokens[sequence_id]` tokens are computed for each sequence named there, starting at its
+    `num_computed_tokens`; a sequence whose last known token is among them is sampled. What happens, in this order:
+
+    1. `saves`: blocks are written to disk.
+    2. `transfers` (kind, source, destination), one after the other: a block may be the destination of one and the
+       source of a later one. Block ids of the device, or of the host's pool, as `TransferKind` says.
+    3. `loads` are begun. They go on beside later steps; `ModelOutput.loaded` says when each is done. With
+       `wait_for_loads` there is nothing else to do, so the step lasts until one is (or none is under way).
+    4. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
+       continuing ones are taken in.
+    5. The model runs.
     """
 
     new_sequences: list[NewSequenceData]
     continuing: list[ContinuingSequenceData]
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
-    finished_request_ids: list[str]
-    preempted_request_ids: list[str]
-    block_copies: list[tuple[int, int]] = []
+    finished_sequence_ids: list[str]
+    preempted_sequence_ids: list[str]
+    forks: list[ForkData] = []
+    transfers: list[tuple[int, int, int]] = []
+    saves: list[BlockSave] = []
+    loads: list[BlockLoad] = []
+    wait_for_loads: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker would have nothing to do with it."""
+        return not (
+            self.num_scheduled_tokens
+            or self.finished_sequence_ids
+            or self.preempted_sequence_ids
+            or self.transfers
+            or self.saves
+            or self.loads
+            or self.wait_for_loads
+        )
 
 
 class TokenTopLogprobs(msgspec.Struct, array_like=True):
@@ -74,17 +147,21 @@ class TokenTopLogprobs(msgspec.Struct, array_like=True):
 class ModelOutput(msgspec.Struct):
     """What one step produced.
 
-    `sampled_token_ids[request_id]` holds the new tokens (one; more with speculation) of each sequence that was
-    sampled; sequences still inside their prompt are absent. `logprobs` has one entry per sampled token for those who
-    asked. `prompt_logprobs` has one entry per prompt position *predicted* in this step (position of the first
-    scheduled token + 1 onwards, up to the last prompt token), for those who asked. `errors` names sequences whose
-    logits were not finite; they produced no token and must be ended.
+    `sampled_token_ids[sequence_id]` holds the new tokens (one; more with speculation) of each sequence that was
+    sampled; sequences still inside their prompt are absent, and so are beams, which have `candidates`: the most likely
+    next tokens with their log-probabilities, falling (the first entry, elsewhere the chosen token's, is the best one's
+    again). `logprobs` has one entry per sampled token for those who asked. `prompt_logprobs` has one entry per prompt
+    position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token),
+    for those who asked. `errors` names sequences whose logits were not finite; they produced no token and must be
+    ended. `loaded` says of each device block whose load from disk ended whether the record was sound.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenTopLogprobs]] = {}
     prompt_logprobs: dict[str, list[TokenTopLogprobs]] = {}
     errors: dict[str, str] = {}
+    candidates: dict[str, TokenTopLogprobs] = {}
+    loaded: dict[int, bool] = {}
 
 
 class LayerKVSpec(msgspec.Struct, frozen=True):
@@ -106,24 +183,72 @@ class LayerKVSpec(msgspec.Struct, frozen=True):
         return 2 * block_size * self.num_kv_heads * (self.head_size * DTYPE_BYTES[self.dtype] + scale)
 
 
+class KVCacheGroup(msgspec.Struct, frozen=True):
+    """Layers whose tokens lie in the same blocks, so that one block table serves them all.
+
+    `layers` are indices into `KVCacheSpec.layers`. A token further than `sliding_window` behind is never read again
+    (None: all are), so that its block can be given back.
+    """
+
+    layers: list[int]
+    sliding_window: int | None = None
+
+
 class KVCacheSpec(msgspec.Struct, frozen=True):
     """KV cache needs of a whole model: one `LayerKVSpec` per attention layer, in order."""
 
     layers: list[LayerKVSpec]
 
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes that one block id costs: the sum over all layers."""
-        return sum(layer.block_bytes(block_size) for layer in self.layers)
+    def groups(self, max_model_len: int) -> list[KVCacheGroup]:
+        """Return groups of layers that share one pool of blocks.
+
+        Layers of different windows (a window of `max_model_len` or more is none) go into different groups, all with
+        as many layers as the rarest kind has, or fewer in the last one of a kind. The i-th layers of all groups lie in
+        the same memory; a block belongs to one group at a time. Where layers differ in shape they cannot, and all
+        are one group without a window.
+        """
+        kinds: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            window = layer.sliding_window
+            kinds.setdefault(None if window is None or window >= max_model_len else window, []).append(index)
+        if len({(layer.num_kv_heads, layer.head_size, layer.dtype) for layer in self.layers}) > 1 and len(kinds) > 1:
+            return [KVCacheGroup(list(range(len(self.layers))))]
+        size = min(len(layers) for layers in kinds.values())
+        return [
+            KVCacheGroup(layers[start : start + size], window)
+            for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0]))
+            for start in range(0, len(layers), size)
+        ]
+
+    def block_bytes(self, block_size: int, max_model_len: int) -> int:
+        """Bytes that one block id costs: the sum over the layers of the largest group."""
+        return max(
+            sum(self.layers[index].block_bytes(block_size) for index in group.layers)
+            for group in self.groups(max_model_len)
+        )
+
+
+class BeamOutput(msgspec.Struct, array_like=True):
+    """One finished beam: tokens after the prompt (a stop id included), and the sum of their log-probabilities.
+
+    `score` is what beams are ranked by: that sum over length ** length_penalty. `finish_reason` is "stop" or "length".
+    """
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
 
 
 class SequenceOutput(msgspec.Struct):
     """News of one sequence in one step.
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the stop token id (None for EOS).
-    `error` explains "error". `num_cached_tokens` is sent with the first output.
+    `error` explains "error". `num_cached_tokens` is sent with the first output. A beam search has one output, at its
+    end, in the name of its request: `beams`, best first.
     """
 
-    request_id: str
+    sequence_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | None = None
@@ -133,18 +258,30 @@ class SequenceOutput(msgspec.Struct):
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     error: str | None = None
+    beams: list[BeamOutput] | None = None
 
 
 class SchedulerStats(msgspec.Struct):
-    """A snapshot of the scheduler after a step; the counters only ever grow."""
+    """A snapshot of the scheduler after a step; the counters only ever grow.
+
+    `num_running` and `num_waiting` count sequences and requests; `num_swapped`, of the waiting, those whose KV is in
+    the host's pool. `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and
+    `disk_cache_hits`, of these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_swapped: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    host_cache_hits: int = 0
+    disk_cache_hits: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
 

@@ -40,10 +40,11 @@ def add(core: EngineCore, request_id: str, index: int, params: SamplingParams) -
     core.add(
         AddRequest(
             request_id=request_id,
+            sequence_ids=[request_id],
             prompt_token_ids=PROMPTS[index],
             sampling_params=params,
             arrival_time=0.0,
-            seed=1000 + index,
+            seeds=[1000 + index],
             stop_ids=[2],
             max_tokens=LENGTHS[index],
         )
@@ -57,7 +58,7 @@ def params_for(index: int) -> SamplingParams:
 
 def drain(core: EngineCore, tokens: dict[str, list[int]]) -> None:
     for output in core.step().outputs:
-        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        tokens.setdefault(output.sequence_id, []).extend(output.new_token_ids)
         assert output.error is None, output.error
 
 

@@ -28,10 +28,11 @@ def config_for(folder: Path, **options: object) -> EngineConfig:
 def request(request_id: str, max_tokens: int = 4) -> AddRequest:
     return AddRequest(
         request_id=request_id,
+        sequence_ids=[request_id],
         prompt_token_ids=[1, 2, 3],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
         arrival_time=0.0,
-        seed=0,
+        seeds=[0],
         stop_ids=[],
         max_tokens=max_tokens,
     )
@@ -66,7 +67,7 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
                 news = await client.receive()
                 assert isinstance(news, EngineOutputs)
                 for output in news.outputs:
-                    if output.request_id == "a":
+                    if output.sequence_id == "a":
                         tokens += output.new_token_ids
                         finished = output.finish_reason
             assert (len(tokens), finished) == (4, "length")

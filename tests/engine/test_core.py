@@ -24,10 +24,11 @@ def make_core(folder: Path, **options: object) -> EngineCore:
 def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> AddRequest:
     return AddRequest(
         request_id=request_id,
+        sequence_ids=[request_id],
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=max_tokens),
         arrival_time=0.0,
-        seed=0,
+        seeds=[0],
         stop_ids=list(stop_ids),
         max_tokens=max_tokens,
     )
@@ -38,9 +39,9 @@ def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str]]:
     ends: dict[str, str] = {}
     while core.has_unfinished():
         for output in core.step().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            tokens.setdefault(output.sequence_id, []).extend(output.new_token_ids)
             if output.finish_reason:
-                ends[output.request_id] = output.finish_reason
+                ends[output.sequence_id] = output.finish_reason
     return tokens, ends
 
 
@@ -133,5 +134,5 @@ def test_a_message_the_scheduler_refuses_gets_an_error_and_does_not_end_the_loop
         return messages.pop(0)
 
     run_loop(core, receive, sent.append)
-    ends = {o.request_id: o.finish_reason for m in sent if isinstance(m, EngineOutputs) for o in m.outputs}
+    ends = {o.sequence_id: o.finish_reason for m in sent if isinstance(m, EngineOutputs) for o in m.outputs}
     assert ends == {"empty": "error", "fine": "length"}

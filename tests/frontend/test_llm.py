@@ -313,7 +313,7 @@ def test_a_script_repeats_itself_and_its_requests_differ() -> None:
         llm, engine = fake_llm(**options)
         quiet(llm, ["a", "b"], SamplingParams(max_tokens=1))
         quiet(llm, "c", SamplingParams(max_tokens=1))
-        return [request.seed for request in engine.added]
+        return [request.seeds[0] for request in engine.added]
 
     assert len(set(seeds())) == 3
     assert seeds() == seeds()

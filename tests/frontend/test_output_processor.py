@@ -127,7 +127,7 @@ def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
     assert item.logprobs is not None
     assert len(item.logprobs) == len(item.token_ids) == 2
     assert item.cumulative_logprob == pytest.approx(-1.5)
-    rig.engine.send(AddRequest("other", [1], SamplingParams(), 0.0, 0, [], 5))
+    rig.engine.send(AddRequest("other", [1], SamplingParams(), 0.0, ["other"], [0], [], 5))
     assert rig.outputs.num_unfinished == 0
     rig.step()  # news of the aborted request, on its way already, are ignored
     assert state.take() is None
@@ -240,7 +240,7 @@ def test_prompt_logprobs_are_put_together_and_delivered_with_the_first_token(kin
 
     def news(new_token_ids: list[int], predicted: list[int]) -> RequestOutput | None:
         entries = [TokenTopLogprobs([token, 9], [-1.0, -0.5], 4) for token in predicted]
-        output = SequenceOutput(request_id="p", new_token_ids=new_token_ids, prompt_logprobs=entries)
+        output = SequenceOutput(sequence_id="p", new_token_ids=new_token_ids, prompt_logprobs=entries)
         rig.outputs.process(EngineOutputs([output], SchedulerStats(), 1.0))
         return state.take()
 
@@ -261,7 +261,7 @@ def test_times_and_counts_of_a_request() -> None:
 
     def news(now: float, **fields: Any) -> None:
         fields.setdefault("new_token_ids", [5])
-        rig.outputs.process(EngineOutputs([SequenceOutput(request_id="m", **fields)], SchedulerStats(), now))
+        rig.outputs.process(EngineOutputs([SequenceOutput(sequence_id="m", **fields)], SchedulerStats(), now))
 
     news(3.0, first_scheduled_time=1.0, num_cached_tokens=2)
     news(4.0, num_preemptions=1)

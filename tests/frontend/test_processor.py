@@ -199,12 +199,12 @@ def test_several_completions_become_several_requests() -> None:
     params = SamplingParams(n=3, seed=-5, prompt_logprobs=2, logprobs=1)
     adds = process("x", params, priority=3, cache_salt="s")
     assert [add.request_id for add in adds] == ["r-0", "r-1", "r-2"]
-    assert [add.seed for add in adds] == [-5, child_seed(-5, 1), child_seed(-5, 2)]
-    assert len({add.seed for add in adds}) == 3
+    assert [add.seeds[0] for add in adds] == [-5, child_seed(-5, 1), child_seed(-5, 2)]
+    assert len({add.seeds[0] for add in adds}) == 3
     assert [add.sampling_params.prompt_logprobs for add in adds] == [2, None, None]
     assert all(add.sampling_params.n == 1 and add.sampling_params.logprobs == 1 for add in adds)
     assert all((add.priority, add.cache_salt) == (3, "s") for add in adds)
-    assert [add.seed for add in process("x", params)] == [add.seed for add in adds]
+    assert [add.seeds[0] for add in process("x", params)] == [add.seeds[0] for add in adds]
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
@@ -214,7 +214,7 @@ def test_derived_seeds_fit_64_bits(seed: int, index: int) -> None:
 
 
 def test_without_a_seed_every_request_draws_its_own() -> None:
-    seeds = {process("x")[0].seed for _ in range(20)}
+    seeds = {process("x")[0].seeds[0] for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -121,7 +121,7 @@ def reply_with(tokenizer: Tokenizer, *texts: str, end: bool = True) -> Reply:
 def letters(request: AddRequest) -> list[int]:
     """The default reply: 1000 letters and spaces, a function of prompt and seed."""
     ids = [small_tokenizer_ids()[letter] for letter in "abcdefgh "]
-    data = repr((request.prompt_token_ids, request.seed)).encode()
+    data = repr((request.prompt_token_ids, request.seeds[0])).encode()
     return [ids[byte % len(ids)] for byte in hashlib.shake_128(data).digest(1000)]
 
 
@@ -224,7 +224,7 @@ class FakeEngine:
     def _advance(self, item: _Running, now: float) -> SequenceOutput:
         request, params = item.request, item.request.sampling_params
         first = item.num_done == 0
-        output = SequenceOutput(request_id=request.request_id, new_token_ids=[])
+        output = SequenceOutput(sequence_id=request.request_id, new_token_ids=[])
         if first:
             output.num_cached_tokens = 0
             output.first_scheduled_time = now

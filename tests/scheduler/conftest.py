@@ -106,26 +106,26 @@ class FakeWorker:
         return output
 
     def _update(self, plan: SchedulerOutput) -> None:
-        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+        for request_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             del self.rows[request_id]  # KeyError: told twice, or never told of it
-        named = [new.request_id for new in plan.new_sequences] + [cont.request_id for cont in plan.continuing]
+        named = [new.sequence_id for new in plan.new_sequences] + [cont.sequence_id for cont in plan.continuing]
         assert sorted(named) == sorted(plan.num_scheduled_tokens)
         assert sum(plan.num_scheduled_tokens.values()) == plan.total_num_scheduled_tokens
         assert min(plan.num_scheduled_tokens.values(), default=1) > 0
         for new in plan.new_sequences:
-            assert new.request_id not in self.rows
-            self.rows[new.request_id] = Row(
+            assert new.sequence_id not in self.rows
+            self.rows[new.sequence_id] = Row(
                 token_ids=new.token_ids,
-                block_ids=new.block_ids,
+                block_ids=new.block_ids[0],
                 num_computed_tokens=new.num_computed_tokens,
                 params=new.sampling_params,
                 num_prompt_tokens=new.num_prompt_tokens,
-                salt=self.salts.get(new.request_id),
+                salt=self.salts.get(new.sequence_id),
                 version=self.version,
             )
         for cont in plan.continuing:
-            row = self.rows[cont.request_id]
-            row.block_ids += cont.new_block_ids
+            row = self.rows[cont.sequence_id]
+            row.block_ids += cont.new_block_ids[0] if cont.new_block_ids else []
             assert row.num_computed_tokens == cont.num_computed_tokens
 
     def _write(self, plan: SchedulerOutput, broken: Collection[str]) -> None:
@@ -255,11 +255,11 @@ class Run:
         self.plans.append(plan)
         output = self.worker.execute(plan, broken(plan))
         for news in self.scheduler.update_from_output(plan, output):
-            assert self.last.get(news.request_id) is None or self.last[news.request_id].finish_reason is None
-            self.first.setdefault(news.request_id, news)
-            self.last[news.request_id] = news
-            self.tokens[news.request_id] += news.new_token_ids
-            self.prompt_logprobs[news.request_id] += news.prompt_logprobs or []
+            assert self.last.get(news.sequence_id) is None or self.last[news.sequence_id].finish_reason is None
+            self.first.setdefault(news.sequence_id, news)
+            self.last[news.sequence_id] = news
+            self.tokens[news.sequence_id] += news.new_token_ids
+            self.prompt_logprobs[news.sequence_id] += news.prompt_logprobs or []
         self.scheduler.check_integrity()
         return plan
 

@@ -86,13 +86,13 @@ class RandomLoad:
         self.broken.update(name for name in plan.num_scheduled_tokens if self.run_failed(name))
         assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert len(plan.num_scheduled_tokens) <= scheduler.max_num_seqs
-        assert not (plan.preempted_request_ids and plan.new_sequences)
+        assert not (plan.preempted_sequence_ids and plan.new_sequences)
         if oldest is not None:  # the first in line always advances
             assert oldest.request_id in plan.num_scheduled_tokens
             assert oldest.status.finished or oldest.num_computed_tokens > computed
         for request in live_before:  # and so does everybody who was not preempted: budgets never starve a decode
             assert (request.request_id in plan.num_scheduled_tokens) != (
-                request.request_id in plan.preempted_request_ids
+                request.request_id in plan.preempted_sequence_ids
             )
 
     def pick_broken(self, plan):

@@ -112,7 +112,7 @@ def test_identical_prompts_admitted_in_one_step_share(run, request_of):
     r.add(*(request_of(name, [*PROMPT, 7], 2) for name in "abc"))
     plan = r.step()
     assert plan.num_scheduled_tokens == {"a": 13, "b": 1, "c": 1}
-    tables = [new.block_ids for new in plan.new_sequences]
+    tables = [new.block_ids[0] for new in plan.new_sequences]
     assert tables[0][:3] == tables[1][:3] == tables[2][:3]
     assert len({table[3] for table in tables}) == 3
     assert [r.first[name].num_cached_tokens for name in "abc"] == [0, 12, 12]
@@ -205,13 +205,13 @@ def test_the_latest_is_preempted_and_resumed_first(run, request_of):
     r.add(request_of("a", 7, 12), request_of("b", 7, 8))
     r.step()
     r.add(request_of("c", 3, 1))
-    while not r.step().preempted_request_ids:
+    while not r.step().preempted_sequence_ids:
         pass
     plan = r.plans[-1]
-    assert plan.preempted_request_ids == ["b"]
+    assert plan.preempted_sequence_ids == ["b"]
     assert list(plan.num_scheduled_tokens) == ["a"]
     r.finish()
-    resumed = [new for later in r.plans for new in later.new_sequences if new.request_id == "b"][1]
+    resumed = [new for later in r.plans for new in later.new_sequences if new.sequence_id == "b"][1]
     assert resumed.num_prompt_tokens == 7
     assert resumed.token_ids[7:] == r.tokens["b"][: len(resumed.token_ids) - 7] != []
     assert list(r.last)[-1] == "c", "what was preempted goes before what has not begun"
@@ -223,7 +223,7 @@ def test_a_resumed_sequence_finds_its_own_blocks_again(run, request_of):
     r = run(num_blocks=6)
     r.add(request_of("a", 7, 12), request_of("b", 7, 8))
     r.finish()
-    resumed = [new for plan in r.plans for new in plan.new_sequences if new.request_id == "b"][1]
+    resumed = [new for plan in r.plans for new in plan.new_sequences if new.sequence_id == "b"][1]
     assert resumed.num_computed_tokens > 0
     stats = r.scheduler.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (14, 0), "its own earlier work is no prefix hit"
@@ -243,7 +243,7 @@ def test_after_its_prompt_logprobs_are_sent_a_resumed_sequence_reads_the_cache(r
     r = run(num_blocks=6)
     r.add(request_of("a", 7, 12), request_of("b", 7, 8, prompt_logprobs=1))
     r.finish()
-    resumed = [new for plan in r.plans for new in plan.new_sequences if new.request_id == "b"][1]
+    resumed = [new for plan in r.plans for new in plan.new_sequences if new.sequence_id == "b"][1]
     assert resumed.num_computed_tokens > 0
     assert len(r.prompt_logprobs["b"]) == 6
 
@@ -253,7 +253,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts(run, request_of):
     r.add(request_of("a", 8, 12), request_of("b", 8, 12))
     r.step()
     r.add(request_of("tiny", 1, 1))
-    while not r.step().preempted_request_ids:
+    while not r.step().preempted_sequence_ids:
         pass
     assert r.plans[-1].new_sequences == []
     r.finish()
@@ -265,12 +265,12 @@ def test_priority_decides_who_is_admitted_and_who_is_preempted(run, request_of):
     r.step()
     r.add(request_of("mid", 7, 12, priority=3), request_of("first", 7, 12, priority=1))
     assert list(r.step().num_scheduled_tokens) == ["late", "first"]
-    while not r.step().preempted_request_ids:
+    while not r.step().preempted_sequence_ids:
         pass
-    assert r.plans[-1].preempted_request_ids == ["late"]
+    assert r.plans[-1].preempted_sequence_ids == ["late"]
     r.finish()
     assert r.last["first"].num_preemptions == 0
-    admitted = [new.request_id for plan in r.plans for new in plan.new_sequences]
+    admitted = [new.sequence_id for plan in r.plans for new in plan.new_sequences]
     assert admitted[:3] == ["late", "first", "mid"], "the preempted one queues behind those before it"
     assert admitted[-1] == "late"
 
@@ -279,7 +279,7 @@ def test_a_preempted_one_does_not_eat_the_budget_of_the_step(run, request_of):
     """The classic scheduler lost the seats and tokens of the sequences it preempted (features, row 22)."""
     r = run(num_blocks=3, max_num_batched_tokens=2, max_num_seqs=2)
     r.add(request_of("a", 2, 8), request_of("b", 2, 8))
-    while not r.step().preempted_request_ids:
+    while not r.step().preempted_sequence_ids:
         pass
     assert r.plans[-1].num_scheduled_tokens == {"a": 1}
     assert r.plans[-1].total_num_scheduled_tokens == 1
@@ -349,9 +349,9 @@ def test_ends_are_told_to_the_worker_once_even_in_an_empty_step(run, request_of)
     r.step()
     assert r.scheduler.has_unfinished(), "the worker has not been told"
     plan = r.step()
-    assert (plan.finished_request_ids, plan.total_num_scheduled_tokens) == (["a"], 0)
+    assert (plan.finished_sequence_ids, plan.total_num_scheduled_tokens) == (["a"], 0)
     assert not r.scheduler.has_unfinished()
-    assert r.step().finished_request_ids == []
+    assert r.step().finished_sequence_ids == []
 
 
 def test_an_abort_frees_at_once_and_yields_nothing(run, request_of):
@@ -363,7 +363,7 @@ def test_an_abort_frees_at_once_and_yields_nothing(run, request_of):
     r.scheduler.check_integrity()
     assert r.scheduler.kv.pool.num_free == 64
     plan = r.step()
-    assert plan.finished_request_ids == ["running"], "the worker never heard of the other one"
+    assert plan.finished_sequence_ids == ["running"], "the worker never heard of the other one"
     assert len(r.tokens["running"]) == 1 and r.reason("running") is None and "waiting" not in r.last
     assert r.scheduler.stats().num_waiting == 0
 
@@ -375,10 +375,10 @@ def test_an_abort_while_the_step_runs_drops_its_result(run, request_of):
     output = r.worker.execute(plan)
     r.scheduler.abort_requests(["a"])
     r.scheduler.add_request(request_of("a", 5, 5))  # the same id again: the old result is not its own
-    assert [news.request_id for news in r.scheduler.update_from_output(plan, output)] == ["b"]
+    assert [news.sequence_id for news in r.scheduler.update_from_output(plan, output)] == ["b"]
     r.scheduler.check_integrity()
     plan = r.scheduler.schedule()
-    assert plan.finished_request_ids == ["a"] and plan.num_scheduled_tokens == {"b": 1, "a": 5}
+    assert plan.finished_sequence_ids == ["a"] and plan.num_scheduled_tokens == {"b": 1, "a": 5}
 
 
 def test_ids_can_be_used_again_but_not_twice_at_once(run, request_of):
@@ -441,7 +441,7 @@ def test_the_plan_is_not_tied_to_the_scheduler(run, request_of):
     r.add(request_of("a", 3, 2))
     plan = r.scheduler.schedule()
     plan.new_sequences[0].token_ids.append(99)
-    plan.new_sequences[0].block_ids.append(99)
+    plan.new_sequences[0].block_ids[0].append(99)
     assert r.requests["a"].num_tokens == 3
     r.scheduler.check_integrity()
 

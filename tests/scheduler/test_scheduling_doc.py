@@ -19,14 +19,14 @@ def test_the_worked_example(run, request_of):
     rows = []
     while r.scheduler.has_unfinished():
         plan = r.step()
-        given = {new.request_id: new.block_ids for new in plan.new_sequences}
-        given |= {cont.request_id: cont.new_block_ids for cont in plan.continuing if cont.new_block_ids}
+        given = {new.sequence_id: new.block_ids[0] for new in plan.new_sequences}
+        given |= {cont.sequence_id: cont.new_block_ids[0] for cont in plan.continuing if cont.new_block_ids}
         rows.append(
             [
                 str(len(rows) + 1),
                 *(str(plan.num_scheduled_tokens.get(name, "")) for name in "ABC"),
                 "; ".join(" ".join(map(str, [name, *given[name]])) for name in sorted(given)),
-                " ".join(plan.finished_request_ids + plan.preempted_request_ids),
+                " ".join(plan.finished_sequence_ids + plan.preempted_sequence_ids),
                 str(r.scheduler.kv.pool.num_free),
             ]
         )

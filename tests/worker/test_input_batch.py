@@ -15,14 +15,14 @@ BLOCK_SIZE = 4
 
 def new_sequence(request_id: str, tokens: list[int], blocks: list[int], computed: int = 0) -> NewSequenceData:
     return NewSequenceData(
-        request_id=request_id,
+        sequence_id=request_id,
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
         sampling_params=SamplingParams(),
         seed=1,
         stop_ids=[],
         bad_words_ids=[],
-        block_ids=blocks,
+        block_ids=[blocks],
         num_computed_tokens=computed,
     )
 
@@ -33,8 +33,8 @@ def step_of(**changes: object) -> SchedulerOutput:
         "continuing": [],
         "num_scheduled_tokens": {},
         "total_num_scheduled_tokens": 0,
-        "finished_request_ids": [],
-        "preempted_request_ids": [],
+        "finished_sequence_ids": [],
+        "preempted_sequence_ids": [],
     }
     return SchedulerOutput(**{**fields, **changes})
 
@@ -62,24 +62,24 @@ def test_random_traffic_keeps_rows_equal_to_a_rebuilt_batch() -> None:
     batch = InputBatch(max_num_seqs=6, max_model_len=64, block_size=BLOCK_SIZE, vocab_size=100)
     model: dict[str, tuple[list[int], list[int], int]] = {}  # id -> tokens, blocks, computed
     for number in range(3000):
-        changes: dict[str, list[object]] = {"new_sequences": [], "continuing": [], "finished_request_ids": []}
+        changes: dict[str, list[object]] = {"new_sequences": [], "continuing": [], "finished_sequence_ids": []}
         for request_id in [r for r in model if rng.random() < 0.2 or len(model[r][0]) > 60]:
             del model[request_id]
-            changes["finished_request_ids"].append(request_id)
+            changes["finished_sequence_ids"].append(request_id)
         while len(model) < 6 and rng.random() < 0.5:
             tokens = [rng.randrange(100) for _ in range(rng.randint(1, 20))]
             blocks = [rng.randrange(1000) for _ in range(-(-len(tokens) // BLOCK_SIZE))]
             request_id = f"r{number}-{len(model)}"
             model[request_id] = (tokens, blocks, 0)
             changes["new_sequences"].append(new_sequence(request_id, list(tokens), list(blocks)))
-        fresh = {data.request_id for data in changes["new_sequences"]}  # type: ignore[attr-defined]
+        fresh = {data.sequence_id for data in changes["new_sequences"]}  # type: ignore[attr-defined]
         scheduled = {}
         for request_id, (tokens, blocks, computed) in model.items():
             scheduled[request_id] = rng.randint(1, len(tokens) - computed)
             if request_id not in fresh:
                 added = [] if len(blocks) * BLOCK_SIZE >= len(tokens) else [rng.randrange(1000)]
                 blocks.extend(added)
-                changes["continuing"].append(ContinuingSequenceData(request_id, added, computed))
+                changes["continuing"].append(ContinuingSequenceData(request_id, [added], computed))
         batch.update(step_of(**changes))
         if scheduled:
             check_and_advance(batch, model, scheduled, rng)

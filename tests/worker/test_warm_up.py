@@ -46,10 +46,11 @@ def test_requests_of_every_kind_compile_nothing_more(folder: Path) -> None:
         core.add(
             AddRequest(
                 request_id=f"{number}",
+                sequence_ids=[f"{number}"],
                 prompt_token_ids=list(range(3, 40)),
                 sampling_params=params,
                 arrival_time=0.0,
-                seed=number,
+                seeds=[number],
                 stop_ids=[2],
                 max_tokens=4,
             )

@@ -57,9 +57,9 @@ class EngineCore:
         try:
             executor.allocate(num_blocks, max_model_len)
         except MemoryError as error:
+            block_bytes = executor.kv_cache_spec().block_bytes(config.cache.block_size, max_model_len)
             raise ConfigError(
-                f"kv_cache_memory_bytes: {num_blocks} blocks, "
-                f"{num_blocks * executor.kv_cache_spec().block_bytes(config.cache.block_size)} bytes, could not be "
+                f"kv_cache_memory_bytes: {num_blocks} blocks, {num_blocks * block_bytes} bytes, could not be "
                 "allocated; ask for less",
                 param="kv_cache_memory_bytes",
             ) from error
@@ -92,7 +92,7 @@ class EngineCore:
                 request_id=message.request_id,
                 prompt_token_ids=message.prompt_token_ids,
                 sampling_params=message.sampling_params,
-                seed=message.seed,
+                seed=message.seeds[0],
                 stop_ids=message.stop_ids,
                 bad_words_ids=message.bad_words_ids,
                 max_tokens=message.max_tokens,
@@ -113,7 +113,7 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
         plan = self.scheduler.schedule()
-        if plan.total_num_scheduled_tokens or plan.finished_request_ids or plan.preempted_request_ids:
+        if not plan.is_empty:
             result = self.executor.execute(plan)
             outputs = self.scheduler.update_from_output(plan, result)
         else:

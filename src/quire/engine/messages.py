@@ -8,37 +8,45 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput
 
 
 class AddRequest(msgspec.Struct, tag=True):
-    """One sequence to generate; `n` completions are sent as n of these.
+    """A request: one prompt, and the completions of it that are generated side by side.
 
     Attributes:
         request_id: unique among live requests. arrival_time: monotonic seconds.
-        seed: always set (drawn by the front where the caller gave none).
+        sequence_ids, seeds: one for each completion; seeds are drawn by the front where the caller gave none. The ids
+            are unique among live sequences, and outputs come in their name. A beam search has one of each.
         stop_ids: all token ids that end the sequence: EOS ids unless ignored, and `stop_token_ids`.
         max_tokens: most tokens to generate, already limited to the context.
         bad_words_ids: token sequences that may not be generated (`bad_words`, tokenized).
         priority: lower runs earlier (with the priority policy). cache_salt: prefix blocks are shared only among
-            requests with the same salt.
+            requests with the same salt. tenant: on whose account it runs, see `--tenant-weights`.
+        beam: search for the most likely sequences instead of sampling.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     arrival_time: float
-    seed: int
+    sequence_ids: list[str]
+    seeds: list[int]
     stop_ids: list[int]
     max_tokens: int
     bad_words_ids: list[list[int]] = []
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
+    beam: BeamSearchParams | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """Forget these requests and free their blocks; unknown ids are ignored. No output is sent for them."""
+    """Forget these requests, or single sequences of them, and free their blocks; unknown ids are ignored.
+
+    No output is sent for them.
+    """
 
     request_ids: list[str]
 

@@ -57,7 +57,7 @@ def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int) -> int
     """
     cache, limits = config.cache, config.scheduler
     assert config.model.max_model_len is not None, "settled before"
-    block_bytes = spec.block_bytes(cache.block_size)
+    block_bytes = spec.block_bytes(cache.block_size, config.model.max_model_len)
     if cache.num_gpu_blocks_override is not None:
         _check_free("num_gpu_blocks_override", cache.num_gpu_blocks_override * block_bytes, available)
         return cache.num_gpu_blocks_override

@@ -29,21 +29,21 @@ class NullExecutor:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""
-        for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
-            self._known.pop(request_id, None)
-            self._last.pop(request_id, None)
-        computed = {data.request_id: data.num_computed_tokens for data in step.continuing}
+        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            self._known.pop(sequence_id, None)
+            self._last.pop(sequence_id, None)
+        computed = {data.sequence_id: data.num_computed_tokens for data in step.continuing}
         for new in step.new_sequences:
-            computed[new.request_id] = new.num_computed_tokens
-            self._known[new.request_id] = len(new.token_ids)
-            self._last[new.request_id] = new.token_ids[-1]
+            computed[new.sequence_id] = new.num_computed_tokens
+            self._known[new.sequence_id] = len(new.token_ids)
+            self._last[new.sequence_id] = new.token_ids[-1]
         sampled: dict[str, list[int]] = {}
-        for request_id, count in step.num_scheduled_tokens.items():
-            if computed[request_id] + count == self._known[request_id]:
-                token = (self._last[request_id] + 1) % self.vocab_size
-                sampled[request_id] = [token]
-                self._last[request_id] = token
-                self._known[request_id] += 1
+        for sequence_id, count in step.num_scheduled_tokens.items():
+            if computed[sequence_id] + count == self._known[sequence_id]:
+                token = (self._last[sequence_id] + 1) % self.vocab_size
+                sampled[sequence_id] = [token]
+                self._last[sequence_id] = token
+                self._known[sequence_id] += 1
         return ModelOutput(sampled_token_ids=sampled)
 
     def close(self) -> None:

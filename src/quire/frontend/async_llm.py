@@ -361,7 +361,7 @@ class AsyncLLM:
         self._stats = outputs.stats
         for output in outputs.outputs:
             if output.error is not None:
-                logger.error("request %s failed in the engine: %s", output.request_id, output.error)
+                logger.error("sequence %s failed in the engine: %s", output.sequence_id, output.error)
         _, aborts = self._outputs.process(outputs)
         if aborts:
             self._send_aborts(aborts)

@@ -274,7 +274,7 @@ class OutputProcessor:
         now = outputs.timestamp
         num_prompt_tokens = num_generation_tokens = 0
         for output in outputs.outputs:
-            entry = self._sequences.get(output.request_id)
+            entry = self._sequences.get(output.sequence_id)
             if entry is None:
                 continue  # aborted while the step ran
             state, completion = entry
@@ -289,7 +289,7 @@ class OutputProcessor:
             found = completion.add(output, self._to_logprobs, state.cut_stop_token)
             num_generation_tokens += completion.num_tokens - num_before
             if found and output.finish_reason is None:
-                aborts.append(output.request_id)
+                aborts.append(output.sequence_id)
             if completion.finish_reason is not None:
                 self._finish_sequence(state, completion, now)
             updated[state.request_id] = state

@@ -188,14 +188,23 @@ class Processor:
             "cache_salt": cache_salt,
         }
         if params.n == 1:
-            return [AddRequest(request_id=request_id, sampling_params=params.clone(), seed=seed, **shared)]
+            return [
+                AddRequest(
+                    request_id=request_id,
+                    sequence_ids=[request_id],
+                    sampling_params=params.clone(),
+                    seeds=[seed],
+                    **shared,
+                )
+            ]
         first = params.clone(n=1)
         rest = first if first.prompt_logprobs is None else first.clone(prompt_logprobs=None)
         return [
             AddRequest(
                 request_id=f"{request_id}-{index}",
+                sequence_ids=[f"{request_id}-{index}"],
                 sampling_params=rest if index else first,
-                seed=child_seed(seed, index),
+                seeds=[child_seed(seed, index)],
                 **shared,
             )
             for index in range(params.n)

@@ -143,7 +143,7 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
-        self._refusals = [refusal for refusal in self._refusals if refusal.request_id not in aborted]
+        self._refusals = [refusal for refusal in self._refusals if refusal.sequence_id not in aborted]
         self._drop_finished_from_running()
 
     def has_unfinished(self) -> bool:
@@ -171,8 +171,8 @@ class Scheduler:
             continuing=plan.continuing,
             num_scheduled_tokens=plan.num_scheduled,
             total_num_scheduled_tokens=total,
-            finished_request_ids=finished_ids,
-            preempted_request_ids=plan.preempted,
+            finished_sequence_ids=finished_ids,
+            preempted_sequence_ids=plan.preempted,
         )
 
     def _schedule_running(self, plan: _Plan) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
                 new_blocks = self.kv.allocate_slots(request, num_new)
             if num_new < num_left:
                 plan.num_owed_blocks += self._num_blocks_after(request, num_computed + num_new)
-            new_block_ids = [block.block_id for block in new_blocks] if new_blocks else []
+            new_block_ids = [[block.block_id for block in new_blocks]] if new_blocks else []
             plan.continuing.append(ContinuingSequenceData(request.request_id, new_block_ids, num_computed))
             plan.num_scheduled[request.request_id] = num_new
             plan.budget -= num_new
@@ -257,14 +257,14 @@ class Scheduler:
 
     def _describe(self, request: Request) -> NewSequenceData:
         return NewSequenceData(
-            request_id=request.request_id,
+            sequence_id=request.request_id,
             token_ids=list(request.token_ids),  # the worker appends to its own
             num_prompt_tokens=request.num_prompt_tokens,
             sampling_params=request.sampling_params,
             seed=request.seed,
             stop_ids=sorted(request.stop_ids),
             bad_words_ids=request.bad_words_ids,
-            block_ids=self.kv.block_ids(request.request_id),
+            block_ids=[self.kv.block_ids(request.request_id)],
             num_computed_tokens=request.num_computed_tokens,
         )
 

@@ -22,7 +22,7 @@ class StepInputs:
     bool [S] marks sequences whose last known token is computed in this step, so that a new one is sampled.
     """
 
-    request_ids: list[str]
+    sequence_ids: list[str]
     rows: np.ndarray
     num_scheduled: np.ndarray
     input_ids: np.ndarray
@@ -59,29 +59,30 @@ class InputBatch:
 
     def update(self, step: SchedulerOutput) -> None:
         """Apply the step's changes: sequences that left, came, and grew."""
-        for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
-            self._remove(request_id)
+        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            self._remove(sequence_id)
         for new in step.new_sequences:
             self._add(new)
         for continuing in step.continuing:
             self._extend(continuing)
 
-    def _remove(self, request_id: str) -> None:
-        row = self.row_of.pop(request_id, None)
+    def _remove(self, sequence_id: str) -> None:
+        row = self.row_of.pop(sequence_id, None)
         if row is not None:  # a request can end before its first step
             self.extras[row] = None
             self._free_rows.append(row)
 
     def _add(self, new: NewSequenceData) -> None:
         row = self._free_rows.pop()
-        self.row_of[new.request_id] = row
+        self.row_of[new.sequence_id] = row
         params = new.sampling_params
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        self.block_table[row, : len(new.block_ids)] = new.block_ids
-        self.num_blocks[row] = len(new.block_ids)
+        (block_ids,) = new.block_ids
+        self.block_table[row, : len(block_ids)] = block_ids
+        self.num_blocks[row] = len(block_ids)
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -97,18 +98,18 @@ class InputBatch:
         )
 
     def _extend(self, continuing: ContinuingSequenceData) -> None:
-        row = self.row_of[continuing.request_id]
+        row = self.row_of[continuing.sequence_id]
         self.num_computed_tokens[row] = continuing.num_computed_tokens
-        if continuing.new_block_ids:
+        for block_ids in continuing.new_block_ids:
             start = self.num_blocks[row]
-            stop = start + len(continuing.new_block_ids)
-            self.block_table[row, start:stop] = continuing.new_block_ids
+            stop = start + len(block_ids)
+            self.block_table[row, start:stop] = block_ids
             self.num_blocks[row] = stop
 
     def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
         """Lay out the scheduled tokens of all sequences one after the other."""
-        request_ids = list(num_scheduled_tokens)
-        rows = np.array([self.row_of[request_id] for request_id in request_ids], dtype=np.int64)
+        sequence_ids = list(num_scheduled_tokens)
+        rows = np.array([self.row_of[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(num_scheduled, out=cu_query_lens[1:])
@@ -122,7 +123,7 @@ class InputBatch:
         width = -(-int(seq_lens.max()) // self.block_size)
         blocks, offsets = np.divmod(positions, self.block_size)
         return StepInputs(
-            request_ids=request_ids,
+            sequence_ids=sequence_ids,
             rows=rows,
             num_scheduled=num_scheduled,
             input_ids=self.token_ids[token_rows, positions],

@@ -59,8 +59,8 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
         self.batch.update(step)
-        if step.block_copies:
-            pairs = np.array(step.block_copies, dtype=np.int64)
+        if step.transfers:
+            pairs = np.array([transfer[1:] for transfer in step.transfers], dtype=np.int64)
             for cache in self.kv_caches:
                 self.backend.copy_blocks(cache, pairs)
         if not step.num_scheduled_tokens:
@@ -101,13 +101,13 @@ class ModelRunner:
             sampled = self.sampler.sample(logits, options)
         batch.append(rows[finite], sampled.token_ids[finite])
         for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
-            request_id = inputs.request_ids[index]
+            sequence_id = inputs.sequence_ids[index]
             if not finite[r]:
-                output.errors[request_id] = "the model produced logits that are not finite"
+                output.errors[sequence_id] = "the model produced logits that are not finite"
                 continue
-            output.sampled_token_ids[request_id] = [token]
+            output.sampled_token_ids[sequence_id] = [token]
             if r in sampled.logprobs:
-                output.logprobs[request_id] = [sampled.logprobs[r]]
+                output.logprobs[sequence_id] = [sampled.logprobs[r]]
 
     def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
@@ -121,7 +121,7 @@ class ModelRunner:
                 continue
             first = int(inputs.cu_query_lens[index])
             predicted = self.batch.token_ids[row, start + 1 : stop + 1].astype(np.int64)
-            result[inputs.request_ids[index]] = self._score(
+            result[inputs.sequence_ids[index]] = self._score(
                 hidden[first : first + stop - start], predicted, extras.num_prompt_logprobs
             )
         return result

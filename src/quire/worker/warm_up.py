@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequenceData, SchedulerOutput
+from quire.step import NewSequenceData, SchedulerOutput, TransferKind
 from quire.worker.model_runner import WARM_UP_TOKENS, ModelRunner
 
-_REQUEST_ID = "warm-up"
+_SEQUENCE_ID = "warm-up"
 
 
 def warm_up(runner: ModelRunner) -> None:
@@ -27,25 +27,25 @@ def warm_up(runner: ModelRunner) -> None:
     )
     length = min(WARM_UP_TOKENS, runner.batch.token_ids.shape[1] - 1)
     new = NewSequenceData(
-        request_id=_REQUEST_ID,
+        sequence_id=_SEQUENCE_ID,
         token_ids=[0] * length,
         num_prompt_tokens=length,
         sampling_params=params,
         seed=0,
         stop_ids=[],
         bad_words_ids=[],
-        block_ids=list(range(-(-length // runner.batch.block_size))),
+        block_ids=[list(range(-(-length // runner.batch.block_size)))],
         num_computed_tokens=0,
     )
     runner.execute(
         SchedulerOutput(
             new_sequences=[new],
             continuing=[],
-            num_scheduled_tokens={_REQUEST_ID: length},
+            num_scheduled_tokens={_SEQUENCE_ID: length},
             total_num_scheduled_tokens=length,
-            finished_request_ids=[],
-            preempted_request_ids=[],
-            block_copies=[(0, 0)],
+            finished_sequence_ids=[],
+            preempted_sequence_ids=[],
+            transfers=[(TransferKind.COPY, 0, 0)],
         )
     )
     runner.execute(
@@ -54,7 +54,7 @@ def warm_up(runner: ModelRunner) -> None:
             continuing=[],
             num_scheduled_tokens={},
             total_num_scheduled_tokens=0,
-            finished_request_ids=[_REQUEST_ID],
-            preempted_request_ids=[],
+            finished_sequence_ids=[_SEQUENCE_ID],
+            preempted_sequence_ids=[],
         )
     )
