@@ -28,6 +28,7 @@ class Option:
     Attributes:
         help: one sentence. low, high: inclusive bounds. choices: allowed values. metavar: how help names the value.
         size: whether texts like "4GiB" are accepted. json: whether a text is parsed as a JSON object.
+        gib: whether a small number without a unit is one of GiB; see `check_option`.
         secret: never shown in logs.
     """
 
@@ -37,6 +38,7 @@ class Option:
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     size: bool = False
+    gib: bool = False
     json: bool = False
     secret: bool = False
 
@@ -110,6 +112,27 @@ class CacheConfig:
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
+    swap_space: int | None = option(
+        None,
+        "Host memory for the KV of swapped sequences and of evicted prefixes, such as 4GiB; a bare number is GiB, 0 is "
+        "none; default: 4GiB, but on a CPU at most a quarter of the cache's memory.",
+        low=0,
+        size=True,
+        gib=True,
+        metavar="SIZE",
+    )
+    kv_disk_space: int = option(
+        0,
+        "Disk space for evicted prefixes, which also survive a restart there, such as 20GiB; a bare number is GiB, 0 "
+        "is none.",
+        low=0,
+        size=True,
+        gib=True,
+        metavar="SIZE",
+    )
+    kv_disk_dir: str | None = option(
+        None, "Folder of the prefixes on disk; default: one in the user's cache directory.", metavar="FOLDER"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +229,9 @@ SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "
 SIZE_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
+LEAST_POOL = 2**20  # bytes; numbers below it cannot be meant as bytes where `Option.gib` is set
+
+
 def parse_size(text: str) -> int:
     """Return the bytes that "4096", "512MiB" or "1.5GB" mean; raise ValueError for anything else."""
     number = text.strip().lower()
@@ -214,6 +240,23 @@ def parse_size(text: str) -> int:
     if not number or unit.strip() not in SIZE_UNITS:
         raise ValueError(text)
     return int(float(number) * SIZE_UNITS[unit.strip()])
+
+
+def pool_size(value: str | int | float) -> int:
+    """Return the bytes of a pool: a number without a unit is GiB if it is below 2**20, as vLLM has it, else bytes.
+
+    So a checked value means the same when it is checked again. Raises ValueError for what is neither 0 nor 1 MiB or
+    more.
+    """
+    if isinstance(value, str):
+        bare = value.strip().replace(".", "", 1).isdecimal()
+        value, small = (float(value), 2**30) if bare else (parse_size(value), 1)
+    else:
+        small = 2**30
+    size = int(value * small) if value < LEAST_POOL else int(value)
+    if 0 != size < LEAST_POOL:
+        raise ValueError(value)
+    return size
 
 
 def _base_type(annotation: Any) -> tuple[Any, bool]:
@@ -243,7 +286,9 @@ def check_option(known: OptionField, value: Any) -> Any:
 
 def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
     details = known.option
-    if details.size and isinstance(value, str):
+    if details.gib and isinstance(value, str | int | float) and not isinstance(value, bool):
+        value = _checked_pool(known, value)
+    elif details.size and isinstance(value, str):
         try:
             value = parse_size(value)
         except ValueError:
@@ -262,6 +307,13 @@ def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
     if kind is str and value == "":
         raise _bad(known, value, "a non-empty text")
     return value
+
+
+def _checked_pool(known: OptionField, value: str | int | float) -> int:
+    try:
+        return pool_size(value)
+    except (ValueError, OverflowError):
+        raise _bad(known, value, "0, or at least 1MiB: a size such as 4GiB or 512MiB, or a number of GiB") from None
 
 
 def _bad(known: OptionField, value: Any, allowed: str) -> ConfigError:
@@ -329,6 +381,10 @@ class EngineConfig:
                 "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
                 param="num_gpu_blocks_override",
             )
+        if cache.kv_disk_dir is not None and cache.kv_disk_space == 0:
+            raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
+        if cache.kv_disk_space and not cache.enable_prefix_caching:
+            raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
         if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
 
