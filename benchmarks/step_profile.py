@@ -21,6 +21,7 @@ from common import print_header, print_table
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels import cpu as kernels
+from quire.kernels.backend import LayerCache
 from quire.kernels.cpu import team
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import Op
@@ -48,7 +49,8 @@ def main() -> None:
     for cache in caches:  # memory that was never written would be read from one page of zeros
         cache.flat_keys[:] = 0
         cache.flat_values[:] = 0
-    graphs = StepGraphs(model, backend, caches, max_tokens=4096, max_num_seqs=64, max_blocks=256)
+    layer_caches = [LayerCache(cache) for cache in caches]
+    graphs = StepGraphs(model, backend, layer_caches, max_tokens=4096, max_num_seqs=64, max_blocks=256)
     programs: list[Program] = []
     remember(programs)
     for step in args.steps.split(","):
@@ -75,15 +77,15 @@ def layout(sequences: int, tokens: int, context: int) -> tuple[StepInputs, np.nd
     positions = np.tile(np.arange(context - tokens, context), sequences)
     blocks = tables[np.repeat(np.arange(sequences), tokens), positions // BLOCK_SIZE].astype(np.int64)
     inputs = StepInputs(
-        request_ids=[],
+        sequence_ids=[],
         rows=np.arange(sequences),
         num_scheduled=np.full(sequences, tokens),
         input_ids=rng.integers(300, 15900, sequences * tokens),
         positions=positions,
         cu_query_lens=np.arange(0, sequences * tokens + 1, tokens, dtype=np.int32),
         seq_lens=np.full(sequences, context, np.int32),
-        block_tables=tables,
-        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables=tables[None],
+        slot_mapping=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
         sampled=np.ones(sequences, bool),
     )
     return inputs, np.arange(1, sequences + 1) * tokens - 1

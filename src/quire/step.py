@@ -103,7 +103,7 @@ class SchedulerOutput(msgspec.Struct):
     3. `loads` are begun. They go on beside later steps; `ModelOutput.loaded` says when each is done. With
        `wait_for_loads` there is nothing else to do, so the step lasts until one is (or none is under way).
     4. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
-       continuing ones are taken in.
+       continuing ones are taken in. Forks that sample come last, for their parents may be new, or grow, in this step.
     5. The model runs.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 from quire.models.interface import Model
 
 
@@ -24,7 +24,7 @@ class ModelDriver:
     ) -> None:
         self.model, self.backend, self.block_size = model, backend, block_size
         self.caches = [
-            backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+            LayerCache(backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size))
             for layer in model.kv_cache_spec().layers
         ]
         self.free = np.random.default_rng(seed).permutation(num_blocks).tolist()

@@ -49,10 +49,10 @@ def test_inputs_of_a_ragged_step() -> None:
     inputs = batch.inputs({"a": 2, "b": 1})
     assert inputs.input_ids.tolist() == [13, 14, 20]
     assert inputs.positions.tolist() == [3, 4, 0]
-    assert inputs.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 5 * 4]
+    assert inputs.slot_mapping[0].tolist() == [7 * 4 + 3, 2 * 4, 5 * 4]
     assert inputs.cu_query_lens.tolist() == [0, 2, 3]
     assert inputs.seq_lens.tolist() == [5, 1]
-    assert inputs.block_tables[0].tolist() == [7, 2]
+    assert inputs.block_tables[0, 0].tolist() == [7, 2]
     assert inputs.sampled.tolist() == [True, True]
     assert batch.inputs({"a": 1}).sampled.tolist() == [False]
 
@@ -96,7 +96,7 @@ def check_and_advance(
         assert inputs.input_ids[at : at + count].tolist() == [tokens[p] for p in positions]
         assert inputs.positions[at : at + count].tolist() == list(positions)
         expected = [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
-        assert inputs.slot_mapping[at : at + count].tolist() == expected
+        assert inputs.slot_mapping[0, at : at + count].tolist() == expected
         assert inputs.sampled[index] == (computed + count == len(tokens))
         at += count
         model[request_id] = (tokens, blocks, computed + count)

@@ -11,7 +11,7 @@ N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from quire.checkpoint.tensor import HostTensor
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
-KVCache = Any  # opaque: one layer's keys and values
+KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
 NEG_INF = float("-inf")
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4")
@@ -38,6 +38,10 @@ class AttentionMetadata:
         block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
         wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
+        further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
+        plans: what a backend works out once and keeps for the layers after, whatever their group.
+
+    Entries of a block table for positions that no query of the step sees may be any block of the pool.
     """
 
     cu_query_lens: Array
@@ -45,7 +49,22 @@ class AttentionMetadata:
     block_tables: Array
     slot_mapping: Array
     wanted: Array | None = None
+    further: tuple[tuple[Array, Array], ...] = ()
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_group(self, group: int) -> AttentionMetadata:
+        """Return what layers of this group go by: the same step, in their blocks."""
+        if group == 0:
+            return self
+        block_tables, slot_mapping = self.further[group - 1]
+        return replace(self, block_tables=block_tables, slot_mapping=slot_mapping)
+
+
+class LayerCache(NamedTuple):
+    """What a model is handed for one attention layer: its cache, and the group of layers whose blocks it goes by."""
+
+    cache: KVCache
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

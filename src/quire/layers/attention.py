@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, KVCache
+from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import LayerKVSpec
 
@@ -40,13 +40,14 @@ class Attention:
         self.backend, self.params, self.rotary = backend, params, rotary
 
     def __call__(
-        self, positions: Array, q: Array, k: Array, v: Array, kv_cache: KVCache, metadata: AttentionMetadata
+        self, positions: Array, q: Array, k: Array, v: Array, kv_cache: LayerCache, metadata: AttentionMetadata
     ) -> Array:
         """q [T, Hq*D], k and v [T, Hkv*D] at `positions` [T] -> [T, Hq*D]. q and k may be changed in place."""
         if self.rotary is not None:
             self.rotary(positions, q, k)
-        self.backend.write_kv(k, v, kv_cache, metadata.slot_mapping)
-        return self.backend.paged_attention(q, kv_cache, metadata, self.params)
+        own = metadata.of_group(kv_cache.group)
+        self.backend.write_kv(k, v, kv_cache.cache, own.slot_mapping)
+        return self.backend.paged_attention(q, kv_cache.cache, own, self.params)
 
     def kv_spec(self) -> LayerKVSpec:
         """Say what this layer caches per token."""

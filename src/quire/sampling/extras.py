@@ -5,6 +5,8 @@ Most requests ask for nothing here and have no `Extras`, so that the common step
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from quire.kernels.backend import NEG_INF
@@ -73,8 +75,21 @@ class Extras:
             bad_words_ids=bad_words_ids,
             vocab_size=vocab_size,
         )
-        wants_logprobs = extras.num_logprobs is not None or extras.num_prompt_logprobs is not None
-        return extras if wants_logprobs or extras.changes_logits else None
+        return extras if extras.asks_for_anything else None
+
+    def fork(self) -> Extras | None:
+        """Return what a copy of the sequence has: counts of its own, and no log-probabilities of the prompt again."""
+        twin = copy.copy(self)
+        twin.num_prompt_logprobs = None
+        if self.has_penalties:
+            twin.output_counts = self.output_counts.copy()
+        return twin if twin.asks_for_anything else None
+
+    @property
+    def asks_for_anything(self) -> bool:
+        """Whether this goes beyond plain sampling."""
+        wants_logprobs = self.num_logprobs is not None or self.num_prompt_logprobs is not None
+        return wants_logprobs or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, KVCache
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache
 from quire.step import KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
@@ -31,7 +31,7 @@ class RunnableModel(Protocol):
     vocab_size: int
 
     def forward(
-        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self, input_ids: Array, positions: Array, kv_caches: list[LayerCache], metadata: AttentionMetadata
     ) -> Array:
         """Return hidden states [T, H]."""
 
@@ -43,25 +43,29 @@ class RunnableModel(Protocol):
 
 
 class StepGraphs:
-    """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks."""
+    """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks.
+
+    `kv_caches` are the layers', in order; their groups are numbered from 0.
+    """
 
     def __init__(
         self,
         model: RunnableModel,
         backend: Backend,
-        kv_caches: list[KVCache],
+        kv_caches: list[LayerCache],
         *,
         max_tokens: int,
         max_num_seqs: int,
         max_blocks: int,
     ) -> None:
         self._model, self._backend, self._kv_caches = model, backend, kv_caches
+        self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self._positions = backend.zeros((max_tokens,), "int64")
-        self._slot_mapping = backend.zeros((max_tokens,), "int64")
+        self._slot_mapping = backend.zeros((self._num_groups, max_tokens), "int64")
         self._cu_query_lens = backend.zeros((max_num_seqs + 1,), "int32")
         self._seq_lens = backend.zeros((max_num_seqs,), "int32")
-        self._block_tables = backend.zeros((max_num_seqs, max_blocks), "int32")
+        self._block_tables = backend.zeros((self._num_groups, max_num_seqs, max_blocks), "int32")
         self._sampled_rows = backend.zeros((max_num_seqs,), "int64")
         self._graphs: OrderedDict[Shape, Callable[[], Arrays]] = OrderedDict()
 
@@ -74,10 +78,10 @@ class StepGraphs:
         write = self._backend.assign
         write(self._input_ids[:tokens], inputs.input_ids)
         write(self._positions[:tokens], inputs.positions)
-        write(self._slot_mapping[:tokens], inputs.slot_mapping)
+        write(self._slot_mapping[:, :tokens], inputs.slot_mapping)
         write(self._cu_query_lens[: sequences + 1], inputs.cu_query_lens)
         write(self._seq_lens[:sequences], inputs.seq_lens)
-        write(self._block_tables[:sequences, : inputs.block_tables.shape[1]], inputs.block_tables)
+        write(self._block_tables[:, :sequences, : inputs.block_tables.shape[2]], inputs.block_tables)
         write(self._sampled_rows[:rows], sampled_rows)
         hidden, logits, finite = self._graph((tokens, sequences, rows, all_hidden))()
         return hidden, logits, finite
@@ -95,12 +99,18 @@ class StepGraphs:
 
     def _compute(self, tokens: int, sequences: int, rows: int, all_hidden: bool) -> StepResult:
         sampled = self._sampled_rows[:rows]
+        groups = [
+            (self._block_tables[group, :sequences], self._slot_mapping[group, :tokens])
+            for group in range(self._num_groups)
+        ]
+        block_tables, slot_mapping = groups[0]
         metadata = AttentionMetadata(
             cu_query_lens=self._cu_query_lens[: sequences + 1],
             seq_lens=self._seq_lens[:sequences],
-            block_tables=self._block_tables[:sequences],
-            slot_mapping=self._slot_mapping[:tokens],
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
             wanted=None if all_hidden or rows == tokens else sampled,  # where all are sampled they are so in order
+            further=tuple(groups[1:]),
         )
         hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)
         if rows == 0:

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.sampling.extras import Extras
-from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
+from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's inputs as host arrays. T tokens, S sequences; see `kernels.backend.AttentionMetadata` for meanings.
+    """One step's inputs as host arrays. T tokens, S sequences, G groups of layers; see
+    `kernels.backend.AttentionMetadata` for meanings.
 
-    `input_ids` int32 and `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S]; `sampled`
-    bool [S] marks sequences whose last known token is computed in this step, so that a new one is sampled.
+    `input_ids` int32 and `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S];
+    `block_tables` int32 [G, S, blocks] and `slot_mapping` int64 [G, T] are those of each group; `sampled` bool [S]
+    marks sequences whose last known token is computed in this step, so that a new one can be sampled.
     """
 
     sequence_ids: list[str]
@@ -35,40 +37,55 @@ class StepInputs:
 
 
 class InputBatch:
-    """Rows of up to `max_num_seqs` sequences of up to `max_model_len` tokens."""
+    """Rows of up to `max_num_seqs` sequences of up to `max_model_len` tokens, with `num_groups` block tables each.
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    A block table keeps the entries of blocks that were given back, since no query sees their positions again.
+    `num_beams` counts the rows for which nothing is sampled (`NewSequenceData.num_candidates`).
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.vocab_size = vocab_size
         # Zeroed memory is committed when first written, so unused rows and lengths cost nothing.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.extras: list[Extras | None] = [None] * max_num_seqs
+        self.num_beams = 0
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, step: SchedulerOutput) -> None:
-        """Apply the step's changes: sequences that left, came, and grew."""
+        """Apply the step's changes: sequences that left, split, came, and grew."""
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             self._remove(sequence_id)
+        for fork in step.forks:
+            if not fork.samples:
+                self._fork(fork)
         for new in step.new_sequences:
             self._add(new)
-        for continuing in step.continuing:
-            self._extend(continuing)
+        if step.continuing:
+            self._extend(step.continuing)
+        for fork in step.forks:
+            if fork.samples:
+                self._fork(fork)
 
     def _remove(self, sequence_id: str) -> None:
         row = self.row_of.pop(sequence_id, None)
         if row is not None:  # a request can end before its first step
+            self.num_beams -= bool(self.num_candidates[row])
             self.extras[row] = None
             self._free_rows.append(row)
 
@@ -80,9 +97,10 @@ class InputBatch:
         self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        (block_ids,) = new.block_ids
-        self.block_table[row, : len(block_ids)] = block_ids
-        self.num_blocks[row] = len(block_ids)
+        self.num_candidates[row] = new.num_candidates
+        self.num_beams += bool(new.num_candidates)
+        self.num_blocks[:, row] = 0
+        self._add_blocks(row, new.block_ids)
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -97,14 +115,60 @@ class InputBatch:
             vocab_size=self.vocab_size,
         )
 
-    def _extend(self, continuing: ContinuingSequenceData) -> None:
-        row = self.row_of[continuing.sequence_id]
-        self.num_computed_tokens[row] = continuing.num_computed_tokens
-        for block_ids in continuing.new_block_ids:
-            start = self.num_blocks[row]
-            stop = start + len(block_ids)
-            self.block_table[row, start:stop] = block_ids
-            self.num_blocks[row] = stop
+    def _fork(self, fork: ForkData) -> None:
+        parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
+        self.row_of[fork.sequence_id] = row
+        for column in (
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.num_candidates,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+        ):
+            column[row] = column[parent]
+        tokens = self.num_tokens[parent]
+        self.token_ids[row, :tokens] = self.token_ids[parent, :tokens]
+        self.num_blocks[:, row] = self.num_blocks[:, parent]
+        blocks = self.num_blocks[:, parent].max()
+        self.block_tables[:, row, :blocks] = self.block_tables[:, parent, :blocks]
+        self.seeds[row] = fork.seed
+        extras = self.extras[parent]
+        self.extras[row] = None if extras is None else extras.fork()
+        self.num_beams += bool(self.num_candidates[row])
+
+    def _extend(self, continuing: list[ContinuingSequenceData]) -> None:
+        rows = [self.row_of[data.sequence_id] for data in continuing]
+        self.num_computed_tokens[rows] = [data.num_computed_tokens for data in continuing]
+        for row, data in zip(rows, continuing, strict=True):
+            if data.new_block_ids:
+                self._add_blocks(row, data.new_block_ids)
+            for group, index, block_id in data.replaced_blocks:
+                self.block_tables[group, row, index] = block_id
+            if data.new_token_ids:
+                self._add_tokens(row, data.new_token_ids)
+
+    def _add_blocks(self, row: int, block_ids: list[list[int]]) -> None:
+        """Append to the block table of each group."""
+        for group, ids in enumerate(block_ids):
+            if ids:
+                start = self.num_blocks[group, row]
+                stop = start + len(ids)
+                self.block_tables[group, row, start:stop] = ids
+                self.num_blocks[group, row] = stop
+
+    def _add_tokens(self, row: int, tokens: list[int]) -> None:
+        """Append tokens that were not sampled here."""
+        start = self.num_tokens[row]
+        stop = start + len(tokens)
+        self.token_ids[row, start:stop] = tokens
+        self.num_tokens[row] = stop
+        extras = self.extras[row]
+        if extras is not None:
+            for token in tokens:
+                extras.count(token)
 
     def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
         """Lay out the scheduled tokens of all sequences one after the other."""
@@ -130,8 +194,8 @@ class InputBatch:
             positions=positions,
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens,
-            block_tables=self.block_table[rows, :width],
-            slot_mapping=self.block_table[token_rows, blocks] * np.int64(self.block_size) + offsets,
+            block_tables=self.block_tables[:, rows, :width],
+            slot_mapping=self.block_tables[:, token_rows, blocks] * np.int64(self.block_size) + offsets,
             sampled=seq_lens == self.num_tokens[rows],
         )
 

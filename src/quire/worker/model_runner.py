@@ -6,11 +6,13 @@ computed, the backend's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from quire.kernels.backend import Array, Backend
+from quire.kernels.backend import Array, Backend, KVCache, LayerCache
 from quire.sampling.sampler import Sampled, Sampler, SamplingBatch, pack_logprobs
-from quire.step import ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.step import ForkData, KVCacheGroup, ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
 
@@ -18,6 +20,19 @@ from quire.worker.input_batch import InputBatch, StepInputs
 PROMPT_LOGPROB_ROWS = 128
 WARM_UP_TOKENS = 2  # the first step's, before any scheduler has a say
 NO_IDS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Sequences whose last known token was computed: R of them, rows `rows` int64 [R] of the batch.
+
+    `logits` [R, V] are of the tokens to come; `finite` bool [R], see `Backend.rows_finite`.
+    """
+
+    sequence_ids: list[str]
+    rows: np.ndarray
+    logits: Array
+    finite: np.ndarray
 
 
 class ModelRunner:
@@ -37,56 +52,118 @@ class ModelRunner:
         self.model = model
         self.backend = backend
         self.sampler = Sampler(backend)
+        groups = model.kv_cache_spec().groups(max_model_len)
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
             vocab_size=model.vocab_size,
+            num_groups=len(groups),
         )
-        self.kv_caches = [
-            backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-            for layer in model.kv_cache_spec().layers
-        ]
+        self.kv_caches = self._new_caches(max(groups, key=lambda group: len(group.layers)), num_blocks, block_size)
         self.graphs = StepGraphs(
             model,
             backend,
-            self.kv_caches,
+            self._caches_of_layers(groups),
             max_tokens=max(max_num_batched_tokens, WARM_UP_TOKENS),
             max_num_seqs=max_num_seqs,
-            max_blocks=self.batch.block_table.shape[1],
+            max_blocks=self.batch.block_tables.shape[2],
         )
+
+    def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
+        """Allocate one cache for each layer of the largest group; a smaller one's layers share the first of them."""
+        layers = self.model.kv_cache_spec().layers
+        return [
+            self.backend.new_kv_cache(num_blocks, block_size, layers[index].num_kv_heads, layers[index].head_size)
+            for index in largest.layers
+        ]
+
+    def _caches_of_layers(self, groups: list[KVCacheGroup]) -> list[LayerCache]:
+        """Say of each layer of the model, in order, where its keys and values go."""
+        caches = {
+            layer: LayerCache(cache, number)
+            for number, group in enumerate(groups)
+            for layer, cache in zip(group.layers, self.kv_caches, strict=False)
+        }
+        return [caches[layer] for layer in range(len(caches))]
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
+        self._transfer(step)
         self.batch.update(step)
-        if step.transfers:
-            pairs = np.array([transfer[1:] for transfer in step.transfers], dtype=np.int64)
-            for cache in self.kv_caches:
-                self.backend.copy_blocks(cache, pairs)
+        output = ModelOutput(sampled_token_ids={})
         if not step.num_scheduled_tokens:
-            return ModelOutput(sampled_token_ids={})
+            return output
         inputs = self.batch.inputs(step.num_scheduled_tokens)
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
         extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
         scored = any(extra is not None and extra.num_prompt_logprobs is not None for extra in extras)
         hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored)
-        output = ModelOutput(sampled_token_ids={})
         if scored:
             output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
         if logits is not None:
-            self._sample(logits, self.backend.to_numpy(finite), inputs, chosen, output)
+            sequence_ids = [inputs.sequence_ids[index] for index in chosen.tolist()]
+            ends = _Ends(sequence_ids, inputs.rows[chosen], logits, self.backend.to_numpy(finite))
+            self._go_on(ends, step.forks, output)
         return output
 
-    def _sample(
-        self, logits: Array, finite: np.ndarray, inputs: StepInputs, chosen: np.ndarray, output: ModelOutput
-    ) -> None:
-        """Sample for the sequences `chosen` from logits [len(chosen), V] and put the tokens into `output`."""
-        batch, rows = self.batch, inputs.rows[chosen]
+    def _transfer(self, step: SchedulerOutput) -> None:
+        if step.transfers:
+            pairs = np.array([transfer[1:] for transfer in step.transfers], dtype=np.int64)
+            for cache in self.kv_caches:
+                self.backend.copy_blocks(cache, pairs)
+
+    def _go_on(self, ends: _Ends, forks: list[ForkData], output: ModelOutput) -> None:
+        """Put a new token of each sequence into `output`: the beams' candidates, and what the others drew."""
+        drawing = [fork for fork in forks if fork.samples]
+        if drawing:
+            ends = self._with_forks(ends, drawing)
+        if not ends.finite.all():
+            for index in np.flatnonzero(~ends.finite).tolist():
+                output.errors[ends.sequence_ids[index]] = "the model produced logits that are not finite"
+        if self.batch.num_beams:
+            beams = self.batch.num_candidates[ends.rows] > 0
+            self._offer(self._only(ends, np.flatnonzero(beams & ends.finite)), output)
+            ends = self._only(ends, np.flatnonzero(~beams))
+        if ends.sequence_ids:
+            self._sample(ends, output)
+
+    def _with_forks(self, ends: _Ends, forks: list[ForkData]) -> _Ends:
+        """Add sequences that draw from their parents' logits."""
+        place_of = {sequence_id: place for place, sequence_id in enumerate(ends.sequence_ids)}
+        parents = [place_of[fork.parent_id] for fork in forks]
+        whole = self._only(ends, np.array([*range(len(place_of)), *parents], dtype=np.int64))
+        for place, fork in enumerate(forks, start=len(place_of)):
+            whole.sequence_ids[place] = fork.sequence_id
+            whole.rows[place] = self.batch.row_of[fork.sequence_id]
+        return whole
+
+    def _only(self, ends: _Ends, places: np.ndarray) -> _Ends:
+        """Return those at `places` int64 [n], in this order; one may be taken more than once."""
+        return _Ends(
+            [ends.sequence_ids[place] for place in places.tolist()],
+            ends.rows[places],
+            self.backend.take_rows(ends.logits, self.backend.from_numpy(places)),
+            ends.finite[places],
+        )
+
+    def _offer(self, beams: _Ends, output: ModelOutput) -> None:
+        """Put the most likely next tokens of beams into `output`, by the model's own distribution."""
+        if not beams.sequence_ids:
+            return
+        numbers = np.minimum(self.batch.num_candidates[beams.rows], self.model.vocab_size).tolist()
+        top = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
+        for place, (sequence_id, number) in enumerate(zip(beams.sequence_ids, numbers, strict=True)):
+            output.candidates[sequence_id] = pack_logprobs(top, place, number)
+
+    def _sample(self, ends: _Ends, output: ModelOutput) -> None:
+        """Draw a token for each sequence, and append it where logits are finite."""
+        batch, rows = self.batch, ends.rows
         extras = [batch.extras[row] for row in rows.tolist()]
         temperature = batch.temperature[rows]
         if not any(extras) and not temperature.any():
-            sampled = Sampled(self.backend.greedy(logits), {})
+            sampled = Sampled(self.backend.greedy(ends.logits), {})
         else:
             options = SamplingBatch(
                 temperature=temperature,
@@ -98,16 +175,14 @@ class ModelRunner:
                 extras=extras,
                 output_ids=[NO_IDS if extras[i] is None else batch.output_ids(row) for i, row in enumerate(rows)],
             )
-            sampled = self.sampler.sample(logits, options)
-        batch.append(rows[finite], sampled.token_ids[finite])
-        for r, (index, token) in enumerate(zip(chosen.tolist(), sampled.token_ids.tolist(), strict=True)):
-            sequence_id = inputs.sequence_ids[index]
-            if not finite[r]:
-                output.errors[sequence_id] = "the model produced logits that are not finite"
-                continue
-            output.sampled_token_ids[sequence_id] = [token]
-            if r in sampled.logprobs:
-                output.logprobs[sequence_id] = [sampled.logprobs[r]]
+            sampled = self.sampler.sample(ends.logits, options)
+        batch.append(rows[ends.finite], sampled.token_ids[ends.finite])
+        tokens, finite = sampled.token_ids.tolist(), ends.finite.tolist()
+        for place, sequence_id in enumerate(ends.sequence_ids):
+            if finite[place]:
+                output.sampled_token_ids[sequence_id] = [tokens[place]]
+                if place in sampled.logprobs:
+                    output.logprobs[sequence_id] = [sampled.logprobs[place]]
 
     def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}

@@ -34,7 +34,7 @@ def warm_up(runner: ModelRunner) -> None:
         seed=0,
         stop_ids=[],
         bad_words_ids=[],
-        block_ids=[list(range(-(-length // runner.batch.block_size)))],
+        block_ids=[list(range(-(-length // runner.batch.block_size)))] * runner.batch.block_tables.shape[0],
         num_computed_tokens=0,
     )
     runner.execute(
