@@ -40,7 +40,7 @@ def plan_of(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     tables = np.zeros((len(steps), -(-int(lengths.max()) // BLOCK)), np.int32)
     tokens = int(counts.sum())
-    metadata = AttentionMetadata(starts, lengths.astype(np.int32), tables, np.zeros(tokens, np.int64), 0, 0)
+    metadata = AttentionMetadata(starts, lengths.astype(np.int32), tables, np.zeros(tokens, np.int64))
     params = AttentionParams(heads * group, heads, 64, 0.125, window)
     launcher: Any = Pretender(threads)
     plan = make_plan(launcher, tokens, metadata, params, BLOCK)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from quire.step import KVCacheSpec, LayerKVSpec, ModelOutput, SchedulerOutput
+import math
+from dataclasses import dataclass
+
+from quire.step import ForkData, KVCacheSpec, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of a sequence: how many tokens it has, the last of them, and whether it is a beam."""
+
+    count: int
+    last: int
+    num_candidates: int
 
 
 class NullExecutor:
     """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end.
 
-    It keeps only a count of known tokens per sequence, so that a step costs microseconds.
+    The i-th fork (from 1) that draws from one parent in a step gets the token i further on. A beam's candidates are the
+    tokens after its last one, each half as likely as the one before. Loads from disk end at once, and well. It keeps
+    only a count of known tokens per sequence, so that a step costs microseconds.
     """
 
     def __init__(self, vocab_size: int = 1000) -> None:
         self.vocab_size = vocab_size
-        self._known: dict[str, int] = {}
-        self._last: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """One small layer."""
@@ -29,22 +42,61 @@ class NullExecutor:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""
+        computed = self._take_in(step)
+        output = ModelOutput(sampled_token_ids={}, loaded={load.block_id: True for load in step.loads})
+        for sequence_id, count in step.num_scheduled_tokens.items():
+            known = self._known[sequence_id]
+            if computed[sequence_id] + count == known.count:
+                if known.num_candidates:
+                    output.candidates[sequence_id] = self._candidates(known)
+                else:
+                    known.last = (known.last + 1) % self.vocab_size
+                    known.count += 1
+                    output.sampled_token_ids[sequence_id] = [known.last]
+        if step.forks:
+            self._draw_forks([fork for fork in step.forks if fork.samples], output)
+        return output
+
+    def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
+        """Apply the step's changes; return how many tokens each sequence has computed."""
+        known = self._known
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
-            self._known.pop(sequence_id, None)
-            self._last.pop(sequence_id, None)
-        computed = {data.sequence_id: data.num_computed_tokens for data in step.continuing}
+            known.pop(sequence_id, None)
+        for fork in step.forks:
+            if not fork.samples:
+                self._fork(fork)
+        computed: dict[str, int] = {}
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
-            self._known[new.sequence_id] = len(new.token_ids)
-            self._last[new.sequence_id] = new.token_ids[-1]
-        sampled: dict[str, list[int]] = {}
-        for sequence_id, count in step.num_scheduled_tokens.items():
-            if computed[sequence_id] + count == self._known[sequence_id]:
-                token = (self._last[sequence_id] + 1) % self.vocab_size
-                sampled[sequence_id] = [token]
-                self._last[sequence_id] = token
-                self._known[sequence_id] += 1
-        return ModelOutput(sampled_token_ids=sampled)
+            known[new.sequence_id] = _Known(len(new.token_ids), new.token_ids[-1], new.num_candidates)
+        for data in step.continuing:
+            computed[data.sequence_id] = data.num_computed_tokens
+            if data.new_token_ids:
+                grown = known[data.sequence_id]
+                grown.count += len(data.new_token_ids)
+                grown.last = data.new_token_ids[-1]
+        return computed
+
+    def _fork(self, fork: ForkData) -> _Known:
+        parent = self._known[fork.parent_id]
+        child = self._known[fork.sequence_id] = _Known(parent.count, parent.last, parent.num_candidates)
+        return child
+
+    def _draw_forks(self, forks: list[ForkData], output: ModelOutput) -> None:
+        """Make the forks that sample, whose parents have sampled already."""
+        drawn: dict[str, int] = {}
+        for fork in forks:
+            drawn[fork.parent_id] = drawn.get(fork.parent_id, 0) + 1
+            (token,) = output.sampled_token_ids[fork.parent_id]
+            child = self._fork(fork)  # in its count is the token that the parent drew
+            child.last = (token + drawn[fork.parent_id]) % self.vocab_size
+            output.sampled_token_ids[fork.sequence_id] = [child.last]
+
+    def _candidates(self, known: _Known) -> TokenTopLogprobs:
+        number = min(known.num_candidates, self.vocab_size)
+        tokens = [(known.last + 1 + place) % self.vocab_size for place in range(number)]
+        logprobs = [-math.log(2.0) * (place + 1) for place in range(number)]
+        return TokenTopLogprobs([tokens[0], *tokens], [logprobs[0], *logprobs], 1)
 
     def close(self) -> None:
         """Nothing to release."""
