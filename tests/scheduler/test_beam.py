@@ -80,11 +80,13 @@ def test_a_greedy_search_misses_what_two_beams_find():
 
 
 def test_width_one_ends_with_its_first_stop_id():
+    """Even where a longer beam would rank before it."""
+
     def ends(history: tuple[int, ...]) -> list[float]:
         return [math.log(p) for p in ((0.6, 0.4) if history else (0.4, 0.6))]
 
-    beam = BeamOutput([1, 0], pytest.approx(math.log(0.36)), pytest.approx(math.log(0.36) / 2), "stop")
-    assert beams_of(ends, {0}, 9, beam_width=1) == [beam]
+    beam = BeamOutput([1, 0], pytest.approx(math.log(0.36)), pytest.approx(math.log(0.36) / 4), "stop")
+    assert beams_of(ends, {0}, 9, beam_width=1, length_penalty=2.0) == [beam]
 
 
 # Probabilities of tokens 0, 1, 2 by what came before; after anything else the end is certain.
@@ -116,6 +118,23 @@ def early_end(history: tuple[int, ...]) -> list[float]:
 def test_when_the_search_ends(early_stopping, length_penalty, expected):
     params = {"beam_width": 2, "early_stopping": early_stopping, "length_penalty": length_penalty}
     assert texts(beams_of(early_end, {0}, 5, **params)) == expected
+
+
+def test_never_judges_by_the_present_length_where_short_beams_are_liked():
+    """The running beam may only get worse: 22 (0.49) at length 2 ranks before 20 (0.21), at length 9 it would not."""
+
+    def falling(history: tuple[int, ...]) -> list[float]:
+        return [math.log(p) if p else -math.inf for p in ((0.3, 0.0, 0.7) if len(history) < 2 else (1.0, 0.0, 0.0))]
+
+    beams = beams_of(falling, {0}, 9, beam_width=2, early_stopping="never", length_penalty=-1.0)
+    assert texts(beams) == [[0], [2, 2, 0]]
+
+
+def test_a_running_beam_that_could_only_draw_level_does_not_keep_the_search_open():
+    search = BeamSearch(BeamSearchParams(beam_width=2, length_penalty=0.0), stop_ids={0}, max_tokens=9)
+    search.advance([([0, 1, 2], [-0.5, -1.0, -2.0])])
+    assert search.advance([([1, 0, 2], [-0.25, -0.25, -4.0]), ([1, 0, 2], [-3.0, -3.0, -4.0])]) == Step([], over=True)
+    assert [(beam.token_ids, beam.score) for beam in search.beams()] == [([0], -0.5), ([1, 0], -1.25)]
 
 
 def test_an_end_outside_the_best_continuations_is_no_beam():
