@@ -108,6 +108,7 @@ class Backend(Protocol):
     dtype: str  # weights are held in it: "float32", "bfloat16" or "float16"
     kv_dtype: str  # "float32", "bfloat16", "float16" or "int8"
     quantization: str | None  # one of QUANTIZATIONS, or None
+    arithmetic: str  # names what else the bits in a KV cache depend on: instructions, compiler, layout of a block
 
     # Arrays
 
@@ -228,7 +229,19 @@ class Backend(Protocol):
         """
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
-        """Copy whole blocks inside one layer's cache; pairs int64 [n, 2] of (source, destination)."""
+        """Copy whole blocks inside one layer's cache; pairs int64 [n, 2] of (source, destination).
+
+        All sources are read before any destination is written; no destination may be named twice.
+        """
+
+    def block_nbytes(self, cache: KVCache) -> int:
+        """Return the bytes that `read_blocks` gives for one block."""
+
+    def read_blocks(self, cache: KVCache, block_ids: np.ndarray) -> np.ndarray:
+        """Copy whole blocks, block_ids int64 [n], to the host: uint8 numpy [n, block_nbytes], scales included."""
+
+    def write_blocks(self, cache: KVCache, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """Undo `read_blocks`, bit for bit, in blocks int64 [n], none named twice. `data` is free on return."""
 
     # Logits and sampling; R rows, logits float32 [R, V]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import llvmlite.binding as llvm
+import numba
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor
@@ -19,6 +21,7 @@ from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
 from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv
+from quire.kernels.cpu.levels import current_level
 from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.paged_plan import plan
@@ -97,6 +100,8 @@ class CPUBackend:
         # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
         self._known: tuple[np.ndarray, Survey] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
+        compiler = f"{current_level()} {numba.config.CPU_NAME or llvm.get_host_cpu_name()} numba {numba.__version__}"
+        self.arithmetic = f"{compiler}; {self.simd_level} {self._int_level}, paired {self._paired_kv}"
 
     @property
     def num_threads(self) -> int:
@@ -267,6 +272,18 @@ class CPUBackend:
     def copy_blocks(self, cache: CPUKVCache, pairs: np.ndarray) -> None:
         """See `Backend.copy_blocks`."""
         cache.copy_blocks(pairs)
+
+    def block_nbytes(self, cache: CPUKVCache) -> int:
+        """See `Backend.block_nbytes`."""
+        return cache.block_nbytes
+
+    def read_blocks(self, cache: CPUKVCache, block_ids: np.ndarray) -> np.ndarray:
+        """See `Backend.read_blocks`."""
+        return cache.read_blocks(block_ids)
+
+    def write_blocks(self, cache: CPUKVCache, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """See `Backend.write_blocks`."""
+        cache.write_blocks(block_ids, data)
 
     # Logits and sampling
 

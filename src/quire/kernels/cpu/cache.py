@@ -87,9 +87,30 @@ class CPUKVCache:
     def copy_blocks(self, pairs: np.ndarray) -> None:
         """Copy whole blocks; pairs int64 [n, 2] of (source, destination)."""
         source, destination = pairs[:, 0], pairs[:, 1]
-        for side in (self.keys, self.values, self.key_scales, self.value_scales):
-            if side is not None:
-                side[destination] = side[source]
+        for side in self._sides():
+            side[destination] = side[source]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, scales included."""
+        return sum(side.shape[1] for side in self._sides())
+
+    def read_blocks(self, block_ids: np.ndarray) -> np.ndarray:
+        """Return blocks int64 [n] as uint8 [n, block_nbytes]: keys, values, then their scales."""
+        return np.concatenate([side[block_ids] for side in self._sides()], axis=1)
+
+    def write_blocks(self, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """Fill blocks int64 [n] with what `read_blocks` returned."""
+        start = 0
+        for side in self._sides():
+            stop = start + side.shape[1]
+            side[block_ids] = data[:, start:stop]
+            start = stop
+
+    def _sides(self) -> list[np.ndarray]:
+        """Return all that a block consists of, as bytes: uint8 views [B, n]."""
+        sides = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [side.reshape(len(side), -1).view(np.uint8) for side in sides if side is not None]
 
 
 def _zeros(count: int, dtype: np.dtype) -> np.ndarray:

@@ -77,6 +77,7 @@ class ReferenceBackend:
         self.device = torch.device(device)
         self._round_linear_inputs = round_linear_inputs
         self._compute = torch.float32 if self.device.type == "mps" else torch.float64
+        self.arithmetic = f"{device} torch {torch.__version__}, rounds {round_linear_inputs}"
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -235,6 +236,20 @@ class ReferenceBackend:
         """See `Backend.copy_blocks`."""
         source, destination = self.from_numpy(pairs.astype(np.int64)).T
         cache[:, destination] = cache[:, source]
+
+    def block_nbytes(self, cache: torch.Tensor) -> int:
+        """See `Backend.block_nbytes`."""
+        return cache[:, 0].numel() * cache.element_size()
+
+    def read_blocks(self, cache: torch.Tensor, block_ids: np.ndarray) -> np.ndarray:
+        """See `Backend.read_blocks`."""
+        blocks = cache[:, self.from_numpy(block_ids)].transpose(0, 1).flatten(1)
+        return blocks.contiguous().view(torch.uint8).cpu().numpy()
+
+    def write_blocks(self, cache: torch.Tensor, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """See `Backend.write_blocks`."""
+        blocks = self.from_numpy(data).view(cache.dtype).unflatten(1, (2, *cache.shape[2:]))
+        cache[:, self.from_numpy(block_ids)] = blocks.transpose(0, 1)
 
     # Logits and sampling
 
