@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from quire.errors import QuireError
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
-    from quire.outputs import CompletionOutput, RequestOutput
-    from quire.sampling_params import RequestOutputKind, SamplingParams
+    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+    from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "QuireError",
@@ -38,6 +41,9 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.frontend.llm",
     "AsyncLLM": "quire.frontend.async_llm",
+    "BeamSearchOutput": "quire.outputs",
+    "BeamSearchParams": "quire.sampling_params",
+    "BeamSearchSequence": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "EngineConfig": "quire.config",
     "QuireError": "quire.errors",

@@ -8,6 +8,7 @@
         ContextLengthError      prompt (+ max_tokens) does not fit         400
         UnsupportedError        a known field this engine cannot honour    400
         NotFoundError           no such model, route, or object            404
+      GenerationError           the engine gave up one request         500  exit 1
       OverloadedError           queues are full; try again later           503
       EngineDeadError           the engine process is gone                 503
 
@@ -99,6 +100,10 @@ class NotFoundError(RequestError):
 
     http_status = 404
     default_code = "model_not_found"
+
+
+class GenerationError(QuireError):
+    """The engine could not go on with one request, such as for logits that are not finite; the message says why."""
 
 
 class OverloadedError(QuireError):

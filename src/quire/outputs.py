@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.errors import QuireError
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -38,10 +40,13 @@ class CompletionOutput:
         index: which of the n.
         text: generated text, stop string cut off (unless asked for); with DELTA outputs only the new part.
         token_ids: generated ids; with DELTA outputs only the new ones.
-        cumulative_logprob: sum over all generated tokens so far, when logprobs were asked for.
+        cumulative_logprob: sum over all generated tokens so far, when logprobs were asked for, or when completions were
+            ranked by it (`best_of`, beam search).
         logprobs: one dict per token in `token_ids`, or None.
         finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it; None for EOS and for other endings.
+        error: with "error", what happened: a `RequestError` if this engine can never serve the request, otherwise a
+            `GenerationError`.
     """
 
     index: int
@@ -51,6 +56,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: QuireError | None = None
 
     @property
     def finished(self) -> bool:
@@ -66,6 +72,7 @@ class RequestOutput:
         prompt: text of the prompt, None when it was given as token ids.
         prompt_logprobs: per prompt position; the first is None (nothing predicts it). None when not asked for.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_generated_tokens: so far, of all sequences, also of those that `best_of` does not return.
     """
 
     request_id: str
@@ -75,4 +82,34 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam, as vLLM's `LLM.beam_search` returns it.
+
+    Attributes:
+        tokens: prompt and continuation; the token that ended it only with `include_stop_str_in_output`.
+        logprobs: always empty: the engine keeps sums, not the log-probability of each token.
+        cum_logprob: sum of the log-probabilities of the continuation, its ending token included.
+        text: of `tokens`, so with the prompt; empty without a tokenizer.
+        finish_reason: "stop" or "length". stop_reason: the token id that ended it.
+        score: what beams are ranked by: `cum_logprob` over length ** length_penalty.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float = 0.0
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request wants its tokens chosen. Fields, defaults and bounds, declared and checked once.
+"""`SamplingParams` and `BeamSearchParams`: how one request wants its tokens chosen. Fields, defaults and bounds.
 
 Names and defaults are those of the common OpenAI and vLLM interfaces. The HTTP layer maps its fields onto this class
 and reports whatever it raises; nothing here knows about HTTP, tokenizers, or models (token ids are checked against the
@@ -8,12 +8,13 @@ vocabulary in `frontend.processor`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
-from quire.errors import RequestError, echo
+from quire.errors import RequestError, UnsupportedError, echo
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -25,6 +26,20 @@ MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
 INT64_MAX = 2**63 - 1
 GREEDY_EPSILON = 1e-5
+MAX_LENGTH_PENALTY = 10.0
+# What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
+BEAM_FIELDS = frozenset(
+    (
+        "n",
+        "max_tokens",
+        "temperature",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "truncate_prompt_tokens",
+        "seed",
+    )
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -135,11 +150,20 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
     return checked
 
 
+def check_best_of(value: Any, n: int) -> int:
+    """Return `best_of` if it is an int within [n, 128]; raise `RequestError` else."""
+    if check_int("best_of", value, 1, MAX_N) < n:
+        raise RequestError(f"best_of must be at least n ({n}), got {value}", param="best_of")
+    return int(value)
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
     Attributes:
         n: number of completions, 1..128.
+        best_of: so many completions are generated, n..128, and the `n` with the highest sum of log-probabilities are
+            returned, best first. None means n. More than n of them are not streamed, and need a temperature.
         presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
         repetition_penalty: (0, 10], over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
         temperature: [0, 2]; below 1e-5 means greedy.
@@ -154,6 +178,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     n: int = 1
+    best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -187,6 +212,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
+        if self.best_of is not None:
+            self._check_best_of(self.best_of)
+
+    def _check_best_of(self, best_of: int) -> None:
+        check_best_of(best_of, self.n)
+        if best_of == self.n:
+            return
+        if self.greedy:
+            raise RequestError(
+                f"best_of must equal n ({self.n}) with temperature 0, which gives equal completions; got {best_of}",
+                param="best_of",
+            )
+        if self.output_kind == RequestOutputKind.DELTA:
+            raise RequestError(
+                f"best_of must equal n ({self.n}) in a stream, because the best are known at the end only; "
+                f"got {best_of}",
+                param="best_of",
+            )
 
     def _check_numbers(self) -> None:
         self.presence_penalty = check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -238,6 +281,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def num_sequences(self) -> int:
+        """How many completions are generated: `best_of`, or else `n`."""
+        return self.n if self.best_of is None else self.best_of
+
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)
@@ -253,7 +301,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         early_stopping: True ends the search with the first `beam_width` finished beams; False, when no running one can
             rank before them, judged by its present length; "never", judged by the longest possible one (those of
             `transformers`).
-        include_stop_str_in_output, skip_special_tokens: as for `SamplingParams`.
+        include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens: as for `SamplingParams`.
     """
 
     beam_width: int
@@ -264,17 +312,59 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     early_stopping: bool | str = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field. Structs decoded from the wire pass through here too."""
         check_int("beam_width", self.beam_width, 1, MAX_N)
         check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
-        check_float("temperature", self.temperature, 0.0, 0.0)
-        self.length_penalty = check_float("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never"):
+        self.temperature = check_float("temperature", self.temperature, 0.0, 0.0)
+        self.length_penalty = check_float(
+            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(
                 f"early_stopping must be true, false or 'never', got {echo(self.early_stopping)}",
                 param="early_stopping",
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
+        if self.truncate_prompt_tokens is not None:
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
+        """Return the search that a request means which says `use_beam_search` among sampling fields.
+
+        Args:
+            fields: of `SamplingParams`, and `length_penalty` and `early_stopping`. The beam width is `best_of`, or else
+                `n`, of which the caller returns `n`. most_tokens: what `max_tokens` None means.
+
+        Raises:
+            UnsupportedError: a field asks for something that beams cannot honour. RequestError: it is malformed.
+        """
+        rest = dict(fields)
+        options = {name: rest.pop(name) for name in ("length_penalty", "early_stopping") if name in rest}
+        best_of = rest.pop("best_of", None)
+        asked = SamplingParams(**{"temperature": 0.0, **rest})
+        if asked.temperature != 0.0:
+            raise UnsupportedError(
+                f"temperature must be 0 or absent with beam search, got {asked.temperature:g}", param="temperature"
+            )
+        neutral = SamplingParams(top_k=min(asked.top_k, 0), output_kind=asked.output_kind)  # 0 and -1 are the same
+        for name in SamplingParams.__struct_fields__:
+            if name not in BEAM_FIELDS and getattr(asked, name) != getattr(neutral, name):
+                raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
+        return cls(
+            beam_width=asked.n if best_of is None else check_best_of(best_of, asked.n),
+            max_tokens=most_tokens if asked.max_tokens is None else asked.max_tokens,
+            ignore_eos=asked.ignore_eos,
+            include_stop_str_in_output=asked.include_stop_str_in_output,
+            skip_special_tokens=asked.skip_special_tokens,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            **options,
+        )
+
+    def clone(self, **changes: Any) -> BeamSearchParams:
+        """Return a copy with some fields replaced (and all of them checked again)."""
+        return msgspec.structs.replace(self, **changes)

@@ -244,7 +244,8 @@ class SequenceOutput(msgspec.Struct):
     """News of one sequence in one step.
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the stop token id (None for EOS).
-    `error` explains "error". `num_cached_tokens` is sent with the first output. A beam search has one output, at its
+    `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not the
+    engine. `num_cached_tokens` is sent with the first output. A beam search has one output, at its
     end, in the name of its request: `beams`, best first.
     """
 
@@ -258,6 +259,7 @@ class SequenceOutput(msgspec.Struct):
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     error: str | None = None
+    refused: bool = False
     beams: list[BeamOutput] | None = None
 
 

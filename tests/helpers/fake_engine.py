@@ -28,7 +28,8 @@ from quire.frontend.chat import ChatTemplate
 from quire.frontend.llm import LLM
 from quire.frontend.loading import FrontModel
 from quire.frontend.tokenizer import Tokenizer
-from quire.step import SchedulerStats, SequenceOutput, TokenTopLogprobs
+from quire.sampling_params import BeamSearchParams
+from quire.step import BeamOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 CHAT_TEMPLATE = (
@@ -133,20 +134,28 @@ def small_tokenizer_ids() -> dict[str, int]:
 
 
 class _Running:
-    def __init__(self, request: AddRequest, tokens: Sequence[int]) -> None:
+    """One sequence; `request` is its own: of all sequence ids and seeds it has only this one's."""
+
+    def __init__(self, request: AddRequest, first: bool, tokens: Sequence[int]) -> None:
         self.request = request
+        self.sequence_id = request.sequence_ids[0]
+        self.first = first
         self.tokens = list(tokens)
         self.num_done = 0
 
 
 class FakeEngine:
-    """Steps when told to, like `InlineEngine`: each step gives every running request one token.
+    """Steps when told to, like `InlineEngine`: each step gives every running sequence one token.
+
+    The reply function is asked once for each sequence. A beam search takes one step; each of its beams is a reply, to
+    the request with the beam's rank as its seed, and has a log-probability of -1 for itself and each one before.
 
     Attributes:
-        added, aborted: all requests, and the ids of all aborts of unfinished requests, in order.
+        added: all requests. aborted: the ids of all aborts of unfinished sequences. Both in order.
         num_steps: steps so far. closed: whether `close` was called.
-        tokens_per_step: tokens a request gets at once (speculative decoding gives several).
-        fail_on: ids that end with finish_reason "error" at their first step.
+        tokens_per_step: tokens a sequence gets at once (speculative decoding gives several).
+        fail_on, refuse_on: ids of requests or sequences that end with finish_reason "error" at their first step, the
+            latter because they can never fit.
     """
 
     def __init__(
@@ -158,13 +167,20 @@ class FakeEngine:
         reply: Reply = letters,
         tokens_per_step: int = 1,
     ) -> None:
-        self.ready = Ready(num_blocks=64, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size)
+        self.ready = Ready(
+            num_blocks=64,
+            block_size=16,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_num_seqs=max_num_seqs,
+        )
         self.reply = reply
         self.max_num_seqs = max_num_seqs
         self.tokens_per_step = tokens_per_step
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self.fail_on: set[str] = set()
+        self.refuse_on: set[str] = set()
         self.num_steps = 0
         self.num_resets = 0
         self.closed = False
@@ -172,20 +188,25 @@ class FakeEngine:
 
     @property
     def live(self) -> list[str]:
-        """Ids of the unfinished requests, waiting ones included."""
+        """Ids of the unfinished sequences, waiting ones included."""
         return list(self._live)
 
     def send(self, message: ToEngine) -> None:
         """Apply an `AddRequest` or `AbortRequests`."""
         if isinstance(message, AddRequest):
-            assert message.request_id not in self._live, "ids must be unique"
             assert message.prompt_token_ids and message.max_tokens > 0
+            assert 0 < len(message.sequence_ids) == len(message.seeds) <= self.max_num_seqs
+            assert message.request_id not in {item.request.request_id for item in self._live.values()}, "must be unique"
             self.added.append(message)
-            self._live[message.request_id] = _Running(message, self.reply(message))
+            for index, (sequence_id, seed) in enumerate(zip(message.sequence_ids, message.seeds, strict=True)):
+                assert sequence_id not in self._live, "ids must be unique"
+                own = msgspec.structs.replace(message, sequence_ids=[sequence_id], seeds=[seed])
+                self._live[sequence_id] = _Running(own, index == 0, [] if message.beam else self.reply(own))
         elif isinstance(message, AbortRequests):
-            for request_id in message.request_ids:
-                if self._live.pop(request_id, None) is not None:
-                    self.aborted.append(request_id)
+            for name in message.request_ids:
+                for sequence_id in [key for key, item in self._live.items() if name in (key, item.request.request_id)]:
+                    del self._live[sequence_id]
+                    self.aborted.append(sequence_id)
 
     def call(self, method: str) -> dict[str, int | float | str | bool]:
         """Answer "reset_prefix_cache", "stats" and "check_integrity"."""
@@ -199,11 +220,11 @@ class FakeEngine:
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def has_unfinished(self) -> bool:
-        """Whether any request is live."""
+        """Whether any sequence is live."""
         return bool(self._live)
 
     def step(self) -> EngineOutputs:
-        """Give the oldest `max_num_seqs` requests their next tokens."""
+        """Give the oldest `max_num_seqs` sequences their next tokens."""
         self.num_steps += 1
         now = time.monotonic()
         running = list(self._live.values())[: self.max_num_seqs]
@@ -211,7 +232,7 @@ class FakeEngine:
         return EngineOutputs(outputs=outputs, stats=self.stats(), timestamp=time.monotonic())
 
     def stats(self) -> SchedulerStats:
-        """Count live requests; each running one holds one of 64 blocks."""
+        """Count live sequences; each running one holds one of 64 blocks."""
         num_running = min(len(self._live), self.max_num_seqs)
         return SchedulerStats(
             num_running=num_running,
@@ -224,15 +245,21 @@ class FakeEngine:
     def _advance(self, item: _Running, now: float) -> SequenceOutput:
         request, params = item.request, item.request.sampling_params
         first = item.num_done == 0
-        output = SequenceOutput(sequence_id=request.request_id, new_token_ids=[])
+        output = SequenceOutput(sequence_id=item.sequence_id, new_token_ids=[])
         if first:
             output.num_cached_tokens = 0
             output.first_scheduled_time = now
-            if params.prompt_logprobs is not None:
+            if params.prompt_logprobs is not None and item.first:
                 tokens = request.prompt_token_ids[1:]
                 output.prompt_logprobs = [self._top(token, params.prompt_logprobs) for token in tokens]
-        if request.request_id in self.fail_on:
+        names = {request.request_id, item.sequence_id}
+        if names & self.fail_on:
             output.finish_reason, output.error = "error", "logits are not finite"
+        elif names & self.refuse_on:
+            output.finish_reason, output.error, output.refused = "error", "it needs 65 blocks, the pool has 64", True
+        elif request.beam is not None:
+            output.beams = self._beams(request, request.beam)
+            output.finish_reason = output.beams[0].finish_reason
         while output.finish_reason is None and len(output.new_token_ids) < self.tokens_per_step:
             token = item.tokens[item.num_done % len(item.tokens)]
             item.num_done += 1
@@ -245,8 +272,19 @@ class FakeEngine:
         if params.logprobs is not None:
             output.logprobs = [self._top(token, params.logprobs) for token in output.new_token_ids]
         if output.finish_reason is not None:
-            del self._live[request.request_id]
+            del self._live[item.sequence_id]
         return output
+
+    def _beams(self, request: AddRequest, beam: BeamSearchParams) -> list[BeamOutput]:
+        beams = []
+        for rank in range(beam.beam_width):
+            tokens = list(self.reply(msgspec.structs.replace(request, seeds=[rank])))[: request.max_tokens]
+            stop = next((place for place, token in enumerate(tokens) if token in request.stop_ids), None)
+            tokens = tokens if stop is None else tokens[: stop + 1]
+            logprob = -1.0 - rank
+            score = logprob / len(tokens) ** beam.length_penalty
+            beams.append(BeamOutput(tokens, logprob, score, "length" if stop is None else "stop"))
+        return beams
 
     def _top(self, token: int, count: int) -> TokenTopLogprobs:
         """The chosen token is the second most likely; the best ones are its predecessors in the vocabulary."""
@@ -367,7 +405,11 @@ def fake_llm(
 ) -> tuple[LLM, FakeEngine]:
     """A real `LLM` in front of a fake engine."""
     front = front_model or fake_front_model(max_model_len=max_model_len)
+    config = EngineConfig.from_kwargs(**options)
     engine = FakeEngine(
-        vocab_size=front.info.vocab_size, max_model_len=front.info.max_model_len, reply=reply or letters
+        vocab_size=front.info.vocab_size,
+        max_model_len=front.info.max_model_len,
+        max_num_seqs=options.get("max_num_seqs", 8),
+        reply=reply or letters,
     )
-    return LLM.from_parts(EngineConfig.from_kwargs(**options), engine, front), engine
+    return LLM.from_parts(config, engine, front), engine

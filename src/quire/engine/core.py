@@ -80,6 +80,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             max_model_len=max_model_len,
             vocab_size=info.vocab_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len

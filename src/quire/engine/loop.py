@@ -30,8 +30,13 @@ def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | N
             try:
                 core.add(message)
             except RequestError as error:
-                refusal = SequenceOutput(message.request_id, [], finish_reason="error", error=error.message)
-                return core.snapshot([refusal])
+                problem = error.message
+                return core.snapshot(
+                    [
+                        SequenceOutput(sequence_id, [], finish_reason="error", error=problem, refused=True)
+                        for sequence_id in message.sequence_ids
+                    ]
+                )
         case AbortRequests():
             core.abort(message)
         case Call():

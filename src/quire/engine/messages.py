@@ -85,6 +85,7 @@ class Ready(msgspec.Struct, tag=True):
     block_size: int
     max_model_len: int
     vocab_size: int
+    max_num_seqs: int
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -24,13 +24,14 @@ from quire.engine.client import EngineClient
 from quire.engine.create import create_client
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.frontend.beams import beam_search_output
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
-from quire.frontend.processor import Processor, Prompt, prompt_text, split_prompt
+from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
 from quire.frontend.stats import StatListener
 from quire.frontend.tokenizer import Tokenizer
-from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -186,20 +187,22 @@ class AsyncLLM:
     async def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
         param: str = "prompt",
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
 
         Args:
             prompt: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: None takes the model's defaults. request_id: None makes one up.
-            priority: lower runs earlier, with the priority policy. cache_salt: prefix blocks are shared only among
-                requests with the same salt. param: what errors call the prompt.
+            sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
+            request_id: None makes one up. priority: lower runs earlier, with the priority policy.
+            cache_salt: prefix blocks are shared only among requests with the same salt.
+            tenant: on whose account it runs. param: what errors call the prompt.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -219,10 +222,16 @@ class AsyncLLM:
             self._num_admitting -= 1
         processor = self._alive()
         adds = processor.build(
-            token_ids, params, request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
+            token_ids,
+            params,
+            request_id,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
         )
         news = asyncio.Event()
-        state = self._outputs.add(request_id, prompt_text(prompt), adds, adds[0].sampling_params, news.set)
+        state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), news.set)
         for add in adds:
             self._client.send(add)
         return RequestStream(self, state, news)
@@ -235,14 +244,36 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; closing the generator aborts it. Arguments and errors as `submit`."""
-        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt)
+        stream = await self.submit(
+            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         try:
             async for output in stream:
                 yield output
         finally:
             stream.close()
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str = "",
+    ) -> BeamSearchOutput:
+        """Return the most likely continuations of a prompt, best first. Arguments and errors as `submit`.
+
+        Raises also what ended the search in the engine: `RequestError` or `GenerationError`.
+        """
+        stream = await self.submit(prompt, params, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        async with stream:
+            output = await anext(stream)
+        return beam_search_output(output, params, self.tokenizer)
 
     async def chat_prompt(
         self,
@@ -282,7 +313,7 @@ class AsyncLLM:
         size = text_size([messages, tools, chat_template_kwargs])
         return await self._in_thread(render) if size > THREAD_CHARS else render()
 
-    async def _tokenize(self, prompt: Prompt, params: SamplingParams, param: str) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, params: Params, param: str) -> list[int]:
         processor = self._alive()
         content, _ = split_prompt(prompt, param)
         if isinstance(content, str) and len(content) > THREAD_CHARS:
@@ -359,9 +390,6 @@ class AsyncLLM:
 
     def _deliver(self, outputs: EngineOutputs) -> None:
         self._stats = outputs.stats
-        for output in outputs.outputs:
-            if output.error is not None:
-                logger.error("sequence %s failed in the engine: %s", output.sequence_id, output.error)
         _, aborts = self._outputs.process(outputs)
         if aborts:
             self._send_aborts(aborts)

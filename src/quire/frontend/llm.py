@@ -12,14 +12,15 @@ from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
 from quire.errors import EngineDeadError, RequestError
+from quire.frontend.beams import beam_search_output, check_beam_params
 from quire.frontend.interrupt import deferred_interrupt
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
-from quire.frontend.processor import Prompt, prompt_text
+from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.progress import Progress, progress_bar
 from quire.frontend.tokenizer import Tokenizer
-from quire.outputs import RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.inline import InlineEngine
@@ -69,6 +70,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as the engine sees fit; return the outputs in the order of the prompts.
 
@@ -78,12 +80,38 @@ class LLM:
             sampling_params: for all prompts, or one for each; None takes the model's defaults.
             use_tqdm: show a progress bar on standard error.
             priority: for all prompts, or one for each; lower runs earlier, with the priority policy.
+            tenant: on whose account they run, all of them or each.
+
+        A request that fails in the engine leaves the others alone: its `outputs` say so, with `finish_reason` "error"
+        and an `error` that may be raised.
 
         Raises:
             RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
         """
         items = _as_prompts(prompts)
-        return self._run(items, sampling_params, priority, use_tqdm)
+        return self._run(items, self._params_for(items, sampling_params), priority, use_tqdm, tenant)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+    ) -> list[BeamSearchOutput]:
+        """Return the `beam_width` most likely continuations of each prompt that the search finds, best first.
+
+        Arguments as for `generate`.
+
+        Raises:
+            RequestError: a prompt or parameter is bad, or a search can never fit; other prompts have no result then.
+            GenerationError: the engine could not go on with a search.
+        """
+        check_beam_params(params)
+        items = _as_prompts(prompts)
+        outputs = self._run(items, [params] * len(items), priority, use_tqdm, tenant)
+        return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -96,6 +124,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each in a list of them.
 
@@ -120,19 +149,20 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, priority, use_tqdm)
+        return self._run(prompts, self._params_for(prompts, sampling_params), priority, use_tqdm, tenant)
 
     def _run(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[Params],
         priority: int | Sequence[int],
         use_tqdm: bool,
+        tenant: str | Sequence[str],
     ) -> list[RequestOutput]:
         engine = self._open_engine()
-        params = self._params_for(prompts, sampling_params)
         priorities = _one_each(priority, len(prompts), "priority")
-        states = self._admit(prompts, params, priorities)
+        tenants = _one_each(tenant, len(prompts), "tenant")
+        states = self._admit(prompts, params, priorities, tenants)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
         left = len(states)
         with (
@@ -164,16 +194,22 @@ class LLM:
         return [item.clone(output_kind=RequestOutputKind.FINAL_ONLY) for item in chosen]
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+        self, prompts: Sequence[Prompt], params: Sequence[Params], priorities: Sequence[int], tenants: Sequence[str]
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
         engine = self._open_engine()
         checked = []
-        for index, (prompt, item, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
             param = "prompt" if len(prompts) == 1 else f"prompts[{index}]"
             request_id = str(self._num_requests + index)
             adds = self._processor.process(
-                prompt, item, request_id, arrival_time=time.monotonic(), priority=priority, param=param
+                prompt,
+                item,
+                request_id,
+                arrival_time=time.monotonic(),
+                priority=priorities[index],
+                tenant=tenants[index],
+                param=param,
             )
             checked.append((request_id, prompt, adds, item))
         self._num_requests += len(checked)

@@ -42,6 +42,7 @@ class FrontModel:
             self.tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
+            max_num_seqs=ready.max_num_seqs,
             eos_token_ids=[index for index in eos_ids if index < ready.vocab_size],
             sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
             seed=seed,

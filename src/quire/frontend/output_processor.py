@@ -7,17 +7,20 @@ what came in the meantime is merged into its next output.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.engine.messages import AddRequest, EngineOutputs
-from quire.errors import RequestError
+from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.step import SequenceOutput, TokenTopLogprobs
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.step import BeamOutput, SequenceOutput, TokenTopLogprobs
+
+logger = logging.getLogger(__name__)
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -29,32 +32,40 @@ class _Completion:
         "changed",
         "cumulative_logprob",
         "detokenizer",
+        "error",
         "finish_reason",
         "index",
         "last_token_time",
         "logprobs",
-        "num_preemptions",
         "num_tokens",
-        "request_id",
+        "part",
+        "sequence_id",
         "stop_reason",
         "text_parts",
         "token_ids",
     )
 
     def __init__(
-        self, index: int, request_id: str, params: SamplingParams, detokenizer: IncrementalDetokenizer | None
+        self,
+        index: int,
+        sequence_id: str,
+        params: SamplingParams,
+        detokenizer: IncrementalDetokenizer | None,
+        part: int = 0,
     ) -> None:
         self.index = index
-        self.request_id = request_id
+        self.sequence_id = sequence_id
+        self.part = part  # which of the request's `AddRequest`s it came in
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        summed = params.logprobs is not None or params.num_sequences > params.n
+        self.cumulative_logprob: float | None = 0.0 if summed else None
+        self.error: QuireError | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
-        self.num_preemptions = 0
         self.last_token_time: float | None = None
         self.changed = False
 
@@ -81,16 +92,18 @@ class _Completion:
                     break
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
-        if self.logprobs is not None and output.logprobs:
+        if self.cumulative_logprob is not None and output.logprobs:
             for entry in output.logprobs[: len(token_ids)]:
-                self.logprobs.append(to_logprobs(entry))
-                assert self.cumulative_logprob is not None
                 self.cumulative_logprob += entry.logprobs[0]
+                if self.logprobs is not None:
+                    self.logprobs.append(to_logprobs(entry))
         if found:
             assert self.detokenizer is not None
             self.finish("stop", self.detokenizer.matched)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
+        if self.finish_reason == "error":
+            self.error = _error_of(output)
         return found
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -118,7 +131,14 @@ class _Completion:
             self.text_parts = [text]
         self.changed = False
         return CompletionOutput(
-            self.index, text, token_ids, self.cumulative_logprob, logprobs, self.finish_reason, self.stop_reason
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
         )
 
 
@@ -128,6 +148,7 @@ class RequestState:
     Attributes:
         notify: called whenever `take` may have something new.
         error: set if the request failed in a way that its outputs cannot express.
+        n: completions to return. completions: one for each sequence; of a beam search one, until the beams are there.
     """
 
     def __init__(
@@ -143,6 +164,8 @@ class RequestState:
         self.prompt = prompt
         self.prompt_token_ids = adds[0].prompt_token_ids
         self.params = params
+        self.n = params.n if adds[0].beam is None else adds[0].beam.beam_width
+        self.ids = {request_id, *(add.request_id for add in adds), *(name for add in adds for name in add.sequence_ids)}
         self.max_tokens = adds[0].max_tokens
         self.notify = notify
         self.error: Exception | None = None
@@ -152,15 +175,20 @@ class RequestState:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         self._prompt_logprobs_taken = False
-        self.num_unfinished = len(adds)
         self.cut_stop_token = not params.include_stop_str_in_output
+        self._tokenizer = tokenizer
+        parts = [(part, name) for part, add in enumerate(adds) for name in add.sequence_ids]
         self.completions = [
-            _Completion(index, add.request_id, params, self._detokenizer(tokenizer)) for index, add in enumerate(adds)
+            _Completion(index, name, params, self._detokenizer(), part) for index, (part, name) in enumerate(parts)
         ]
+        self.num_unfinished = len(self.completions)
+        self._num_preemptions = [0] * len(adds)
+        self._ranked = len(self.completions) > self.n
+        self._kind = FINAL_ONLY if self._ranked else params.output_kind
         self._changed = False
 
-    def _detokenizer(self, tokenizer: Tokenizer | None) -> IncrementalDetokenizer | None:
-        params = self.params
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        params, tokenizer = self.params, self._tokenizer
         if tokenizer is None or not params.detokenize:
             return None
         assert not isinstance(params.stop, str), "made a list by SamplingParams"
@@ -177,6 +205,40 @@ class RequestState:
         """Whether all completions have ended."""
         return self.num_unfinished == 0
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all sequences so far."""
+        return sum(item.num_tokens for item in self.completions)
+
+    def note_preemptions(self, part: int, count: int) -> None:
+        """Take over how often one of the request's `AddRequest`s was preempted; all its sequences report that."""
+        self._num_preemptions[part] = max(self._num_preemptions[part], count)
+        self.metrics.num_preemptions = sum(self._num_preemptions)
+
+    def set_beams(self, beams: Sequence[BeamOutput]) -> None:
+        """End a beam search with these as its completions."""
+        [search] = self.completions
+        self.completions = []
+        for index, beam in enumerate(beams):
+            completion = _Completion(index, search.sequence_id, self.params, self._detokenizer())
+            news = SequenceOutput(search.sequence_id, beam.token_ids, finish_reason=beam.finish_reason)
+            completion.add(news, lambda entry: {}, self.cut_stop_token)
+            completion.cumulative_logprob = beam.cumulative_logprob
+            self.completions.append(completion)
+
+    def _best(self) -> list[_Completion]:
+        """Return the `n` best of the finished completions, best first, and number them anew.
+
+        Any that failed or was aborted come before all: without them nobody knows which are the best.
+        """
+        best = sorted(
+            self.completions,
+            key=lambda item: (item.finish_reason not in ("error", "abort"), -(item.cumulative_logprob or 0.0)),
+        )[: self.n]
+        for index, item in enumerate(best):
+            item.index = index
+        return best
+
     def touch(self) -> None:
         """Say that there is something to take."""
         self._changed = True
@@ -191,12 +253,12 @@ class RequestState:
 
     def take(self) -> RequestOutput | None:
         """Return the next output, or None if there is nothing new yet."""
-        kind = self.params.output_kind
-        if not self._changed or (kind == FINAL_ONLY and not self.finished):
+        if not self._changed or (self._kind == FINAL_ONLY and not self.finished):
             return None
         self._changed = False
-        delta = kind == DELTA
-        outputs = [item.take(delta) for item in self.completions if item.changed or not delta]
+        delta = self._kind == DELTA
+        shown = self._best() if self._ranked else self.completions
+        outputs = [item.take(delta) for item in shown if item.changed or not delta]
         prompt_logprobs = self.prompt_logprobs
         if delta:
             if self._prompt_logprobs_taken:
@@ -210,6 +272,7 @@ class RequestState:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
             metrics=self.metrics,
         )
 
@@ -227,6 +290,7 @@ class OutputProcessor:
         self._listeners = list(listeners)
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, _Completion]] = {}
+        self._ids: set[str] = set()  # of requests and sequences, as callers and the engine call them
 
     @property
     def num_unfinished(self) -> int:
@@ -243,7 +307,7 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         adds: Sequence[AddRequest],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
         """Register a request; the caller then sends `adds` to the engine.
@@ -251,16 +315,19 @@ class OutputProcessor:
         Raises:
             RequestError: an unfinished request has this id.
         """
-        if request_id in self._states or any(item.request_id in self._sequences for item in adds):
+        if isinstance(params, BeamSearchParams):
+            params = adds[0].sampling_params
+        state = RequestState(request_id, prompt, adds, params, self._tokenizer, notify)
+        if not self._ids.isdisjoint(state.ids):
             raise RequestError(
                 f"request_id {request_id[:100]} belongs to an unfinished request",
                 param="request_id",
                 code="duplicate_request_id",
             )
-        state = RequestState(request_id, prompt, adds, params, self._tokenizer, notify)
         self._states[request_id] = state
+        self._ids |= state.ids
         for completion in state.completions:
-            self._sequences[completion.request_id] = (state, completion)
+            self._sequences[completion.sequence_id] = (state, completion)
         return state
 
     def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
@@ -281,12 +348,18 @@ class OutputProcessor:
             self._note_prompt(state, completion, output)
             if not output.new_token_ids and output.finish_reason is None:
                 continue  # a part of a prompt
-            if output.new_token_ids:
+            if output.error is not None:
+                level = logging.WARNING if output.refused else logging.ERROR
+                logger.log(level, "sequence %s failed in the engine: %s", output.sequence_id, output.error)
+            if output.new_token_ids or output.beams:
                 if state.metrics.first_token_time is None:
                     num_prompt_tokens += len(state.prompt_token_ids)
                 self._note_tokens(state, completion, now)
             num_before = completion.num_tokens
             found = completion.add(output, self._to_logprobs, state.cut_stop_token)
+            if output.beams:
+                state.set_beams(output.beams)
+                num_generation_tokens += state.num_generated_tokens
             num_generation_tokens += completion.num_tokens - num_before
             if found and output.finish_reason is None:
                 aborts.append(output.sequence_id)
@@ -304,9 +377,8 @@ class OutputProcessor:
         metrics = state.metrics
         if output.first_scheduled_time is not None and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
-        if output.num_preemptions != completion.num_preemptions:
-            metrics.num_preemptions += output.num_preemptions - completion.num_preemptions
-            completion.num_preemptions = output.num_preemptions
+        if output.num_preemptions:
+            state.note_preemptions(completion.part, output.num_preemptions)
         if completion.index:
             return
         if output.num_cached_tokens is not None:
@@ -337,13 +409,14 @@ class OutputProcessor:
         return found
 
     def _finish_sequence(self, state: RequestState, completion: _Completion, now: float) -> None:
-        del self._sequences[completion.request_id]
+        del self._sequences[completion.sequence_id]
         state.num_unfinished -= 1
         if state.finished:
             self._finish_request(state, now)
 
     def _finish_request(self, state: RequestState, now: float) -> None:
         del self._states[state.request_id]
+        self._ids -= state.ids
         metrics = state.metrics
         metrics.finished_time = now
         if not self._listeners:
@@ -352,10 +425,12 @@ class OutputProcessor:
         finished = FinishedRequest(
             request_id=state.request_id,
             num_prompt_tokens=len(state.prompt_token_ids),
-            num_generation_tokens=sum(item.num_tokens for item in state.completions),
+            num_generation_tokens=state.num_generated_tokens,
             max_tokens=state.max_tokens,
-            n=len(state.completions),
+            n=state.n,
+            num_sequences=len(state.completions),
             finish_reason=state.completions[0].finish_reason or "abort",
+            refused=isinstance(state.completions[0].error, RequestError),
             e2e_seconds=now - metrics.arrival_time,
             queue_seconds=_span(metrics.arrival_time, scheduled),
             prefill_seconds=_span(scheduled, first),
@@ -376,7 +451,7 @@ class OutputProcessor:
                 continue
             for completion in state.completions:
                 if completion.finish_reason is None:
-                    aborts.append(completion.request_id)
+                    aborts.append(completion.sequence_id)
                     completion.finish("abort")
                     self._finish_sequence(state, completion, time.monotonic())
             state.touch()
@@ -387,8 +462,14 @@ class OutputProcessor:
         states = list(self._states.values())
         self._states.clear()
         self._sequences.clear()
+        self._ids.clear()
         for state in states:
             state.fail(error)
+
+
+def _error_of(output: SequenceOutput) -> QuireError:
+    message = output.error or "the engine failed on this request"
+    return RequestError(message, code="request_refused") if output.refused else GenerationError(message)
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -20,13 +20,15 @@ from typing import Any
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, echo
 from quire.frontend.tokenizer import Tokenizer, check_text
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
+Params = SamplingParams | BeamSearchParams
 
 PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 PIECE_CHARS = 32768
 MAX_SALT_LENGTH = 1024
+MAX_TENANT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
 
 
@@ -36,6 +38,7 @@ class Processor:
     Args:
         tokenizer: None works on token ids only.
         vocab_size: rows of the model's embedding table. max_model_len: context length [tokens].
+        max_num_seqs: most sequences that the engine runs at a time.
         eos_token_ids: ids that end a text.
         sampling_defaults: SamplingParams fields used where the caller gives no parameters at all.
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
@@ -47,6 +50,7 @@ class Processor:
         *,
         vocab_size: int,
         max_model_len: int,
+        max_num_seqs: int = MAX_N,
         eos_token_ids: Sequence[int] = (),
         sampling_defaults: Mapping[str, Any] | None = None,
         seed: int | None = None,
@@ -55,6 +59,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.eos_token_ids = tuple(eos_token_ids)
         self._defaults = dict(sampling_defaults or {})
         try:
@@ -69,22 +74,29 @@ class Processor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str,
         *,
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
         param: str = "prompt",
     ) -> list[AddRequest]:
         """Tokenize and build in one go; see `tokenize` and `build`."""
         params = params if params is not None else self.default_sampling_params()
         token_ids = self.tokenize(prompt, params, param=param)
         return self.build(
-            token_ids, params, request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
+            token_ids,
+            params,
+            request_id,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
         )
 
-    def tokenize(self, prompt: Prompt, params: SamplingParams, *, param: str = "prompt") -> list[int]:
+    def tokenize(self, prompt: Prompt, params: Params, *, param: str = "prompt") -> list[int]:
         """Return the checked token ids of a prompt, after `truncate_prompt_tokens`.
 
         Raises:
@@ -161,54 +173,70 @@ class Processor:
     def build(
         self,
         token_ids: list[int],
-        params: SamplingParams,
+        params: Params,
         request_id: str,
         *,
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
     ) -> list[AddRequest]:
-        """Return one `AddRequest` per completion: ids "{id}" for one, "{id}-{i}" for several.
+        """Return what the engine is to be told: one `AddRequest` per completion, ids "{id}" or "{id}-{i}".
 
         The first completion uses the seed itself, the others seeds derived from it; prompt logprobs are asked for
-        once.
+        once. A beam search is one sequence of the request's id.
         """
+        self._check_options(request_id, priority, cache_salt, tenant)
+        beam = None
+        if isinstance(params, BeamSearchParams):
+            self.check_beam_width(params.beam_width)
+            beam, params = params, _like_a_beam(params)
         self._check_params(params)
-        self._check_options(request_id, priority, cache_salt)
         eos_ids = () if params.ignore_eos else self.eos_token_ids
-        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         shared: dict[str, Any] = {
             "prompt_token_ids": token_ids,
             "arrival_time": arrival_time,
             "stop_ids": sorted({*eos_ids, *(params.stop_token_ids or ())}),
-            "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
+            "max_tokens": max_tokens,
             "bad_words_ids": self.bad_words_ids(params.bad_words or []),
             "priority": priority,
             "cache_salt": cache_salt,
+            "tenant": tenant,
         }
-        if params.n == 1:
+        if beam is not None:
+            beam = beam.clone(max_tokens=max_tokens)
             return [
                 AddRequest(
-                    request_id=request_id,
-                    sequence_ids=[request_id],
-                    sampling_params=params.clone(),
-                    seeds=[seed],
-                    **shared,
+                    request_id, sampling_params=params, sequence_ids=[request_id], seeds=[0], beam=beam, **shared
                 )
             ]
-        first = params.clone(n=1)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        count = params.num_sequences
+        first = _one_of(params)
         rest = first if first.prompt_logprobs is None else first.clone(prompt_logprobs=None)
+        ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
         return [
             AddRequest(
-                request_id=f"{request_id}-{index}",
-                sequence_ids=[f"{request_id}-{index}"],
+                ids[index],
                 sampling_params=rest if index else first,
+                sequence_ids=[ids[index]],
                 seeds=[child_seed(seed, index)],
                 **shared,
             )
-            for index in range(params.n)
+            for index in range(count)
         ]
+
+    def check_beam_width(self, width: int, param: str = "beam_width") -> None:
+        """Raise `RequestError` for more beams than the engine runs sequences at a time."""
+        if width > self.max_num_seqs:
+            raise RequestError(
+                f"{param} must be at most {self.max_num_seqs} (max_num_seqs of this engine) with beam search, "
+                f"got {width}",
+                param=param,
+                code="integer_above_max_value",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.output_kind not in list(RequestOutputKind):
@@ -227,7 +255,7 @@ class Processor:
                     raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", param=name)
 
     @staticmethod
-    def _check_options(request_id: str, priority: int, cache_salt: str | None) -> None:
+    def _check_options(request_id: str, priority: int, cache_salt: str | None, tenant: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(
                 f"request_id must be a non-empty text, got {echo(request_id)}", param="request_id", code="invalid_type"
@@ -241,6 +269,10 @@ class Processor:
             raise RequestError(
                 f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters, got {echo(cache_salt)}",
                 param="cache_salt",
+            )
+        if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
+            raise RequestError(
+                f"tenant must be a text of at most {MAX_TENANT_LENGTH} characters, got {echo(tenant)}", param="tenant"
             )
 
     def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
@@ -259,6 +291,24 @@ class Processor:
         for ids in sequences:
             check_ids(ids, self.vocab_size, "bad_words", text=True)
         return [list(ids) for ids in sequences if ids]
+
+
+def _one_of(params: SamplingParams) -> SamplingParams:
+    """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
+    ranked = params.num_sequences > params.n and params.logprobs is None
+    return params.clone(n=1, best_of=None, logprobs=0 if ranked else params.logprobs)
+
+
+def _like_a_beam(params: BeamSearchParams) -> SamplingParams:
+    """Return the sampling parameters under which a beam's tokens become text."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def split_prompt(prompt: Prompt, param: str = "prompt") -> tuple[str | Sequence[int], str]:

@@ -13,8 +13,10 @@ class FinishedRequest:
     """One request that ended, however it did.
 
     Attributes:
-        num_generation_tokens: over all completions. max_tokens: as limited to the context; n: completions.
-        finish_reason: of the first completion; "abort" if the caller went away.
+        num_generation_tokens: over all sequences. max_tokens: as limited to the context; n: completions returned.
+        num_sequences: completions generated, more than n with `best_of`.
+        finish_reason: of the first completion; "abort" if the caller went away. refused: whether, with "error", the
+            engine could never have served it.
         e2e_seconds: arrival to end. queue_seconds: arrival to first scheduling. prefill_seconds: to the first token.
         decode_seconds: first to last token. inference_seconds: first scheduling to last token. None where the
             request did not get so far.
@@ -25,7 +27,9 @@ class FinishedRequest:
     num_generation_tokens: int
     max_tokens: int
     n: int
+    num_sequences: int
     finish_reason: str
+    refused: bool
     e2e_seconds: float
     queue_seconds: float | None
     prefill_seconds: float | None

@@ -145,7 +145,7 @@ class Metrics:
     def on_finished(self, request: FinishedRequest) -> None:
         """Note a finished request, also one that was aborted."""
         self._success.get(request.finish_reason, self._success["error"]).inc()
-        if request.finish_reason == "error":
+        if request.finish_reason == "error" and not request.refused:
             self._corrupted.inc()
         self._cached_tokens.inc(request.num_cached_tokens)
         self._n.observe(request.n)
@@ -160,8 +160,9 @@ class Metrics:
         ):
             if seconds is not None:
                 histogram.observe(seconds)
-        if request.decode_seconds is not None and request.num_generation_tokens > request.n:
-            self._per_token.observe(request.decode_seconds / (request.num_generation_tokens / request.n - 1))
+        if request.decode_seconds is not None and request.num_generation_tokens > request.num_sequences:
+            per_sequence = request.num_generation_tokens / request.num_sequences
+            self._per_token.observe(request.decode_seconds / (per_sequence - 1))
 
     def _length_histograms(self) -> _LengthHistograms:
         """Make them with the first finished request: only then the context length, their last bucket, is known."""
