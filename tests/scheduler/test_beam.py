@@ -86,7 +86,7 @@ def test_width_one_ends_with_its_first_stop_id():
         return [math.log(p) for p in ((0.6, 0.4) if history else (0.4, 0.6))]
 
     beam = BeamOutput([1, 0], pytest.approx(math.log(0.36)), pytest.approx(math.log(0.36) / 4), "stop")
-    assert beams_of(ends, {0}, 9, beam_width=1, length_penalty=2.0) == [beam]
+    assert beams_of(ends, {0}, 9, beam_width=1, length_penalty=2.0, early_stopping="never") == [beam]
 
 
 # Probabilities of tokens 0, 1, 2 by what came before; after anything else the end is certain.
