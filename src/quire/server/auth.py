@@ -53,6 +53,10 @@ class ApiKeys:
             return salt
         return hashlib.sha256(digest + b"\x00" + (salt or "").encode()).hexdigest()
 
+    def tenant(self, digest: bytes | None, user: str | None) -> str:
+        """Return on whose account a request runs: its key's, by number, or without keys that of the `user` it names."""
+        return (user or "") if digest is None else f"key-{self._digests.index(digest)}"
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
+from quire.frontend.processor import Params
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import INT64_MAX, MAX_LOGPROBS, SamplingParams, check_int
+from quire.sampling_params import INT64_MAX, MAX_LOGPROBS, check_int
 from quire.server.context import ServerContext, context_of
-from quire.server.generation import ChunkUsage, Generation, Usage, check_stream_fields, recommended, sampling_params
+from quire.server.generation import ChunkUsage, Generation, Usage, check_stream_fields, recommended, request_params
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages, check_template_fields
 from quire.server.parsing import parse_request
@@ -63,14 +64,14 @@ class ChatCompletion(Generation):
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return count
 
-    def _params(self, body: ChatCompletionRequest) -> SamplingParams:
-        defaults = recommended(self.context)
+    def _params(self, body: ChatCompletionRequest) -> Params:
         changes: dict[str, Any] = {"logprobs": self.num_alternatives if body.logprobs else None}
         if body.max_completion_tokens is not None:
             changes["max_tokens"] = check_int("max_completion_tokens", body.max_completion_tokens, 1, INT64_MAX)
         elif body.max_tokens is None:
-            changes["max_tokens"] = defaults.get("max_tokens")  # None: to the end of the context
-        return sampling_params(body, defaults, **changes)
+            # None: to the end of the context.
+            changes["max_tokens"] = recommended(self.context).get("max_tokens")
+        return request_params(self.context, body, **changes)
 
     async def start(self, request: Request) -> None:
         """Render the conversation and hand it to the engine."""

@@ -9,10 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import RequestError, UnsupportedError, echo
-from quire.frontend.processor import Prompt
+from quire.errors import RequestError, echo
+from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import SamplingParams, check_int
 from quire.server.context import ServerContext, context_of
 from quire.server.generation import (
     MAX_PROMPTS,
@@ -20,8 +19,7 @@ from quire.server.generation import (
     Generation,
     Usage,
     check_stream_fields,
-    recommended,
-    sampling_params,
+    request_params,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request
@@ -30,7 +28,6 @@ from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.tokenize import encode_text
 
 DEFAULT_MAX_TOKENS = 16
-MAX_BEST_OF = 20
 
 router = APIRouter()
 
@@ -96,19 +93,14 @@ class Completion(Generation):
         check_stream_fields(body)
         self.params = self._params(body)
 
-    def _params(self, body: CompletionRequest) -> SamplingParams:
+    def _params(self, body: CompletionRequest) -> Params:
         changes: dict[str, Any] = {"logprobs": body.logprobs}
         changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if self.only_prompt:
             changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one
         if body.echo and body.logprobs is not None:
             changes["prompt_logprobs"] = body.logprobs
-        params = sampling_params(body, recommended(self.context), **changes)
-        if body.best_of is not None and check_int("best_of", body.best_of, 1, MAX_BEST_OF) != params.n:
-            raise UnsupportedError(
-                "best_of must equal n: this server returns every completion it makes", param="best_of"
-            )
-        return params
+        return request_params(self.context, body, **changes)
 
     async def start(self, request: Request) -> None:
         """Check the prompts and hand them to the engine."""

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.errors import OverloadedError, QuireError, echo
+from quire.errors import GenerationError, OverloadedError, QuireError, echo
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
@@ -89,7 +89,7 @@ def headers_of(error: QuireError) -> dict[str, str]:
 def error_object(error: QuireError) -> dict[str, Any]:
     """Return the OpenAI error object."""
     status = status_of(error)
-    known = status != 500 or error.code == "request_aborted"
+    known = status != 500 or error.code == "request_aborted" or isinstance(error, GenerationError)
     message = error.message if known else "the server failed on this request; its log has the reason"
     kind = "server_error" if status >= 500 else error.error_type
     param = None if error.param is None else shorten(error.param, MAX_PARAM)

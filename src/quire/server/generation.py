@@ -12,11 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import OverloadedError, QuireError, RequestError, UnsupportedError
+from quire.errors import OverloadedError, RequestError, UnsupportedError
 from quire.frontend.async_llm import RequestStream
-from quire.frontend.processor import Prompt
+from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.server.context import ServerContext
 from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.protocol import GenerationRequest
@@ -26,6 +26,8 @@ MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 16
+# Fields of beam search alone, with the values that ask for nothing.
+NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
 # Fields that have the same name and meaning in a request and in SamplingParams.
 SHARED_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields)
@@ -37,16 +39,34 @@ def recommended(context: ServerContext) -> Mapping[str, Any]:
     return front.info.sampling_defaults if front.use_sampling_defaults else {}
 
 
-def sampling_params(body: GenerationRequest, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
+def request_params(context: ServerContext, body: GenerationRequest, **changes: Any) -> Params:
     """Return the parameters a request asks for. Raises `RequestError` naming the field.
 
     Args:
-        defaults: values of fields that the request leaves out. changes: fields that the route decides.
+        changes: fields that the route decides.
     """
     given = {name: getattr(body, name) for name in SHARED_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
+    if body.use_beam_search:
+        return _beam_params(context, body, {**given, **changes})
+    for name, neutral in NEUTRAL_BEAM_FIELDS.items():
+        value = getattr(body, name)
+        if value is not None and (type(value) not in map(type, neutral) or value not in neutral):
+            raise RequestError(f"{name} needs use_beam_search to be true", param=name)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**defaults, **given, **changes, "output_kind": kind})
+    return SamplingParams(**{**recommended(context), **given, **changes, "output_kind": kind})
+
+
+def _beam_params(context: ServerContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
+    """Return the search a request asks for. What the model's makers recommend for sampling has no place in it."""
+    if body.stream:
+        raise UnsupportedError(
+            "stream is not supported with beam search, which knows its beams at the end only", param="stream"
+        )
+    fields |= {name: getattr(body, name) for name in NEUTRAL_BEAM_FIELDS if getattr(body, name) is not None}
+    params = BeamSearchParams.from_fields(fields, most_tokens=context.llm.max_model_len)
+    context.llm.processor.check_beam_width(params.beam_width, "n" if body.best_of is None else "best_of")
+    return params
 
 
 def check_stream_fields(body: GenerationRequest) -> None:
@@ -57,18 +77,27 @@ def check_stream_fields(body: GenerationRequest) -> None:
         raise RequestError("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
 
 
-def check_budget(num_prompts: int, params: SamplingParams) -> None:
+def check_budget(num_prompts: int, params: Params, field: str = "n") -> None:
     """Raise `RequestError` if one request asks for more than the server does for one, whatever the single fields say.
 
     Called before any prompt is tokenized. Bounds: sequences, and sequences times alternatives per token.
+
+    Args:
+        field: the one that says how many sequences each prompt has.
     """
-    sequences = num_prompts * params.n
-    entries = sequences * (1 + max(params.logprobs or 0, params.prompt_logprobs or 0))
+    logprobs = 0
+    if isinstance(params, BeamSearchParams):
+        each = params.beam_width
+    else:
+        each = params.num_sequences
+        logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    sequences = num_prompts * each
+    entries = sequences * (1 + logprobs)
     if sequences > MAX_SEQUENCES:
         raise RequestError(
-            f"{num_prompts} prompts times n = {params.n} are {sequences} sequences; one request may have "
+            f"{num_prompts} prompts times {field} = {each} are {sequences} sequences; one request may have "
             f"{MAX_SEQUENCES}",
-            param="n" if params.n > 1 else "prompt",
+            param=field if each > 1 else "prompt",
         )
     if entries > MAX_ENTRIES:
         raise RequestError(
@@ -82,7 +111,8 @@ class Generation:
     """The sequences of one HTTP request, and what stays the same in everything that is said about them.
 
     Attributes:
-        response_id, created, model: as in the answer. streams: one per prompt. n: choices per prompt.
+        response_id, created, model: as in the answer. streams: one per prompt. n: choices per prompt; a beam search
+            may have more beams.
     """
 
     def __init__(self, context: ServerContext, body: GenerationRequest, prefix: str) -> None:
@@ -100,7 +130,7 @@ class Generation:
             )
 
     async def submit(
-        self, request: Request, prompts: Iterable[tuple[Prompt, str]], params: SamplingParams, num_prompts: int = 1
+        self, request: Request, prompts: Iterable[tuple[Prompt, str]], params: Params, num_prompts: int = 1
     ) -> None:
         """Hand the prompts to the engine, all or none.
 
@@ -110,16 +140,24 @@ class Generation:
         Raises:
             QuireError: as `AsyncLLM.submit`.
         """
-        check_budget(num_prompts, params)
-        self.n = params.n
+        check_budget(num_prompts, params, "n" if self.body.best_of is None else "best_of")
+        self.n = self.body.n
         self.context.generations.add(self)
-        salt = self.context.keys.salt(request.scope["state"].get("key_digest"), self.body.cache_salt)
+        digest = request.scope["state"].get("key_digest")
+        salt = self.context.keys.salt(digest, self.body.cache_salt)
+        tenant = self.context.keys.tenant(digest, self.body.user)
         try:
             for prompt, param in prompts:
                 # Ids within the engine are unique, even if clients choose the same one twice.
                 internal_id = f"{self.response_id}-{len(self.streams)}-{uuid.uuid4().hex[:12]}"
                 stream = await self.context.llm.submit(
-                    prompt, params, internal_id, priority=self.body.priority, cache_salt=salt, param=param
+                    prompt,
+                    params,
+                    internal_id,
+                    priority=self.body.priority,
+                    cache_salt=salt,
+                    tenant=tenant,
+                    param=param,
                 )
                 self.streams.append(stream)
                 if len(self.streams) % YIELD_EVERY == 0:
@@ -142,8 +180,8 @@ class Generation:
     def check(self, completions: Sequence[CompletionOutput]) -> None:
         """Raise `QuireError` if a completion did not end by itself."""
         for completion in completions:
-            if completion.finish_reason == "error":
-                raise QuireError("the model produced numbers that are not finite", code="internal_error")
+            if completion.error is not None:
+                raise completion.error
             if completion.finish_reason == "abort":
                 raise shutting_down() if self.context.draining else aborted()
 
@@ -161,6 +199,7 @@ class Generation:
             self.close()
         for output in outputs:
             self.check(output.outputs)
+            del output.outputs[self.n :]
         return Response(msgspec.json.encode(build(outputs)), media_type=JSON)
 
 
@@ -169,21 +208,21 @@ class Usage:
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
-        self.completion_tokens = 0
+        self._generated = [0] * len(streams)
         self._cached = [0] * len(streams)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Count the tokens in an output of stream `index`."""
+        """Take over the counts in an output of stream `index`; tokens of sequences that are not returned count too."""
         self._cached[index] = output.num_cached_tokens
-        for completion in output.outputs:
-            self.completion_tokens += len(completion.token_ids)
+        self._generated[index] = output.num_generated_tokens
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
+        generated = sum(self._generated)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 

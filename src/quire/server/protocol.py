@@ -21,10 +21,8 @@ Harmless = Mapping[str, tuple[Any, ...]]
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 
 REFUSED_EVERYWHERE: Harmless = {
-    "best_of": (),
     "custom_logit_processor": (),
     "documents": ([],),
-    "early_stopping": (False,),
     "ec_transfer_params": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
@@ -33,7 +31,6 @@ REFUSED_EVERYWHERE: Harmless = {
     "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "media_io_kwargs": (),
@@ -50,7 +47,6 @@ REFUSED_EVERYWHERE: Harmless = {
     "structured_outputs": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 REFUSED_IN_CHAT: Harmless = {
@@ -71,7 +67,7 @@ REFUSED_IN_CHAT: Harmless = {
     "web_search_options": (),
 }
 REFUSED_IN_COMPLETIONS: Harmless = {
-    **{name: values for name, values in REFUSED_EVERYWHERE.items() if name != "best_of"},
+    **REFUSED_EVERYWHERE,
     "suffix": ("",),
 }
 
@@ -104,8 +100,9 @@ class GenerationRequest(RequestModel):
 
     model: str
 
-    # Checked by SamplingParams.
+    # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
     n: SkipValidation[int] = 1
+    best_of: SkipValidation[int | None] = None
     max_tokens: SkipValidation[int | None] = None
     min_tokens: SkipValidation[int] = 0
     temperature: SkipValidation[float | None] = None
@@ -126,7 +123,10 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: SkipValidation[bool] = True
     include_stop_str_in_output: SkipValidation[bool] = False
     truncate_prompt_tokens: SkipValidation[int | None] = None
+    length_penalty: SkipValidation[float | None] = None
+    early_stopping: SkipValidation[bool | Literal["never"] | None] = None
 
+    use_beam_search: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = 0
@@ -135,7 +135,7 @@ class GenerationRequest(RequestModel):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
-    # Accepted, without any effect on what is generated.
+    # Accepted, without any effect on what is generated. Without API keys, `user` is the tenant.
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
@@ -150,7 +150,6 @@ class CompletionRequest(GenerationRequest):
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]] | None] = None
     echo: bool = False
     logprobs: SkipValidation[int | None] = None
-    best_of: SkipValidation[int | None] = None
     add_special_tokens: bool = True
 
 
