@@ -1,0 +1,275 @@
+"""Moving blocks between device, host and disk: whatever is batched, the result is that of one transfer at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.backend import Backend
+from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.reference.backend import ReferenceBackend
+from quire.step import BlockLoad, BlockSave, SchedulerOutput, TransferKind
+from quire.worker import disk_threads
+from quire.worker.disk_store import DiskStore, StoreGeometry
+from quire.worker.transfers import BlockTransfers, order_transfers
+
+COPY, OUT, IN = TransferKind
+DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 5, 3, 2
+Transfers = list[tuple[int, int, int]]
+
+transfer = st.one_of(
+    st.tuples(st.just(int(COPY)), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
+    st.tuples(st.just(int(OUT)), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, HOST_BLOCKS - 1)),
+    st.tuples(st.just(int(IN)), st.integers(0, HOST_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
+)
+
+
+def step(
+    transfers: Transfers | None = None,
+    saves: list[BlockSave] | None = None,
+    loads: list[BlockLoad] | None = None,
+    *,
+    wait: bool = False,
+) -> SchedulerOutput:
+    """Return a step that moves blocks and does nothing else."""
+    return SchedulerOutput(
+        new_sequences=[],
+        continuing=[],
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        finished_sequence_ids=[],
+        preempted_sequence_ids=[],
+        transfers=transfers or [],
+        saves=saves or [],
+        loads=loads or [],
+        wait_for_loads=wait,
+    )
+
+
+class Scene:
+    """Two layers' caches, of different sizes, all of whose blocks differ."""
+
+    def __init__(self, backend: Backend, store: DiskStore | None = None) -> None:
+        self.backend = backend
+        self.caches = [backend.new_kv_cache(DEVICE_BLOCKS, BLOCK_SIZE, heads, 4) for heads in (1, 3)]
+        self.transfers = BlockTransfers(backend, self.caches, HOST_BLOCKS, store)
+        for index, cache in enumerate(self.caches):
+            rng = np.random.default_rng(index)
+            data = rng.integers(0, 256, (DEVICE_BLOCKS, backend.block_nbytes(cache)), dtype=np.uint8)
+            backend.write_blocks(cache, np.arange(DEVICE_BLOCKS), data)
+
+    def content(self) -> list[bytes]:
+        """Return each device block's bytes."""
+        rows = [self.backend.read_blocks(cache, np.arange(DEVICE_BLOCKS)) for cache in self.caches]
+        return [row.tobytes() for row in np.concatenate(rows, axis=1)]
+
+    def clear(self, block_id: int) -> None:
+        """Fill a device block with zeros."""
+        for cache in self.caches:
+            nothing = np.zeros((1, self.backend.block_nbytes(cache)), np.uint8)
+            self.backend.write_blocks(cache, np.array([block_id]), nothing)
+
+
+def one_by_one(transfers: Transfers, device: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Return what device and host hold after the transfers, by the words of the contract."""
+    device, host = list(device), [b"\0" * len(device[0])] * HOST_BLOCKS
+    for kind, source, destination in transfers:
+        content = host[source] if kind == IN else device[source]
+        if kind == OUT:
+            host[destination] = content
+        else:
+            device[destination] = content
+    return device, host
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(transfer, max_size=24))
+def test_batches_do_what_single_transfers_would(transfers: Transfers) -> None:
+    scene = Scene(CPUBackend(num_threads=1))
+    device, host = one_by_one(transfers, scene.content())
+    scene.transfers.apply(step(transfers))
+    assert scene.content() == device
+    scene.transfers.apply(step([(IN, block, block) for block in range(HOST_BLOCKS)]))
+    assert scene.content() == host + device[HOST_BLOCKS:]
+
+
+@pytest.mark.parametrize(
+    ("transfers", "kinds"),
+    [
+        ([(COPY, 0, 1), (OUT, 2, 0), (COPY, 3, 4), (OUT, 0, 1)], [OUT, COPY]),  # unrelated ones are gathered
+        ([(OUT, 0, 0), (IN, 1, 0), (OUT, 2, 2), (COPY, 3, 2)], [OUT, COPY, IN]),  # room is made, then used
+        ([(OUT, 0, 0), (IN, 0, 1)], [OUT, IN]),  # out and in again, in this order anyway
+        ([(COPY, 0, 1), (COPY, 2, 0)], [COPY]),  # sources are read before anything is written
+        ([(COPY, 0, 1), (COPY, 2, 1)], [COPY]),  # the later one wins
+        ([(COPY, 0, 1), (COPY, 1, 2)], [COPY, COPY]),
+        ([(COPY, 0, 1), (OUT, 1, 0)], [COPY, OUT]),
+        ([(IN, 0, 1), (OUT, 1, 1)], [IN, OUT]),
+        ([(IN, 0, 1), (OUT, 2, 0)], [IN, OUT]),
+        ([(IN, 0, 1), (COPY, 1, 2)], [IN, COPY]),
+        ([(IN, 0, 1), (COPY, 2, 1)], [IN, COPY]),
+    ],
+)
+def test_a_batch_ends_only_where_the_next_transfer_must_come_after(
+    transfers: Transfers, kinds: list[TransferKind]
+) -> None:
+    assert [kind for kind, _ in order_transfers(transfers)] == kinds
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("kind", [CPUBackend, ReferenceBackend])
+def test_a_block_comes_back_from_the_host_as_it_was(
+    kind: type[CPUBackend] | type[ReferenceBackend], kv_dtype: str
+) -> None:
+    scene = Scene(kind("float32", kv_dtype, num_threads=1))
+    before = scene.content()
+    scene.transfers.apply(step([(OUT, 3, 2), (OUT, 1, 0)]))
+    scene.clear(3)
+    scene.transfers.apply(step([(IN, 2, 3), (IN, 0, 4)]))
+    assert scene.content() == [*before[:4], before[1]]
+
+
+def test_a_cache_that_layers_share_is_moved_once() -> None:
+    backend = CPUBackend(num_threads=1)
+    cache = backend.new_kv_cache(3, BLOCK_SIZE, 1, 4)
+    size = backend.block_nbytes(cache)
+    backend.write_blocks(cache, np.arange(3), np.repeat(np.array([[1], [2], [3]], np.uint8), size, axis=1))
+    transfers = BlockTransfers(backend, [cache, cache], 1)
+    transfers.apply(step([(COPY, 1, 2), (COPY, 0, 1)]))  # done twice, the first block would be everywhere
+    assert backend.read_blocks(cache, np.arange(3))[:, 0].tolist() == [1, 1, 2]
+
+
+def test_without_a_disk_saves_are_ignored_and_loads_fail() -> None:
+    scene = Scene(CPUBackend(num_threads=1))
+    before = scene.content()
+    assert scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")])) == {}
+    assert scene.transfers.apply(step(loads=[BlockLoad(1, 0, b"a")], wait=True)) == {1: False}
+    assert scene.content() == before
+    scene.transfers.close()
+
+
+# With a disk
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    """A scene with an empty store, which is closed at the end."""
+    scene = open_scene(tmp_path)
+    yield scene
+    scene.transfers.close()
+
+
+def open_scene(folder: Path, backend: Backend | None = None) -> Scene:
+    """Return a scene with the store in `folder`."""
+    backend = backend or CPUBackend(num_threads=1)
+    size = sum(backend.block_nbytes(backend.new_kv_cache(1, BLOCK_SIZE, heads, 4)) for heads in (1, 3))
+    return Scene(backend, DiskStore(folder, StoreGeometry("model", size, BLOCK_SIZE, 8), 2**20))
+
+
+def load_all(scene: Scene, loads: list[BlockLoad]) -> dict[int, bool]:
+    """Load and wait for all of it."""
+    done = scene.transfers.apply(step(loads=loads))
+    while len(done) < len(loads):
+        more = scene.transfers.apply(step(wait=True))
+        assert not done.keys() & more.keys(), "each load ends once"
+        done |= more
+    return done
+
+
+def test_what_is_overwritten_in_the_same_step_is_saved_as_it_was(scene: Scene) -> None:
+    before = scene.content()
+    saves = [BlockSave(block, block + 3, bytes([block])) for block in (0, 1)]
+    scene.transfers.apply(step([(COPY, 4, 0), (COPY, 0, 1)], saves))
+    assert load_all(scene, [BlockLoad(2, 4, b"\1"), BlockLoad(3, 3, b"\0")]) == {2: True, 3: True}
+    assert scene.content() == [before[4], before[4], before[1], before[0], before[4]]
+
+
+@pytest.mark.parametrize("kind", [CPUBackend, ReferenceBackend])
+def test_blocks_outlive_the_engine(tmp_path: Path, kind: type[CPUBackend] | type[ReferenceBackend]) -> None:
+    first = open_scene(tmp_path, kind(kv_dtype="int8", num_threads=1))
+    before = first.content()
+    first.transfers.apply(step(saves=[BlockSave(block, block, bytes([block])) for block in range(DEVICE_BLOCKS)]))
+    first.transfers.close()
+    second = open_scene(tmp_path, kind(kv_dtype="int8", num_threads=1))
+    loads = [BlockLoad(block, 4 - block, bytes([4 - block])) for block in range(DEVICE_BLOCKS)]
+    assert load_all(second, loads) == dict.fromkeys(range(DEVICE_BLOCKS), True)
+    assert second.content() == before[::-1]
+    second.transfers.close()
+
+
+def test_a_load_that_fails_leaves_its_block_alone(scene: Scene) -> None:
+    before = scene.content()
+    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
+    assert load_all(scene, [BlockLoad(1, 0, b"b"), BlockLoad(2, 1, b"a"), BlockLoad(3, 0, b"a")]) == {
+        1: False,
+        2: False,
+        3: True,
+    }
+    assert scene.content() == [*before[:3], before[0], before[4]]
+
+
+def test_waiting_ends_with_the_first_load_and_at_once_if_there_is_none(scene: Scene) -> None:
+    assert scene.transfers.apply(step(wait=True)) == {}
+    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
+    assert scene.transfers.apply(step(loads=[BlockLoad(1, 0, b"a")], wait=True)) == {1: True}
+    assert scene.transfers.apply(step(wait=True)) == {}
+
+
+def test_loads_go_on_beside_steps_that_do_not_wait(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = BlockingDisk(monkeypatch)
+    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
+    assert scene.transfers.apply(step(loads=[BlockLoad(1, 3, b"x")])) == {}
+    assert disk.began.wait(60)
+    assert scene.transfers.apply(step([(COPY, 2, 3)])) == {}
+    disk.go_on.set()
+    assert scene.transfers.apply(step(wait=True)) == {1: False}
+
+
+def test_a_disk_that_hangs_does_not_hold_the_engine(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_threads, "PATIENCE_S", 0.01)
+    disk = BlockingDisk(monkeypatch)
+    assert scene.transfers.apply(step(loads=[BlockLoad(1, 3, b"x")], wait=True)) == {}
+    disk.go_on.set()
+    monkeypatch.setattr(disk_threads, "PATIENCE_S", 60)
+    assert scene.transfers.apply(step(wait=True)) == {1: False}
+
+
+def test_more_loads_and_saves_than_may_wait_still_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 1)  # one block each way
+    scene = open_scene(tmp_path)
+    before = scene.content()
+    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(40)]))
+    assert load_all(scene, [BlockLoad(block, 30 + block, b"a") for block in range(1, DEVICE_BLOCKS)])
+    assert scene.content() == [before[0]] * DEVICE_BLOCKS
+    scene.transfers.close()
+
+
+def test_closing_gives_up_loads_and_finishes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 1)
+    scene = open_scene(tmp_path)
+    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(40)]))
+    scene.transfers.apply(step(loads=[BlockLoad(block, block, b"a") for block in range(1, DEVICE_BLOCKS)]))
+    scene.transfers.close()
+    again = open_scene(tmp_path)
+    assert load_all(again, [BlockLoad(1, 39, b"a")]) == {1: True}
+    again.transfers.close()
+
+
+class BlockingDisk:
+    """Makes every load wait for `go_on`; `began` is set when one does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        load = DiskStore.load
+
+        def blocking(store: DiskStore, slot: int, header: bytes) -> np.ndarray | None:
+            self.began.set()
+            assert self.go_on.wait(60)
+            return load(store, slot, header)
+
+        monkeypatch.setattr(DiskStore, "load", blocking)
