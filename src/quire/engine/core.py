@@ -15,7 +15,7 @@ import msgspec
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready
-from quire.engine.settle import count_blocks, fit_context, load_info, settle
+from quire.engine.settle import Scratch, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.scheduler.request import Request
@@ -44,16 +44,19 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         info = info or load_info(config)
-        asked = config.model.max_model_len
+        asked = config
+        scratch: Scratch = no_scratch
         self.config = config = settle(config, info)
         if executor is None:
-            from quire.executor.create import create_executor  # lazy: this module must not pull in the data plane
+            # Lazy, both: this module must not pull in the data plane.
+            from quire.engine.plan import check_before_loading
+            from quire.executor.create import create_executor
 
+            scratch = check_before_loading(asked, config, info)
             executor = create_executor(config, info)
         self.executor = executor
-        num_blocks = count_blocks(config, executor.kv_cache_spec(), executor.available_memory())
-        assert config.model.max_model_len is not None
-        max_model_len = fit_context(config.model.max_model_len, asked, num_blocks, config.cache)
+        fitted = fit(asked, config, executor.kv_cache_spec(), executor.available_memory(), scratch)
+        num_blocks, max_model_len = fitted.num_blocks, fitted.max_model_len
         try:
             executor.allocate(num_blocks, max_model_len)
         except MemoryError as error:

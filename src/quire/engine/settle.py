@@ -1,17 +1,38 @@
-"""Settles what depends on the model and the machine: every "auto" of the config, and the number of KV blocks."""
+"""Settles what depends on the model and the machine: every "auto" of the config, KV blocks, and the context length.
+
+What the user did not ask for is fitted to the memory there is. What does not fit is refused with three numbers (needed,
+available, what would fit) and a command line that works.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import CacheConfig, EngineConfig
+from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.errors import ConfigError
 from quire.step import KVCacheSpec
 
 logger = logging.getLogger(__name__)
+
+HOST_DEVICES = ("cpu", "reference")  # whose memory is the host's
+SWAP_SPACE = 4 * 2**30  # of the host's pool, unless asked for
+HOST_PART = 4  # where memory is the same, the pool has at most one part in so many of it, unless asked for
+LEAST_STEP = 64  # tokens; steps are not advised to be smaller
+ROUNDS = 16  # changes of options that are tried one after the other
+
+Scratch = Callable[[EngineConfig], int]
+
+
+def no_scratch(config: EngineConfig) -> int:
+    """Steps take no memory worth counting: an engine without a model."""
+    return 0
 
 
 def load_info(config: EngineConfig) -> ModelInfo:
@@ -46,59 +67,302 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     )
 
 
-def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int) -> int:
-    """Return how many KV blocks to allocate.
+# Blocks
 
-    An explicit number wins; then explicit bytes; otherwise the free memory times `gpu_memory_utilization`, but no
-    more than `max_num_seqs` sequences of full length could use.
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What there is room for: blocks on the device and in the host's pool, and the context length [tokens]."""
+
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+class _Misfit(Exception):
+    """Something does not fit. `changes` are options that would help, as far as one look can tell."""
+
+    def __init__(self, option: str, text: str, **changes: Any) -> None:
+        super().__init__(text)
+        self.option, self.text, self.changes = option, text, changes
+
+
+def fit(
+    asked: EngineConfig,
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    available: int,
+    scratch: Scratch = no_scratch,
+    *,
+    quiet: bool = False,
+) -> Fit:
+    """Return how many blocks to allocate and the context length that they hold.
+
+    Args:
+        asked: the options as the user gave them; config: the same, settled.
+        spec: what the model's layers cache.
+        available: free bytes, weights being loaded.
+        scratch: bytes that steps take beside weights and KV cache, by the config.
+        quiet: say nothing where the context is made shorter.
 
     Raises:
-        ConfigError: not one block fits, or what was asked for exceeds the free memory.
+        ConfigError: what was asked for does not fit. The message has what is needed, what is available, what would
+            fit, and a command line that does.
     """
-    cache, limits = config.cache, config.scheduler
-    assert config.model.max_model_len is not None, "settled before"
-    block_bytes = spec.block_bytes(cache.block_size, config.model.max_model_len)
+    try:
+        found = _fit(asked, config, spec, available, scratch(config))
+    except _Misfit as misfit:
+        changes = _working(misfit, asked, config, spec, available, scratch)
+        advice = "no option of this model helps, so that only a smaller one works: " + command_line(EngineConfig(), {})
+        if changes is not None:
+            advice = "this works: " + command_line(asked, changes)
+        raise ConfigError(f"{misfit.text}; {advice}", param=misfit.option) from None
+    if found.max_model_len != config.model.max_model_len and not quiet:
+        logger.warning(
+            "context limited to %d of %d tokens: the KV cache has %d blocks of %d",
+            found.max_model_len,
+            config.model.max_model_len,
+            found.num_blocks,
+            config.cache.block_size,
+        )
+    return found
+
+
+def _working(
+    misfit: _Misfit, asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, available: int, scratch: Scratch
+) -> dict[str, Any] | None:
+    """Return changes with which everything fits, or None; one change can make the next necessary."""
+    changes: dict[str, Any] = {}
+    for _ in range(ROUNDS):
+        if not misfit.changes:
+            return None
+        changes.update(misfit.changes)
+        now = changed(config, {"max_model_len": config.model.max_model_len, **changes})
+        try:
+            _fit(changed(asked, changes), now, spec, available, scratch(now))
+        except _Misfit as another:
+            misfit = another
+        else:
+            return changes
+    return None
+
+
+def _fit(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, available: int, scratch: int) -> Fit:
+    limit = config.model.max_model_len
+    assert limit is not None, "settled before"
+    block_bytes = spec.block_bytes(config.cache.block_size, limit)
+    num_blocks = _count(config, spec, block_bytes, available, scratch)
+    left = available - scratch - num_blocks * block_bytes
+    return Fit(
+        num_blocks,
+        _count_host(config, block_bytes, left, num_blocks),
+        _context(asked, config, spec, block_bytes, num_blocks),
+    )
+
+
+def budget_of(config: EngineConfig, available: int, scratch: int) -> int:
+    """Return the bytes that blocks may take, on the device and, where it is the same memory, on the host."""
+    return max(0, int(available * config.cache.gpu_memory_utilization) - scratch)
+
+
+def _host_share(config: EngineConfig, budget: int) -> int:
+    """Return the bytes of the host's pool that come out of the device's budget."""
+    if config.device.device not in HOST_DEVICES:
+        return 0
+    asked = config.cache.swap_space
+    return min(SWAP_SPACE, budget // HOST_PART) if asked is None else asked
+
+
+def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available: int, scratch: int) -> int:
+    cache = config.cache
+    room, budget = max(0, available - scratch), budget_of(config, available, scratch)
     if cache.num_gpu_blocks_override is not None:
-        _check_free("num_gpu_blocks_override", cache.num_gpu_blocks_override * block_bytes, available)
+        fits = budget // block_bytes
+        needed = cache.num_gpu_blocks_override * block_bytes
+        if needed > room:
+            changes = {"num_gpu_blocks_override": fits} if fits else _smaller(config, spec)
+            raise _too_large("num_gpu_blocks_override", needed, room, fits * cache.block_size, **changes)
         return cache.num_gpu_blocks_override
-    per_sequence = -(-config.model.max_model_len // cache.block_size)
     if cache.kv_cache_memory_bytes is not None:
-        _check_free("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, available)
-        num_blocks = cache.kv_cache_memory_bytes // block_bytes
-        have = cache.kv_cache_memory_bytes
-    else:
-        have = int(available * cache.gpu_memory_utilization)
-        num_blocks = min(have // block_bytes, limits.max_num_seqs * per_sequence)
+        return _count_in_bytes(cache, config, spec, block_bytes, room, budget)
+    host = _host_share(config, budget)
+    if host + block_bytes > budget and cache.swap_space:
+        fits = budget // HOST_PART // MIB * MIB
+        raise _Misfit(
+            "swap_space",
+            f"swap_space: {host} bytes for the host's pool and at least one block of {block_bytes} are needed, "
+            f"{budget} bytes are available; {size_text(fits)} would leave enough",
+            swap_space=fits,
+        )
+    assert config.model.max_model_len is not None
+    most = config.scheduler.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
+    num_blocks = min((budget - host) // block_bytes, most)
     if num_blocks < 1:
-        raise ConfigError(
-            f"kv_cache_memory_bytes: one block of {cache.block_size} tokens needs {block_bytes} bytes, "
-            f"{have} are available",
-            param="kv_cache_memory_bytes",
+        raise _Misfit(
+            "gpu_memory_utilization",
+            f"no room for the KV cache: a block of {cache.block_size} tokens needs {block_bytes} bytes and a step "
+            f"{scratch}, {int(available * cache.gpu_memory_utilization)} are available beside the weights, "
+            f"so that {max(0, budget // block_bytes)} blocks would fit",
+            **_smaller(config, spec),
         )
     return num_blocks
 
 
-def _check_free(option: str, needed: int, available: int) -> None:
-    if needed > available:
-        raise ConfigError(
-            f"{option}: the KV cache would take {needed} bytes, {available} are free beside the weights", param=option
+def _count_in_bytes(
+    cache: CacheConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, room: int, budget: int
+) -> int:
+    """Count the blocks of `kv_cache_memory_bytes`."""
+    assert cache.kv_cache_memory_bytes is not None and config.model.max_model_len is not None
+    if cache.kv_cache_memory_bytes > room:
+        fits = budget // block_bytes * cache.block_size
+        changes = {"kv_cache_memory_bytes": _rounded(budget, block_bytes)} if fits else _smaller(config, spec)
+        raise _too_large("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, room, fits, **changes)
+    num_blocks = cache.kv_cache_memory_bytes // block_bytes
+    if num_blocks < 1:
+        wanted = blocks_of(config, spec, config.model.max_model_len) * block_bytes
+        enough = min(wanted, budget // block_bytes * block_bytes)
+        raise _Misfit(
+            "kv_cache_memory_bytes",
+            f"kv_cache_memory_bytes: one block of {cache.block_size} tokens needs {block_bytes} bytes, "
+            f"{cache.kv_cache_memory_bytes} are available; {enough} bytes would hold a context of "
+            f"{longest_context(config, spec, enough // block_bytes)} tokens",
+            **({"kv_cache_memory_bytes": enough} if enough else {}),
         )
+    return num_blocks
 
 
-def fit_context(max_model_len: int, asked: int | None, num_blocks: int, cache: CacheConfig) -> int:
-    """Return the context length that `num_blocks` can hold, at most `max_model_len` [tokens].
+def _too_large(option: str, needed: int, room: int, tokens: int, **changes: Any) -> _Misfit:
+    return _Misfit(
+        option,
+        f"{option}: the KV cache would take {needed} bytes, {room} are free beside the weights, "
+        f"enough for {tokens} tokens",
+        **changes,
+    )
+
+
+def _rounded(size: int, block_bytes: int) -> int:
+    """Return a number of bytes that reads well, at most `size` and at least a block."""
+    return size // MIB * MIB if size // MIB * MIB >= block_bytes else size
+
+
+def _smaller(config: EngineConfig, spec: KVCacheSpec) -> dict[str, Any]:
+    """Return a change that makes steps smaller, or takes more of the memory; nothing where that is done already."""
+    limits = config.scheduler
+    if limits.max_num_batched_tokens > LEAST_STEP:
+        tokens = max(LEAST_STEP, limits.max_num_batched_tokens // 2)
+        return {"max_num_batched_tokens": tokens, "max_num_seqs": min(limits.max_num_seqs, tokens)}
+    if limits.max_num_seqs > 1:
+        return {"max_num_seqs": max(1, limits.max_num_seqs // 8)}
+    if config.cache.gpu_memory_utilization < 1.0:
+        return {"gpu_memory_utilization": 1.0}
+    return {}
+
+
+def _count_host(config: EngineConfig, block_bytes: int, left: int, num_blocks: int) -> int:
+    """Return the blocks of the host's pool, `left` being the bytes beside the device's blocks."""
+    asked = config.cache.swap_space
+    shared = config.device.device in HOST_DEVICES
+    if asked is None:
+        # No more than the device has: all of it can be swapped out then.
+        size = min(SWAP_SPACE, max(0, left) // HOST_PART) if shared else SWAP_SPACE
+        return min(size // block_bytes, num_blocks)
+    if shared and asked > left:
+        fits = max(0, left) // 2 // MIB * MIB
+        raise _Misfit(
+            "swap_space",
+            f"swap_space: {asked} bytes are needed, {max(0, left)} are available beside weights and KV cache; "
+            f"{size_text(fits)} would leave enough",
+            swap_space=fits,
+        )
+    return asked // block_bytes
+
+
+def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int, scratch: int = 0) -> int:
+    """Return how many KV blocks `fit` would allocate on the device.
+
+    An explicit number wins; then explicit bytes; otherwise the free memory times `gpu_memory_utilization`, less what
+    steps and the host's pool take, but no more than `max_num_seqs` sequences of full length could use.
 
     Raises:
-        ConfigError: the user asked for more than fits; the message has the three numbers.
+        ConfigError: not one block fits, or what was asked for exceeds the free memory.
     """
-    capacity = num_blocks * cache.block_size
-    if capacity >= max_model_len:
-        return max_model_len
-    if asked is not None and cache.num_gpu_blocks_override is None:
+    return fit(_any_length(config), config, spec, available, lambda _: scratch).num_blocks
+
+
+def count_host_blocks(config: EngineConfig, block_bytes: int, available: int) -> int:
+    """Return the blocks of the host's pool if `available` bytes are left beside the device's blocks.
+
+    Raises:
+        ConfigError: `swap_space` was asked for and exceeds them.
+    """
+    try:
+        return _count_host(config, block_bytes, available, available // block_bytes)
+    except _Misfit as misfit:
         raise ConfigError(
-            f"max_model_len: {max_model_len} tokens do not fit the KV cache of {num_blocks} blocks x "
-            f"{cache.block_size} = {capacity} tokens; pass --max-model-len {capacity} or more kv_cache_memory_bytes",
-            param="max_model_len",
+            f"{misfit.text}; this works: {command_line(config, misfit.changes)}", param=misfit.option
+        ) from None
+
+
+def _any_length(config: EngineConfig) -> EngineConfig:
+    return changed(config, {"max_model_len": None})
+
+
+# Lengths
+
+
+def blocks_of(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
+    """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers.
+
+    A windowed group needs what the queries of one step see, wherever in a block that begins.
+    """
+    size, total = config.cache.block_size, 0
+    step = min(length, config.scheduler.max_num_batched_tokens)
+    assert config.model.max_model_len is not None
+    for group in spec.groups(config.model.max_model_len):
+        tokens = length
+        if group.sliding_window is not None:
+            tokens = min(length, group.sliding_window - 1 + step + size - 1)
+        total += -(-tokens // size)
+    return total
+
+
+def longest_context(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) -> int:
+    """Return the length of the longest sequence that `num_blocks` hold, at most max_model_len [tokens]."""
+    assert config.model.max_model_len is not None
+    low, high = 0, config.model.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_of(config, spec, middle) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _context(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, num_blocks: int) -> int:
+    """Return the context length: what was settled, or what fits if nobody asked for more."""
+    wanted, cache = config.model.max_model_len, config.cache
+    assert wanted is not None
+    fits = longest_context(config, spec, num_blocks)
+    if fits == wanted:
+        return wanted
+    needed = blocks_of(config, spec, wanted)
+    if fits and asked.model.max_model_len is None:
+        return fits
+    if fits:
+        raise _Misfit(
+            "max_model_len",
+            f"max_model_len: {wanted} tokens do not fit the KV cache: they need {needed} blocks of {cache.block_size} "
+            f"tokens, {needed * block_bytes} bytes; there are {num_blocks}, {num_blocks * block_bytes} bytes, "
+            f"which hold {fits} tokens",
+            max_model_len=fits,
         )
-    logger.warning("context limited to %d tokens: the KV cache has %d blocks", capacity, num_blocks)
-    return capacity
+    least = blocks_of(config, spec, 1)
+    option = "num_gpu_blocks_override" if cache.num_gpu_blocks_override is not None else "kv_cache_memory_bytes"
+    enough = {"num_gpu_blocks_override": needed, "kv_cache_memory_bytes": needed * block_bytes}
+    raise _Misfit(
+        option,
+        f"{option}: one token needs {least} blocks, one for each group of layers; there are {num_blocks}, "
+        f"and {needed} would hold {wanted} tokens",
+        **{option: enough[option]},
+    )

@@ -1,0 +1,272 @@
+"""The memory plan: what a model would take, and how much would fit, before anything is loaded.
+
+`make_plan` reads config.json and the headers of weight files and puts together what `worker/footprint.py` says of
+weights and steps, what the machine has, and what `settle.fit` makes of it; docs/memory.md explains the arithmetic. The
+engine itself starts with `check_before_loading`, so that what cannot fit is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.engine.advice import changed, command_line, size_text
+from quire.engine.settle import Fit, Scratch, blocks_of, budget_of, fit, settle
+from quire.errors import ConfigError
+from quire.kernels.memory import available_memory
+from quire.step import KVCacheSpec
+from quire.worker.footprint import Footprint, StepBytes, has_weights
+
+RUNTIME_BYTES = 190 * 2**20  # Python, numpy, Numba and its compiled kernels; measured, see benchmarks/plan_accuracy.py
+LENGTHS = (1024, 4096)  # tokens of the requests that are counted, beside the longest
+SMALLER_WEIGHTS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A group of layers that share block tables: how many, their window [tokens], and bytes of a token in them."""
+
+    num_layers: int
+    sliding_window: int | None
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """How many requests of `length` tokens, prompt and output together, have room at once; `blocks` each takes."""
+
+    length: int
+    blocks: int
+    fit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that `quire plan` shows. Sizes in bytes, lengths in tokens.
+
+    Attributes:
+        on_disk: weights by part as the files hold them; None where the folder has none. in_memory: as packed.
+        tables: what is computed from the context length. runtime: the interpreter and its libraries.
+        block_bytes: of all layers a block serves. token_bytes: one more token of one sequence, in all layers.
+        step: beside weights and KV cache. available: free memory of the machine now.
+        budget: of the blocks. fit: what that is enough for; None where it is not.
+        wanted_len: the context asked for, or the model's. concurrency: of several lengths.
+        limit: what keeps the numbers from being larger. problem: why it does not fit, with a way out.
+        peak: most bytes of the engine's process with every block in use.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    quantization: str | None
+    kv_dtype: str
+    has_weights: bool
+    on_disk: dict[str, int] | None
+    in_memory: dict[str, int]
+    tables: int
+    runtime: int
+    loading: int
+    block_size: int
+    block_bytes: int
+    token_bytes: int
+    groups: list[GroupPlan]
+    step: StepBytes
+    available: int
+    budget: int
+    fit: Fit | None
+    wanted_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    concurrency: list[Concurrency] = field(default_factory=list)
+    limit: str = ""
+    problem: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights in memory."""
+        return sum(self.in_memory.values())
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of the engine's process: while loading, or with every block written and the largest step."""
+        blocks = 0 if self.fit is None else self.fit.num_blocks + self.fit.num_host_blocks
+        running = self.weights + self.tables + self.step.total + blocks * self.block_bytes
+        return self.runtime + max(running, self.loading + self.tables)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        step = {**dataclasses.asdict(self.step), "total": self.step.total}
+        return {**dataclasses.asdict(self), "step": step, "weights": self.weights, "peak": self.peak}
+
+
+def make_plan(
+    asked: EngineConfig, info: ModelInfo, available: int | None = None, lengths: tuple[int, ...] = ()
+) -> Plan:
+    """Return the plan of these options.
+
+    Args:
+        asked: options as the user gave them. info: the model's config.json.
+        available: bytes to plan for; what the machine has free now if None.
+        lengths: of requests to count, in place of the usual ones [tokens].
+
+    Raises:
+        ModelError: weight files are there and broken. ConfigError: options that the model cannot have.
+    """
+    config = settle(asked, info)
+    assert config.model.max_model_len is not None
+    footprint = Footprint(config, info)
+    free = available_memory() if available is None else available
+    fitted, problem = None, None
+    try:
+        check_weights(asked, config, info, footprint, free)
+        fitted = fit(asked, config, footprint.spec, _left(config, footprint, free), _scratch(footprint), quiet=True)
+    except ConfigError as error:
+        problem = error.message
+    scratch = footprint.step(config).total
+    final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
+    assert final.model.max_model_len is not None
+    step = footprint.step(final)
+    spec, size = footprint.spec, config.cache.block_size
+    return Plan(
+        model=config.model.model,
+        architecture=info.architecture,
+        dtype=config.model.dtype,
+        quantization=config.model.quantization,
+        kv_dtype=config.cache.kv_cache_dtype,
+        has_weights=has_weights(info),
+        on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
+        in_memory=dict(footprint.in_memory),
+        tables=footprint.tables(config.model.max_model_len),
+        runtime=RUNTIME_BYTES,
+        loading=footprint.loading,
+        block_size=size,
+        block_bytes=spec.block_bytes(size, final.model.max_model_len),
+        token_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
+        groups=_groups(spec, final.model.max_model_len),
+        step=step,
+        available=free,
+        budget=budget_of(config, _left(config, footprint, free), scratch),
+        fit=fitted,
+        wanted_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        concurrency=[] if fitted is None else _concurrency(final, spec, fitted, lengths),
+        limit="" if fitted is None else _limit(config, spec, fitted),
+        problem=problem,
+        settings=_settings(final, fitted),
+    )
+
+
+def check_before_loading(asked: EngineConfig, config: EngineConfig, info: ModelInfo) -> Scratch:
+    """Return what steps will take; `config` is `asked` settled.
+
+    Raises:
+        ConfigError: the weights, or what was asked for beside them, cannot fit into the memory that is free now.
+    """
+    footprint, available = Footprint(config, info), available_memory()
+    check_weights(asked, config, info, footprint, available)
+    fit(asked, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True)
+    return _scratch(footprint)
+
+
+def check_weights(
+    asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, available: int
+) -> None:
+    """Raise `ConfigError` if the weights do not fit beside the smallest cache and step, with what would."""
+    needed = footprint.weights + RUNTIME_BYTES
+    if needed <= available:
+        return
+    smallest = footprint.weights
+    has = (
+        f"model: the weights need {size_text(needed)} in {_form(config)}, Python's own memory included, "
+        f"{size_text(available)} are available"
+    )
+    for changes in SMALLER_WEIGHTS:
+        now = changed(asked, changes)
+        settled = settle(now, info)
+        other = Footprint(settled, info)
+        if other.weights >= smallest:
+            continue
+        smallest = other.weights
+        try:
+            fit(now, settled, other.spec, _left(settled, other, available), _scratch(other), quiet=True)
+        except ConfigError:
+            continue
+        raise ConfigError(
+            f"{has}; {size_text(smallest + RUNTIME_BYTES)} would do in {_form(settled)}; this works: "
+            f"{command_line(asked, changes)}",
+            param="model",
+        )
+    raise ConfigError(
+        f"{has}; the smallest form of them takes {size_text(smallest + RUNTIME_BYTES)}, so that only a smaller model "
+        f"works: {command_line(EngineConfig(), {})}",
+        param="model",
+    )
+
+
+def _form(config: EngineConfig) -> str:
+    return config.model.quantization or config.model.dtype
+
+
+def _left(config: EngineConfig, footprint: Footprint, available: int) -> int:
+    """Return the bytes that will be free once the model is loaded."""
+    assert config.model.max_model_len is not None
+    return max(0, available - RUNTIME_BYTES - footprint.weights - footprint.tables(config.model.max_model_len))
+
+
+def _scratch(footprint: Footprint) -> Scratch:
+    return lambda config: footprint.step(config).total
+
+
+def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:
+    return [
+        GroupPlan(
+            len(group.layers), group.sliding_window, sum(spec.layers[index].block_bytes(1) for index in group.layers)
+        )
+        for group in spec.groups(max_model_len)
+    ]
+
+
+def _concurrency(config: EngineConfig, spec: KVCacheSpec, fitted: Fit, lengths: tuple[int, ...]) -> list[Concurrency]:
+    usual = (*(length for length in LENGTHS if length < fitted.max_model_len), fitted.max_model_len)
+    found = []
+    for length in lengths or usual:
+        blocks = blocks_of(config, spec, length)
+        room = fitted.num_blocks // blocks if length <= fitted.max_model_len else 0
+        found.append(Concurrency(length, blocks, min(room, config.scheduler.max_num_seqs)))
+    return found
+
+
+def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> str:
+    """Return what keeps more from fitting."""
+    cache = config.cache
+    assert config.model.max_model_len is not None
+    if cache.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if cache.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    most = config.scheduler.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
+    return "max_num_seqs x max_model_len" if fitted.num_blocks >= most else "memory"
+
+
+def _settings(config: EngineConfig, fitted: Fit | None) -> dict[str, Any]:
+    """Return what the server would settle on by itself."""
+    return {
+        "device": config.device.device,
+        "dtype": config.model.dtype,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "block_size": config.cache.block_size,
+        "max_model_len": None if fitted is None else fitted.max_model_len,
+        "num_blocks": None if fitted is None else fitted.num_blocks,
+        "num_host_blocks": None if fitted is None else fitted.num_host_blocks,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+    }

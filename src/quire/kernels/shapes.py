@@ -1,0 +1,426 @@
+"""`ShapeBackend`: runs a model on shapes alone and says how much memory the CPU backend would take for it.
+
+Its arrays have a shape, strides and a piece of an imaginary arena, but no memory; its weights are counted and dropped.
+Ops allocate what those of `kernels/cpu` allocate, in the same order, and free it at the same time, so that the arena
+grows to the same size (a test compares the two, byte by byte). Nothing here imports Numba: sizes that kernels settle
+are repeated here, and compared by the test as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams
+from quire.kernels.cpu.arrays import ALIGNMENT, SLAB_BYTES, Recorded, as_rows
+
+LANES = 16
+COLUMNS = 32  # rows of weights are padded to a multiple
+INT_DEPTH = 16  # and the inputs of 8-bit ones
+INT4_GROUP = 64  # and of 4-bit ones
+DOT_ROWS = 8  # rows of a tile of pairs
+CHUNK, PIECE = 1024, 16  # of `survey.py`
+UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `paged_plan.py`, as are those below
+RECORD, WORD_COUNT, PARTIAL_BYTES = 9, 4, 1 << 26
+SEGMENT = 128  # of `paged_tiles.py`
+SCRATCH_BYTES = 1 << 20  # of a thread
+INSTRUCTION_BYTES = 8 * 32
+WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What of a CPU decides about sizes: whether it multiplies pairs of bfloat16, and rows of a float tile."""
+
+    pairs: bool
+    tile_rows: int
+
+    @classmethod
+    def of_level(cls, level: str = "auto", root: Path = Path("/")) -> Processor:
+        """Return that of a SIMD level, see `kernels/cpu/levels.py`; "auto" asks the system (Linux; others: least)."""
+        if level == "auto":
+            flags = _cpu_flags(root)
+            wide = "avx512f" in flags
+            return cls(wide and "avx512_bf16" in flags, 8 if wide else 2)
+        return cls(level == "avx512-bf16-vnni", 8 if level.startswith("avx512") else 2)
+
+
+def _cpu_flags(root: Path) -> set[str]:
+    try:
+        with (root / "proc/cpuinfo").open() as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() == "flags":
+                    return set(value.split())
+    except OSError:
+        pass
+    return set()
+
+
+class _Piece:
+    """A piece of the arena; it is free again when the last array in it is gone."""
+
+    __slots__ = ("_arena", "_generation", "_place", "_size")
+
+    def __init__(self, arena: ShapeArena, generation: int, size: int, place: tuple[int, int]) -> None:
+        self._arena, self._generation, self._size, self._place = arena, generation, size, place
+
+    def __del__(self) -> None:
+        self._arena.give_back(self._generation, self._size, self._place)
+
+
+class ShapeArena:
+    """Sizes of an `Arena`, see `kernels/cpu/arrays.py`: the same pieces at the same places, and no memory."""
+
+    def __init__(self) -> None:
+        self._slabs: list[int] = []
+        self._touched: list[int] = []
+        self._generation = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new recording."""
+        self._generation += 1
+        self._slab, self._used = 0, 0
+        self._free: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes taken from the system, touched or not."""
+        return sum(self._slabs)
+
+    @property
+    def touched(self) -> int:
+        """Bytes that were part of an array in some recording."""
+        return sum(self._touched)
+
+    def piece(self, size: int) -> _Piece:
+        """Take a piece of `size` bytes."""
+        waiting = self._free.get(size)
+        place = waiting.pop() if waiting else self._new_piece(size)
+        self._touched[place[0]] = max(self._touched[place[0]], place[1] + size)
+        return _Piece(self, self._generation, size, place)
+
+    def _new_piece(self, size: int) -> tuple[int, int]:
+        while self._slab < len(self._slabs):
+            if self._used + size <= self._slabs[self._slab]:
+                start, self._used = self._used, self._used + size
+                return self._slab, start
+            self._slab, self._used = self._slab + 1, 0
+        self._slabs.append(max(size, SLAB_BYTES))
+        self._touched.append(0)
+        self._used = size
+        return self._slab, 0
+
+    def give_back(self, generation: int, size: int, place: tuple[int, int]) -> None:
+        """Have a piece used again, unless the recording it was made for has ended."""
+        if generation == self._generation:
+            self._free.setdefault(size, []).append(place)
+
+
+class ShapeArray(Recorded):
+    """An array without memory: reading or writing an element of it would be a fault, and nothing does."""
+
+    piece: Any
+
+    def __array_finalize__(self, source: Any) -> None:
+        """Views keep the piece of what they are views of."""
+        super().__array_finalize__(source)
+        self.piece = getattr(source, "piece", None)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeWeight:
+    """A packed weight's sizes; `bits` is 0 for floats, and `group` the inputs that share a scale."""
+
+    outputs: int
+    inputs: int
+    depth: int
+    gated: bool
+    bits: int = 0
+    group: int = 0
+
+    @property
+    def padded(self) -> int:
+        """Rows as stored."""
+        return -(-self.outputs // COLUMNS) * COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeCache:
+    """One layer's cache: only its block size matters."""
+
+    block_size: int
+
+
+class ShapeBackend:
+    """The model ops of `Backend`, without numbers.
+
+    Attributes:
+        num_bytes: what was packed and taken as vectors so far. input_bytes: of arrays of `zeros`.
+        arena: of recordings. num_instructions: of the longest one.
+    """
+
+    name = "shapes"
+
+    def __init__(
+        self, dtype: str, kv_dtype: str, quantization: str | None, num_threads: int, processor: Processor
+    ) -> None:
+        self.dtype, self.kv_dtype, self.quantization = dtype, kv_dtype, quantization
+        self.num_threads, self._processor = num_threads, processor
+        self._paired = dtype == "bfloat16" and processor.pairs
+        self.arena = ShapeArena()
+        self.num_bytes = 0
+        self.num_instructions = 0
+        self.input_bytes = 0
+        self._count = 0
+
+    # Weights
+
+    def from_numpy(self, array: np.ndarray) -> np.ndarray:
+        """Count a table."""
+        self.num_bytes += array.nbytes
+        return array
+
+    def vector(self, tensor: HostTensor) -> np.ndarray:
+        """Count a vector, which is held in float32; the values mean nothing."""
+        self.num_bytes += tensor.array.size * 4
+        return np.broadcast_to(np.float32(0), tensor.array.shape)
+
+    def pack_linear(
+        self,
+        parts: Sequence[HostTensor],
+        biases: Sequence[HostTensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> ShapeWeight:
+        """Count a weight, see `formats.pack` and `linear_int`."""
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        gated = gated and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
+        bits = 0 if self.quantization is None or exact else 4 if self.quantization == "int4" and not table else 8
+        if bits == 0:
+            depth, group = inputs + inputs % 2 * self._paired, 0
+        else:
+            unit = INT4_GROUP if bits == 4 else INT_DEPTH
+            depth = -(-inputs // unit) * unit
+            group = unit if bits == 4 else depth
+        weight = ShapeWeight(outputs, inputs, depth, gated, bits, group)
+        if bits == 0:
+            self.num_bytes += _aligned(weight.padded * depth * WORD_BYTES[self.dtype])
+        else:
+            scales = weight.padded * (4 + (depth // group * 2 if bits == 4 else 0))
+            self.num_bytes += _aligned(weight.padded * depth * bits // 8) + scales
+        self.num_bytes += 4 * weight.padded if biases else 0
+        return weight
+
+    # Recording
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """Run `build` as a recording of its own, once."""
+        self.arena.restart()
+        before, self._count = self.num_instructions, 0
+        result = build()
+        self.num_instructions = max(before, self._count)
+        return lambda: result
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> ShapeArray:
+        """Return an array of the arena."""
+        kind = np.dtype(dtype)
+        size = max(1, -(-math.prod(shape) * kind.itemsize // ALIGNMENT)) * ALIGNMENT
+        piece = self.arena.piece(size)
+        steps = [kind.itemsize] * len(shape)
+        for axis in range(len(shape) - 1, 0, -1):
+            steps[axis - 1] = steps[axis] * shape[axis]
+        array = np.lib.stride_tricks.as_strided(np.zeros(1, kind), shape, steps).view(ShapeArray)
+        array.recorder, array.piece = self, piece
+        return array
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+        """Return an input of recordings, which is no part of the arena."""
+        self.input_bytes += math.prod(shape) * np.dtype(dtype).itemsize
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def assign(self, target: np.ndarray, values: np.ndarray) -> None:
+        """Nothing to write to."""
+
+    def _emit(self, count: int = 1) -> None:
+        self._count += count
+
+    def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
+        """See `arithmetic.combine`."""
+        shape = np.broadcast_shapes(np.shape(x), np.shape(y))
+        self._emit()
+        return self.empty(shape) if out is None else out
+
+    def contiguous(self, x: np.ndarray) -> np.ndarray:
+        """See `arithmetic.contiguous`."""
+        if x.flags.c_contiguous:
+            return x
+        self._emit()
+        return self.empty(x.shape)
+
+    def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """See `Backend.concat`."""
+        self._emit(len(arrays))
+        return self.empty((*arrays[0].shape[:-1], sum(array.shape[-1] for array in arrays)))
+
+    # Model ops
+
+    def embedding(self, ids: np.ndarray, weight: ShapeWeight) -> np.ndarray:
+        """See `Backend.embedding`."""
+        self._emit()
+        return self.empty((len(ids), weight.inputs))
+
+    def linear(self, x: np.ndarray, weight: ShapeWeight) -> np.ndarray:
+        """See `Backend.linear`."""
+        return self._product(x, weight)
+
+    def gated_linear(self, x: np.ndarray, weight: ShapeWeight, kind: str) -> np.ndarray:
+        """See `Backend.gated_linear`."""
+        if weight.gated:
+            return self._product(x, weight)
+        return self._activation(self._product(x, weight), gated=True)
+
+    def _product(self, x: np.ndarray, weight: ShapeWeight) -> np.ndarray:
+        rows, halves = x.shape[0], 2 if weight.gated else 1
+        outputs, width = weight.outputs // halves, weight.padded // halves
+        if weight.bits:
+            return self._integer_product(rows, width, weight)[:, :outputs]
+        if rows == 0:
+            return self.empty((0, outputs))
+        self._emit(2)
+        if self._paired:
+            packed = self.empty((padded_rows(rows) * ((x.shape[1] + 1) // 2),), np.uint32)
+            out = self.empty((padded_rows(rows), width))
+        else:
+            tiles = self._processor.tile_rows
+            packed = self.empty((rows // tiles * tiles * x.shape[1],))
+            out = self.empty((rows, width))
+        del packed
+        return out[:rows, :outputs]
+
+    def _integer_product(self, rows: int, width: int, weight: ShapeWeight) -> np.ndarray:
+        out = self.empty((rows, width))
+        if rows == 0:
+            return out
+        self._emit(2)
+        padded = padded_rows(rows)
+        if self.quantization == "int8-weight-only":
+            self.empty((padded * weight.depth,))
+            return out
+        packed = self.empty((padded * weight.depth // 4,), np.uint32)
+        starts = self.empty((padded * (weight.depth // weight.group),), np.int32)
+        scales = self.empty((padded,))
+        del packed, starts, scales
+        return out
+
+    def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """See `Backend.take_rows`."""
+        self._emit()
+        return self.empty((len(ids), x.shape[1]))
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        """See `Backend.rms_norm`."""
+        return self._rows(x)
+
+    def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        """See `Backend.add_rms_norm`."""
+        return self._rows(residual)
+
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
+        """See `Backend.layer_norm`."""
+        return self._rows(x)
+
+    def _rows(self, x: np.ndarray) -> np.ndarray:
+        source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        out = self.empty(x.shape)
+        self._emit()
+        del source
+        return out
+
+    def rotary_embedding(
+        self,
+        positions: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        cos_sin: np.ndarray,
+        head_size: int,
+        interleaved: bool,
+    ) -> None:
+        """See `Backend.rotary_embedding`; in place."""
+        self._emit()
+
+    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """See `Backend.activation`."""
+        return self._activation(x, gated=False)
+
+    def _activation(self, x: np.ndarray, *, gated: bool) -> np.ndarray:
+        source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        out = self.empty((*x.shape[:-1], source.shape[1] // 2 if gated else source.shape[1]))
+        self._emit()
+        return out
+
+    # Attention
+
+    def write_kv(self, k: np.ndarray, v: np.ndarray, cache: ShapeCache, slot_mapping: np.ndarray) -> None:
+        """See `Backend.write_kv`; in place."""
+        self._emit()
+
+    def paged_attention(
+        self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams
+    ) -> np.ndarray:
+        """See `Backend.paged_attention`."""
+        out = self.empty((q.shape[0], params.num_heads * params.head_size))
+        key = (params.sliding_window, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
+        if key not in metadata.plans:
+            metadata.plans[key] = self._plan(q.shape[0], metadata, params, cache.block_size)
+            self._emit()
+        self._emit(4 if self.num_threads > 1 else 1)
+        return out
+
+    def _plan(
+        self, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
+    ) -> tuple[np.ndarray, ...]:
+        """See `paged_plan.make_plan`."""
+        group = params.num_heads // params.num_kv_heads
+        wanted = SHARES * self.num_threads if self.num_threads > 1 else 0
+        slot_rows = -(-max(group, SPLIT_ROWS) // LANES) * LANES
+        segments = -(-metadata.block_tables.shape[1] * block_size // SEGMENT)
+        slot = 2 * (slot_rows + LANES) + slot_rows * (-(-params.head_size // 32) * 32)
+        capacity = min(wanted * segments, PARTIAL_BYTES // (4 * slot))
+        items, merges = (tokens + 2 * wanted + 1, RECORD), (wanted + 1, RECORD)
+        staged = self.empty(items, np.int64)
+        kept = self.empty(items, np.int64), self.empty(merges, np.int64), self.empty((WORD_COUNT,), np.int64)
+        partials = self.empty((capacity, slot))
+        del staged
+        return (*kept, partials)
+
+    # Logits
+
+    def rows_finite(self, logits: np.ndarray) -> np.ndarray:
+        """See `Backend.rows_finite` and `survey.survey`."""
+        source, _ = as_rows(logits)
+        rows, size = source.shape
+        chunks = -(-size // CHUNK)
+        self._emit(2)
+        arrays = [self.empty((rows, LANES * chunks)), self.empty((rows, chunks))]
+        arrays += [self.empty((rows,), kind) for kind in (np.float32, np.int64, np.bool_)]
+        return arrays[-1]
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of all tiles of pairs that compute `rows` rows."""
+    rest = rows % DOT_ROWS
+    return rows - rest + (0 if rest == 0 else 8 if rest > 4 else 4 if rest > 1 else 1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,268 @@
+"""What a worker will take of memory, known before it takes any: from config.json, weight headers, and shapes.
+
+The model's own constructor says which tensors there are, and the step's own code (`StepGraphs`, the model's `forward`)
+runs on shapes (`kernels/shapes.py`), so that what is said here and what happens cannot part.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.safetensors import HELD_BYTES, Checkpoint
+from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.weights import WeightSource, WeightSurvey
+from quire.config import EngineConfig
+from quire.kernels.backend import Backend, LayerCache
+from quire.kernels.shapes import INSTRUCTION_BYTES, SCRATCH_BYTES, Processor, ShapeBackend, ShapeCache, ShapeWeight
+from quire.layers.builder import Builder
+from quire.models.interface import Model
+from quire.models.registry import model_class
+from quire.step import KVCacheSpec
+from quire.worker.graphs import MAX_GRAPHS, StepGraphs
+from quire.worker.input_batch import InputBatch, StepInputs
+
+PARTS = ("embeddings", "attention", "mlp", "norms", "head", "other")
+_PATTERNS = {
+    "head": re.compile(r"(^|\.)(lm_head|embed_out)\."),
+    "norms": re.compile(r"norm|(^|\.)ln_"),
+    "embeddings": re.compile(r"embed|(^|\.)(wte|wpe)\."),
+    "attention": re.compile(r"attn|attention"),
+    "mlp": re.compile(r"mlp|ffn|fc\d|feed_forward"),
+}
+DRAWING_SHARES = 2  # of the vocabulary's keys, for each thread, while tokens are drawn
+KEY_BYTES = 8
+
+
+def part_of(name: str) -> str:
+    """Return which of `PARTS` a tensor belongs to, by its name."""
+    return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "other")
+
+
+def has_weights(info: ModelInfo) -> bool:
+    """Whether the model's folder holds any weights that could be read."""
+    return any(info.path.glob("*.safetensors"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What steps take beside weights and KV cache.
+
+    Attributes:
+        activations: the arena of recorded steps: hidden states, logits, and all between.
+        inputs: tokens, block tables and options of the sequences.
+        sampling: keys of the tokens that are drawn among. programs: recorded instructions. threads: their own memory.
+    """
+
+    activations: int
+    inputs: int
+    sampling: int
+    programs: int
+    threads: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.inputs + self.sampling + self.programs + self.threads
+
+
+class Footprint:
+    """Memory of the model of `info` as `config` would have it, which is settled but for the context length.
+
+    Attributes:
+        spec: what the layers cache.
+        on_disk: bytes of the weight files by part, and "unused"; None if there are none.
+        in_memory: bytes of weights as packed, by part. loading: most bytes while they are read, all included.
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self._info = info
+        self._threads = config.device.num_threads or _num_cores()
+        checkpoint = None
+        if config.model.load_format != "dummy" and has_weights(info):
+            checkpoint = Checkpoint(info.path)
+        source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
+        self._backend = _Counter(config, self._threads, source, checkpoint)
+        self._model: Model = model_class(info.architecture)(
+            info, Builder(source, cast(Backend, self._backend)), max_model_len=1
+        )
+        self.spec: KVCacheSpec = self._model.kv_cache_spec()
+        self.in_memory = self._backend.by_part
+        self.loading = self._backend.loading
+        self.on_disk = None if checkpoint is None else _disk_bytes(checkpoint, source.names)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights in memory."""
+        return sum(self.in_memory.values())
+
+    def tables(self, max_model_len: int) -> int:
+        """Return the bytes of what was computed from the context length while loading: rotary angles."""
+        rope = self._info.rope
+        return 0 if rope is None else 4 * rope.rotary_dim * max_model_len
+
+    def step(self, config: EngineConfig) -> StepBytes:
+        """Return what steps of this config take at most: a full prefill and a full batch of decodes.
+
+        What only some requests ask for is not in it: penalties (5 bytes for each token of the vocabulary) and
+        logprobs of prompts.
+        """
+        limits, length = config.scheduler, config.model.max_model_len
+        assert length is not None, "settled before"
+        backend, block_size = self._backend, config.cache.block_size
+        backend.start()
+        tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        caches = self._caches(block_size, length)
+        graphs = StepGraphs(
+            cast(Any, self._model),
+            cast(Backend, backend),
+            cast(Any, caches),
+            max_tokens=tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_blocks=-(-length // block_size),
+        )
+        groups = 1 + max((cache.group for cache in caches), default=0)
+        for count in dict.fromkeys((tokens, rows)):
+            graphs.run(_inputs(count, rows, groups), np.broadcast_to(np.int64(0), rows))
+        return StepBytes(
+            activations=backend.arena.touched,
+            inputs=backend.input_bytes + self._batch_bytes(config, groups),
+            sampling=min(rows, DRAWING_SHARES * self._threads) * self._model.vocab_size * KEY_BYTES,
+            programs=MAX_GRAPHS * backend.num_instructions * INSTRUCTION_BYTES,
+            threads=self._threads * SCRATCH_BYTES,
+        )
+
+    def _caches(self, block_size: int, length: int) -> list[LayerCache]:
+        """Return the layers' caches in order, with their groups."""
+        group_of = {layer: number for number, group in enumerate(self.spec.groups(length)) for layer in group.layers}
+        return [LayerCache(ShapeCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
+
+    def _batch_bytes(self, config: EngineConfig, groups: int) -> int:
+        length = config.model.max_model_len
+        assert length is not None
+        batch = InputBatch(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=length,
+            block_size=config.cache.block_size,
+            vocab_size=self._model.vocab_size,
+            num_groups=groups,
+        )
+        # Its arrays are zeros: the system has not yet given memory for them.
+        return sum(array.nbytes for array in vars(batch).values() if isinstance(array, np.ndarray))
+
+
+class _Shapes:
+    """Tensors of any name and shape, as for dummy weights."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return a tensor without memory."""
+        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+
+
+class _Noted:
+    """Notes which tensors were read, and which since the last look."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.names: list[str] = []
+        self.recent: list[tuple[str, int]] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        """Return the source's tensor."""
+        tensor = self._source.read(name, shape)
+        self.names.append(name)
+        self.recent.append((name, tensor.array.size))
+        return tensor
+
+
+class _Counter(ShapeBackend):
+    """Counts weights by part, and what is in memory while each is read."""
+
+    def __init__(self, config: EngineConfig, num_threads: int, source: _Noted, checkpoint: Checkpoint | None) -> None:
+        super().__init__(
+            config.model.dtype,
+            config.cache.kv_cache_dtype,
+            config.model.quantization,
+            num_threads,
+            Processor.of_level(config.device.simd_level),
+        )
+        self._source, self._checkpoint = source, checkpoint
+        self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self.loading = 0
+
+    def start(self) -> None:
+        """Forget earlier recordings."""
+        self.arena = type(self.arena)()
+        self.num_instructions = self.input_bytes = 0
+
+    def vector(self, tensor: HostTensor) -> np.ndarray:
+        """Count it for its part."""
+        before = self.num_bytes
+        made = super().vector(tensor)
+        self._note(before)
+        return made
+
+    def pack_linear(self, parts: Any, biases: Any = None, **options: bool) -> ShapeWeight:
+        """Count it for its part."""
+        before = self.num_bytes
+        made = super().pack_linear(parts, biases, **options)
+        self._note(before)
+        return made
+
+    def _note(self, before: int) -> None:
+        recent, self._source.recent = self._source.recent, []
+        part = part_of(recent[-1][0]) if recent else "norms"  # vectors of ones belong to norms
+        self.by_part[part] += self.num_bytes - before
+        if self._checkpoint is None:
+            held = sum(4 * size for _, size in recent)  # invented in float32
+        else:
+            names = [name for name, _ in recent if name in self._checkpoint]
+            held = HELD_BYTES + sum(_entry_bytes(self._checkpoint, name) for name in names)
+        self.loading = max(self.loading, self.num_bytes + held)
+
+
+def _entry_bytes(checkpoint: Checkpoint, name: str) -> int:
+    entry = checkpoint.entry(name)
+    return entry.end - entry.begin
+
+
+def _disk_bytes(checkpoint: Checkpoint, names: list[str]) -> Mapping[str, int]:
+    found = dict.fromkeys((*PARTS, "unused"), 0)
+    asked = set(names)
+    for name in checkpoint.names:
+        found[part_of(name) if name in asked else "unused"] += _entry_bytes(checkpoint, name)
+    return found
+
+
+def _inputs(tokens: int, sequences: int, groups: int) -> StepInputs:
+    """Return the inputs of a step, of which only the lengths are looked at."""
+    per_token, per_sequence = np.broadcast_to(np.int64(0), tokens), np.broadcast_to(np.int64(0), sequences)
+    return StepInputs(
+        sequence_ids=[],
+        rows=per_sequence,
+        num_scheduled=per_sequence,
+        input_ids=per_token,
+        positions=per_token,
+        cu_query_lens=np.broadcast_to(np.int64(0), sequences + 1),
+        seq_lens=per_sequence,
+        block_tables=np.broadcast_to(np.int64(0), (groups, sequences, 1)),
+        slot_mapping=np.broadcast_to(np.int64(0), (groups, tokens)),
+        sampled=per_sequence,
+    )
+
+
+def _num_cores() -> int:
+    """Return how many threads the CPU backend takes by default."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
