@@ -1,0 +1,246 @@
+"""Steps of a runner: groups of layers, forks and beams give what sequences computed by themselves would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.kernels.create import create_backend
+from quire.models.loader import load_model
+from quire.sampling_params import SamplingParams
+from quire.step import ContinuingSequenceData, SchedulerOutput, TokenTopLogprobs, TransferKind
+from tests.helpers.checkpoints import oracle_logits, write_checkpoint
+from tests.helpers.runner_driver import OneGroup, RunnerDriver
+
+# Layers of two kinds in three groups, the last of which has fewer layers; the window is no multiple of a block.
+KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+WINDOWED: dict[str, Any] = {
+    "num_hidden_layers": len(KINDS),
+    "num_key_value_heads": 2,
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "max_window_layers": 0,
+    "layer_types": KINDS,
+}
+GREEDY = SamplingParams(temperature=0.0, logprobs=3)
+FANCY = SamplingParams(
+    temperature=1.5, top_p=0.95, top_k=40, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3, logprobs=2
+)
+PROMPT = [5, 9, 11, 3, 7, 8, 140, 61, 33, 20]
+BACKENDS = [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "int8"), ("reference", "float32")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "plain": write_checkpoint(tmp_path_factory.mktemp("plain"), "llama"),
+        "windowed": write_checkpoint(tmp_path_factory.mktemp("windowed"), "qwen2", **WINDOWED),
+    }
+
+
+def make(folder: Path, device: str = "cpu", kv_dtype: str = "float32", *, one_group: bool = False) -> RunnerDriver:
+    backend = create_backend(device, "float32", kv_dtype)
+    model = load_model(load_model_info(folder), backend)
+    return RunnerDriver(OneGroup(model) if one_group else model, backend)
+
+
+def run(driver: RunnerDriver, names: list[str], chunks: list[int], decodes: int) -> dict[str, list[TokenTopLogprobs]]:
+    """Compute the prompts in chunks, then decode; return each sequence's log-probabilities."""
+    found: dict[str, list[TokenTopLogprobs]] = {name: [] for name in names}
+    for count in [*chunks, *[1] * decodes]:
+        output = driver.step(dict.fromkeys(names, count))
+        for name, logprobs in output.logprobs.items():
+            found[name] += logprobs
+    return found
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+@pytest.mark.parametrize(("device", "kv_dtype"), BACKENDS)
+def test_groups_of_layers_change_no_bit(folders: dict[str, Path], device: str, kv_dtype: str) -> None:
+    results = []
+    for one_group in (False, True):
+        driver = make(folders["windowed"], device, kv_dtype, one_group=one_group)
+        assert len(driver.windows) == (1 if one_group else 3)
+        assert len(driver.runner.kv_caches) == (5 if one_group else 2)
+        for name, start in (("a", 0), ("b", 1)):
+            driver.add(name, [token + start for token in PROMPT], GREEDY)
+        results.append(run(driver, ["a", "b"], [3, 6, 1], 40))
+        assert len(results[-1]["a"]) == 41
+    assert results[0] == results[1]
+
+
+def test_a_model_with_windows_says_what_transformers_says(folders: dict[str, Path]) -> None:
+    driver = make(folders["windowed"])
+    driver.add("a", PROMPT, GREEDY)
+    found = run(driver, ["a"], [4, 6], 30)["a"]
+    oracle = oracle_logits(folders["windowed"], driver.sequences["a"].tokens)
+    for place, logprobs in enumerate(found, start=len(PROMPT) - 1):
+        expected = log_softmax(oracle[place])
+        np.testing.assert_allclose(logprobs.logprobs, expected[logprobs.token_ids], atol=1e-4)
+        assert logprobs.token_ids[0] == expected.argmax()
+
+
+def test_a_prefix_hit_needs_no_blocks_before_the_window(folders: dict[str, Path]) -> None:
+    driver = make(folders["windowed"])
+    tokens = [*PROMPT, *PROMPT]
+    driver.add("a", tokens, GREEDY)
+    driver.step({"a": 16})
+    tables = driver.sequences["a"].tables
+    hit = driver.add("b", tokens, GREEDY)
+    hit.computed = 16
+    hit.tables = [list(tables[0]), *([0, 0, *table[2:]] for table in tables[1:])]
+    if all(0 not in table for table in tables):
+        driver.spoil([0])
+    logprobs = driver.step({"a": 4, "b": 4}).logprobs
+    assert logprobs["b"] == logprobs["a"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, FANCY])
+@pytest.mark.parametrize("folder", ["plain", "windowed"])
+def test_forks_draw_what_sequences_by_themselves_draw(
+    folders: dict[str, Path], folder: str, params: SamplingParams
+) -> None:
+    alone = make(folders[folder])
+    expected: dict[str, list[int]] = {}
+    for seed, name in enumerate(("a", "b", "c")):
+        alone.add(name, PROMPT, params, seed=seed)
+        run(alone, [name], [10], 12)
+        expected[name] = alone.sequences[name].tokens
+    assert (len({tuple(tokens) for tokens in expected.values()}) == 1) == params.greedy
+
+    driver = make(folders[folder])
+    driver.add("other", [40, 41], SamplingParams(temperature=0.0))
+    driver.add("a", PROMPT, params, seed=0)
+    driver.step({"other": 2, "a": 6})
+    output = driver.step({"other": 1, "a": 4}, branches={"a": ["b", "c"]})
+    assert output.sampled_token_ids.keys() == {"other", "a", "b", "c"}
+    assert [len(output.logprobs[name][0].token_ids) for name in "abc"] == [1 + (params.logprobs or 0)] * 3
+    run(driver, ["a", "b", "c", "other"], [], 12)
+    assert {name: driver.sequences[name].tokens for name in "abc"} == expected
+
+
+def test_a_new_prompt_may_branch_in_its_first_step(folders: dict[str, Path]) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, GREEDY)
+    output = driver.step({"a": len(PROMPT)}, branches={"a": ["b"]})
+    assert output.sampled_token_ids["a"] == output.sampled_token_ids["b"]
+    assert output.logprobs["a"] == output.logprobs["b"]
+
+
+@pytest.mark.parametrize("folder", ["plain", "windowed"])
+def test_a_fork_amid_decoding_goes_its_own_way(folders: dict[str, Path], folder: str) -> None:
+    params = SamplingParams(temperature=0.0, presence_penalty=2.0, logprobs=1)
+    driver, alone = make(folders[folder]), make(folders[folder])
+    driver.add("a", PROMPT, params)
+    run(driver, ["a"], [10], 3)
+    fork = driver.fork("a", "b")
+    driver.tell("b", 77)  # beside the token that its parent drew
+    driver.tell("a", 78)
+    driver.sequences["a"].tokens[-2:] = [driver.sequences["b"].tokens[-2], 78]
+    output = driver.step({"a": 2, "b": 2}, [fork])
+    for name in "ab":
+        known = driver.sequences[name].tokens[:-1]
+        twin = alone.add(name, known, params)
+        twin.num_prompt_tokens = len(PROMPT)
+        assert alone.step({name: len(known)}).logprobs[name] == output.logprobs[name]
+    run(driver, ["a", "b"], [], 10)
+    run(alone, ["a", "b"], [], 10)
+    for name in "ab":
+        assert driver.sequences[name].tokens == alone.sequences[name].tokens
+
+
+@pytest.mark.parametrize("folder", ["plain", "windowed"])
+def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path], folder: str) -> None:
+    driver = make(folders[folder])
+    params = SamplingParams(temperature=0.0, min_tokens=5, logit_bias={4: 100.0})
+    driver.add("a", PROMPT, params, num_candidates=4)
+    driver.add("other", [40, 41], GREEDY)
+    output = driver.step({"a": 10, "other": 2})
+    assert output.sampled_token_ids.keys() == {"other"}
+    check_candidates(folders[folder], driver.sequences["a"].tokens, output.candidates["a"])
+    best, second = output.candidates["a"].token_ids[1:3]
+    driver.step({"other": 1})  # beams may wait
+    fork = driver.fork("a", "b")
+    driver.tell("a", second)
+    driver.tell("b", best)
+    output = driver.step({"b": 1, "other": 1, "a": 1}, [fork])
+    assert output.candidates.keys() == {"a", "b"}
+    for name in "ab":
+        check_candidates(folders[folder], driver.sequences[name].tokens, output.candidates[name])
+    driver.end("a")
+    forks = [driver.fork("b", name) for name in ("c", "d")]
+    for name, token in zip("bcd", output.candidates["b"].token_ids[1:]):
+        driver.tell(name, token)
+    output = driver.step({"b": 1, "c": 1, "d": 1}, forks)
+    assert output.sampled_token_ids == {}
+    for name in "bcd":
+        check_candidates(folders[folder], driver.sequences[name].tokens, output.candidates[name])
+    driver.end("b", "c", "d")
+    assert driver.step({"other": 1}).candidates == {}
+    assert driver.runner.batch.num_beams == 0
+
+
+def check_candidates(folder: Path, tokens: list[int], found: TokenTopLogprobs) -> None:
+    """The four best of log_softmax, behind the best one."""
+    expected = log_softmax(oracle_logits(folder, tokens)[-1])
+    best = np.argsort(-expected)[:4]
+    assert found.token_ids == [best[0], *best]
+    np.testing.assert_allclose(found.logprobs, expected[[best[0], *best]], atol=1e-4)
+    assert found.rank == 1
+
+
+def test_more_candidates_than_tokens_are_all_tokens(folders: dict[str, Path]) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, GREEDY, num_candidates=1000)
+    found = driver.step({"a": 10}).candidates["a"]
+    assert sorted(found.token_ids[1:]) == list(range(160))
+
+
+@pytest.mark.parametrize("num_candidates", [0, 2])
+def test_logits_that_are_not_finite_are_an_error_of_each_fork_alone(
+    folders: dict[str, Path], num_candidates: int
+) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, GREEDY, num_candidates=num_candidates)
+    driver.add("well", PROMPT, GREEDY)
+    driver.step({"a": 8, "well": 8})
+    driver.spoil(driver.sequences["a"].tables[0])
+    output = driver.step({"a": 2, "well": 2}, branches={} if num_candidates else {"a": ["b", "c"]})
+    assert output.errors.keys() == ({"a"} if num_candidates else {"a", "b", "c"})
+    assert output.sampled_token_ids.keys() == {"well"}
+    assert output.candidates == {}
+
+
+def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=1))
+    driver.step({"a": 4})
+    output = driver.step({"a": 6}, branches={"a": ["b"]})
+    assert output.prompt_logprobs.keys() == {"a"}
+    fork = driver.fork("b", "c")
+    assert driver.step({"a": 1, "b": 1, "c": 1}, [fork]).prompt_logprobs == {}
+
+
+def test_a_step_may_only_move_blocks_or_let_sequences_go(folders: dict[str, Path]) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, GREEDY)
+    driver.add("b", PROMPT, GREEDY)
+    driver.step({"a": 9, "b": 10})
+    old = driver.sequences["a"].tables[0]
+    new = [driver.free.pop() for _ in old]
+    step = SchedulerOutput([], [], {}, 0, ["b"], [])
+    step.transfers = [(TransferKind.COPY, source, destination) for source, destination in zip(old, new)]
+    output = driver.runner.execute(step)
+    assert output.sampled_token_ids == {} and output.errors == {}
+    driver.spoil(old)
+    replaced = [(0, index, block) for index, block in enumerate(new)]
+    step = SchedulerOutput([], [ContinuingSequenceData("a", [], 9, replaced)], {"a": 1}, 1, [], [])
+    assert driver.runner.execute(step).errors == {}
