@@ -1,0 +1,142 @@
+"""A fingerprint of everything that the bits in a KV cache depend on, the tokens aside.
+
+Two engines may read each other's blocks if and only if their fingerprints agree. It is made of contents, never of times
+or paths, so that it outlives a restart, a copied or downloaded model folder, and another installation of the same code.
+Two models of one shape differ in their weights alone, perhaps in a few rows, so all of the weights count: samples would
+miss a few retrained embeddings. Digesting them takes about as long as reading them; what was found is therefore noted
+in a file, and holds for as long as the system reports the same size, times and inode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.safetensors import Checkpoint
+from quire.kernels.backend import Backend
+from quire.layers.rotary import inverse_frequencies
+from quire.step import KVCacheSpec
+from quire.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 * 2**20
+CODE = ("checkpoint", "kernels", "layers", "models")  # folders of this package that decide what is computed
+DIGEST_BYTES = 32
+
+
+def fingerprint(
+    info: ModelInfo,
+    backend: Backend,
+    spec: KVCacheSpec,
+    *,
+    load_format: str,
+    seed: int,
+    block_size: int,
+    model_len: int,
+    max_model_len: int,
+    notes: Path,
+) -> str:
+    """Return the fingerprint as 64 hexadecimal digits.
+
+    Args:
+        load_format, seed: as given to `load_model`.
+        model_len: the length that the model was built for; rotary frequencies may depend on it.
+        max_model_len: the length that is served; the groups of layers depend on it.
+        notes: where digests of weight files are noted; the file need not exist, nor be writable.
+
+    Raises:
+        ModelError: the weights cannot be read.
+    """
+    rotary = None if info.rope is None else inverse_frequencies(info.rope, model_len).tobytes().hex()
+    parts = {
+        "config": dict(info.raw),
+        "weights": seed if load_format == "dummy" else _weights(info.path, notes),
+        "rotary": rotary,
+        "backend": [backend.name, backend.dtype, backend.kv_dtype, backend.quantization, backend.arithmetic],
+        "layers": msgspec.to_builtins(spec),
+        "groups": msgspec.to_builtins(spec.groups(max_model_len)),
+        "block_size": block_size,
+        "code": [__version__, _code()],
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _code() -> str:
+    """Return a digest of the source files that decide what is computed."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for path in sorted(path for folder in CODE for path in (package / folder).rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def _weights(folder: Path, notes: Path) -> list[list[str]]:
+    """Return name and digest of every file that holds weights."""
+    checkpoint = Checkpoint(folder)
+    paths = sorted({checkpoint.path_of(name) for name in checkpoint.names})
+    known = _read_notes(notes)
+    started, digested, found = time.perf_counter(), 0, {}
+    for path in paths:
+        place, stamp = str(path.resolve()), _stamp(path)
+        note = known.get(place)
+        if note is None or note[:-1] != stamp:
+            note = [*stamp, digest_file(path)]
+            digested += path.stat().st_size
+        found[place] = note
+    if digested:
+        seconds = time.perf_counter() - started
+        logger.info("digested %d MB of weights for the disk tier in %.1f s", digested // 10**6, seconds)
+        _write_notes(notes, {**known, **found})
+    return [[path.name, found[str(path.resolve())][-1]] for path in paths]
+
+
+def digest_file(path: Path) -> str:
+    """Return a digest of a file's content, whose pieces are digested side by side."""
+    with path.open("rb") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+        size = os.fstat(file.fileno()).st_size
+
+        def digest_piece(offset: int) -> bytes:
+            piece = os.pread(file.fileno(), CHUNK_BYTES, offset)
+            return hashlib.blake2b(piece, digest_size=DIGEST_BYTES).digest()
+
+        pieces: Iterator[bytes] = pool.map(digest_piece, range(0, size, CHUNK_BYTES))
+        return hashlib.blake2b(b"".join(pieces), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return what changes when the file is written or replaced; ctime cannot be set back."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _read_notes(path: Path) -> dict[str, list[Any]]:
+    """Return the notes, without those of files that are gone; none if they cannot be read."""
+    try:
+        notes = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int, int, int, str]])
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {place: list(note) for place, note in notes.items() if os.path.exists(place)}
+
+
+def _write_notes(path: Path, notes: dict[str, list[Any]]) -> None:
+    """Replace the notes as a whole; without them the next start only takes longer."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new.write_bytes(msgspec.json.encode(notes))
+        new.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); the weights are digested at every start", path, error)
