@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from quire.cli import main as cli_main
-from quire.errors import ContextLengthError, QuireError
+from quire.errors import ContextLengthError, GenerationError, QuireError
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 TOO_LONG = "too long"
+FAILING = "failing"
 
 
 class Run(SimpleNamespace):
@@ -66,20 +67,26 @@ def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 class FakeStream:
     """Outputs of one request: the text word by word, or all at once."""
 
-    def __init__(self, llm: FakeAsyncLLM, ids: list[int], text: str, params: SamplingParams) -> None:
+    def __init__(self, llm: FakeAsyncLLM, ids: list[int], text: str, params: SamplingParams | BeamSearchParams) -> None:
         self._llm = llm
         pieces = text.split(" ")
-        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+        beams = isinstance(params, BeamSearchParams)
+        if beams or params.output_kind is RequestOutputKind.FINAL_ONLY:
             pieces = [text]
+        count = params.beam_width if beams else params.n
         self._outputs = []
         for place, piece in enumerate(pieces):
             last = place == len(pieces) - 1
             ending = "" if last else " "
             items = [
                 CompletionOutput(index, piece + ending, [7] * 3, finish_reason="stop" if last else None)
-                for index in range(params.n)
+                for index in range(count)
             ]
-            self._outputs.append(RequestOutput("r", None, ids, items, finished=last))
+            if last and text.startswith(FAILING):
+                items[0].finish_reason, items[0].error = "error", GenerationError("logits are not finite")
+            self._outputs.append(
+                RequestOutput("r", None, ids, items, finished=last, num_generated_tokens=3 * count * (place + 1))
+            )
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -94,14 +101,14 @@ class FakeStream:
 
 
 class FakeAsyncLLM:
-    """Echoes prompts: "<prompt> back"; refuses the prompt `TOO_LONG`."""
+    """Echoes prompts: "<prompt> back"; refuses the prompt `TOO_LONG`, and fails at the end of `FAILING`."""
 
     def __init__(self) -> None:
         self.config: Any = None
         self.started = self.closed = False
         self.fail_start: QuireError | None = None
         self.closed_streams = 0
-        self.requests: list[tuple[Any, SamplingParams]] = []
+        self.requests: list[tuple[Any, Any]] = []
         self.recommended: dict[str, Any] = {}
 
     @property

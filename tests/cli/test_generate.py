@@ -8,7 +8,7 @@ import pytest
 
 from quire.cli.prompts import read_prompts
 from quire.errors import ModelError, RequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 def lines_of(text: str) -> list[dict]:
@@ -99,9 +99,46 @@ def test_several_completions_of_one_prompt_come_as_json(quire, fake_llm):
     assert len(item["outputs"]) == 2
 
 
+def test_a_request_that_fails_in_the_engine_is_an_error(quire, fake_llm, type_in):
+    type_in("one", "failing", "three")
+    result = quire("generate")
+    assert result.code == 1
+    assert [item.get("error", {}).get("message") for item in lines_of(result.out)] == [
+        None,
+        "logits are not finite",
+        None,
+    ]
+    alone = quire("generate", "-p", "failing")
+    assert (alone.code, alone.err) == (1, "error: logits are not finite\n")
+
+
+def test_the_best_of_several_is_one_text_at_the_end(quire, fake_llm):
+    result = quire("generate", "-p", "there and", "--best-of", "3")
+    assert (result.code, result.out) == (0, "there and back\n")
+    (_, params), *_ = fake_llm.requests
+    assert (params.n, params.best_of, params.output_kind) == (1, 3, RequestOutputKind.FINAL_ONLY)
+
+
+def test_beams(quire, fake_llm):
+    fake_llm.recommended = {"temperature": 0.6, "top_k": 20}
+    words = ["--use-beam-search", "--length-penalty", "2", "--early-stopping", "true", "--max-tokens", "9"]
+    (item,) = lines_of(quire("generate", "-p", "x", *words, "--n", "2", "--best-of", "3").out)
+    assert len(item["outputs"]) == 2
+    assert item["usage"]["completion_tokens"] == 9
+    assert quire("generate", "-p", "x", *words, "--best-of", "2").out == "x back\n"
+    wide = BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=2.0, early_stopping=True)
+    assert [params for _, params in fake_llm.requests] == [wide, wide.clone(beam_width=2)]
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
+        (["-p", "x", "--n", "3", "--best-of", "2"], "best_of must be at least n"),
+        (["-p", "x", "--best-of", "2", "--temperature", "0"], "best_of must equal n"),
+        (["-p", "x", "--use-beam-search", "--top-p", "0.5"], "top_p is not supported with beam search"),
+        (["-p", "x", "--use-beam-search", "--temperature", "1"], "temperature must be 0 or absent"),
+        (["-p", "x", "--length-penalty", "2"], "length_penalty needs use_beam_search"),
+        (["-p", "x", "--early-stopping", "never"], "early_stopping needs use_beam_search"),
         (["-p", "x", "-i", "y"], "prompt contradicts input"),
         (["-i", "/no/such/file"], "/no/such/file"),
         (["-p", ""], "--prompt"),

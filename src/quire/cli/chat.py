@@ -35,7 +35,7 @@ Message = dict[str, str]
 # What a model says is shown, never obeyed: no escape sequences reach the terminal.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
-NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 class Partner(Protocol):
@@ -164,6 +164,8 @@ class LocalModel:
             while (output := self._runner.run(_next(stream))) is not None:
                 if output.outputs[0].text:
                     yield output.outputs[0].text
+                if output.outputs[0].error is not None:
+                    raise output.outputs[0].error
         finally:
             self._runner.run(stream.aclose())
 

@@ -29,12 +29,13 @@ from quire.cli.model import (
 from quire.cli.prompts import PromptLine, error_line, read_prompts, result_line
 from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig, option
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, GenerationError, RequestError
 from quire.outputs import RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import MAX_LENGTH_PENALTY, BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.processor import Params
 
 MAX_TOKENS = 256
 # Enough prompts in the engine that its batch never runs dry while results are collected.
@@ -53,8 +54,38 @@ class GenerateOptions:
     output: str | None = option(None, "File for results, as JSON lines; default: standard output.", metavar="FILE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamOptions:
+    """Beam search"""
+
+    use_beam_search: bool = option(False, "Search for the most likely completions: n of them, of best-of beams.")
+    length_penalty: float = option(
+        1.0,
+        "Beams are ranked by the sum of log-probabilities over length to this power.",
+        low=-MAX_LENGTH_PENALTY,
+        high=MAX_LENGTH_PENALTY,
+    )
+    early_stopping: str = option(
+        "false",
+        "When enough beams have finished, end at once (true), if no running one looks better (false), or only if none "
+        "can become better (never).",
+        choices=("true", "false", "never"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what would be of no effect."""
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", "false")):
+            if not self.use_beam_search and getattr(self, name) != neutral:
+                raise ConfigError(f"{name} needs use_beam_search", param=name)
+
+    def fields(self) -> dict[str, Any]:
+        """Return them as `BeamSearchParams.from_fields` takes them."""
+        stopping = {"true": True, "false": False}.get(self.early_stopping, self.early_stopping)
+        return {"length_penalty": self.length_penalty, "early_stopping": stopping}
+
+
 FLAGS = [
-    *flags_of((GenerateOptions,)),
+    *flags_of((GenerateOptions, BeamOptions)),
     *sampling_flags(defaults={"max_tokens": MAX_TOKENS}),
     *flags_of(OFFLINE_GROUPS),
 ]
@@ -81,15 +112,17 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(values)
     options: GenerateOptions = options_from(GenerateOptions, values)
     sampling = sampling_values(values)
-    SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})  # contradictions come to light before a model is loaded
+    beams: BeamOptions = options_from(BeamOptions, values)
+    asker = Asker(sampling, beams if beams.use_beam_search else None)
+    asker.params({})  # contradictions come to light before a model is loaded
     setup_logging(options_from(LogOptions, values).log_level)
     if options.prompt is not None and options.input is not None:
         raise ConfigError("prompt contradicts input; give one of them", param="prompt")
     if options.prompt is not None and options.output is None and not _needs_lines(sampling):
-        return asyncio.run(_stream(config, options.prompt, sampling))
+        return asyncio.run(_stream(config, options.prompt, asker))
     prompts = _prompts(options)
     with _open_output(options.output) as output:
-        failed = asyncio.run(_batch(config, prompts, sampling, output))
+        failed = asyncio.run(_batch(config, prompts, asker, output))
     if failed:
         print(f"error: {failed} of {len(prompts)} prompts failed; their lines say why", file=sys.stderr)
     return 1 if failed else 0
@@ -151,38 +184,67 @@ async def _started(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
         await llm.close()
 
 
-def _merged(llm: AsyncLLM, *layers: dict[str, Any]) -> SamplingParams:
-    """Build parameters: the model's recommended values, overridden by each layer in turn."""
-    values: dict[str, Any] = {"max_tokens": MAX_TOKENS, **recommended_sampling(llm)}
-    for layer in layers:
-        values |= layer
-    return SamplingParams(**values)
+class Asker:
+    """What the command line says of sampling, and requests made of it."""
+
+    def __init__(self, sampling: dict[str, Any], beams: BeamOptions | None) -> None:
+        self._sampling = sampling
+        self._beams = beams
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a prompt that says nothing else."""
+        return int(self._sampling.get("best_of", self._sampling.get("n", 1)))
+
+    def params(self, recommended: dict[str, Any], own: dict[str, Any] | None = None, *, stream: bool = False) -> Params:
+        """Return the model's recommended values, overridden by the command line's, and these by the prompt's `own`."""
+        given = {**self._sampling, **(own or {})}
+        if self._beams is not None:
+            fields = {"max_tokens": MAX_TOKENS, **given, **self._beams.fields()}
+            return BeamSearchParams.from_fields(fields, most_tokens=MAX_TOKENS)
+        n = given.get("n", 1)
+        ranked = given.get("best_of", n) != n
+        kind = RequestOutputKind.DELTA if stream and not ranked else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{"max_tokens": MAX_TOKENS, **recommended, **given, "output_kind": kind})
+
+    async def complete(self, llm: AsyncLLM, prompt: PromptLine) -> RequestOutput:
+        """Return the end of a prompt's completion. Raises what failed."""
+        params = self.params(recommended_sampling(llm), prompt.params)
+        asked = await llm.chat_prompt(prompt.value) if prompt.key == "messages" else prompt.value
+        async with contextlib.aclosing(await llm.submit(asked, params)) as stream:
+            async for output in stream:
+                final = output
+        for completion in final.outputs:
+            if completion.error is not None:
+                raise completion.error
+        del final.outputs[prompt.params.get("n", self._sampling.get("n", 1)) :]  # of beams, the best
+        return final
 
 
-async def _stream(config: EngineConfig, prompt: str, sampling: dict[str, Any]) -> int:
+async def _stream(config: EngineConfig, prompt: str, asker: Asker) -> int:
     """Write the completion of one prompt to standard output while it is generated."""
     async with _started(config) as llm:
-        params = _merged(llm, sampling, {"output_kind": RequestOutputKind.DELTA})
+        params = asker.params(recommended_sampling(llm), stream=True)
         async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
             async for output in stream:
                 sys.stdout.write(output.outputs[0].text)
                 sys.stdout.flush()
+                if output.outputs[0].error is not None:
+                    raise output.outputs[0].error
     print()
     return 0
 
 
-async def _batch(
-    config: EngineConfig, prompts: list[PromptLine], sampling: dict[str, Any], write: Callable[[str], None]
-) -> int:
+async def _batch(config: EngineConfig, prompts: list[PromptLine], asker: Asker, write: Callable[[str], None]) -> int:
     """Complete all prompts, write their results in order, and return how many failed."""
     async with _started(config) as llm:
-        room = asyncio.Semaphore(_prompts_at_once(config, sampling.get("n", 1)))
+        room = asyncio.Semaphore(_prompts_at_once(config, asker.num_sequences))
 
-        async def complete(prompt: PromptLine) -> RequestOutput | RequestError:
+        async def complete(prompt: PromptLine) -> RequestOutput | RequestError | GenerationError:
             async with room:
                 try:
-                    return await _complete(llm, prompt, sampling)
-                except RequestError as error:
+                    return await asker.complete(llm, prompt)
+                except (RequestError, GenerationError) as error:
                     return error
 
         failed = 0
@@ -191,11 +253,11 @@ async def _batch(
             with _progress(tasks):
                 for prompt, task in zip(prompts, tasks, strict=True):
                     result = await task
-                    if isinstance(result, RequestError):
+                    if isinstance(result, RequestOutput):
+                        write(result_line(prompt, result))
+                    else:
                         failed += 1
                         write(error_line(prompt, result))
-                    else:
-                        write(result_line(prompt, result))
         finally:
             for task in tasks:
                 task.cancel()
@@ -203,20 +265,11 @@ async def _batch(
     return failed
 
 
-def _prompts_at_once(config: EngineConfig, n: int) -> int:
+def _prompts_at_once(config: EngineConfig, num_sequences: int) -> int:
     most = READY_PER_RUNNING * config.scheduler.max_num_seqs
     if config.scheduler.max_num_queued_reqs is not None:
         most = min(most, config.scheduler.max_num_queued_reqs)
-    return max(1, most // n)
-
-
-async def _complete(llm: AsyncLLM, prompt: PromptLine, sampling: dict[str, Any]) -> RequestOutput:
-    params = _merged(llm, sampling, prompt.params, {"output_kind": RequestOutputKind.FINAL_ONLY})
-    asked = await llm.chat_prompt(prompt.value) if prompt.key == "messages" else prompt.value
-    async with contextlib.aclosing(await llm.submit(asked, params)) as stream:
-        async for output in stream:
-            final = output
-    return final
+    return max(1, most // num_sequences)
 
 
 @contextlib.contextmanager

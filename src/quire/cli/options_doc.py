@@ -43,7 +43,10 @@ def document() -> str:
     parts += _section("serve", flags_of((ServerConfig,)))
     parts += _section(
         "generate",
-        [*flags_of((generate.GenerateOptions,)), *sampling_flags(defaults={"max_tokens": generate.MAX_TOKENS})],
+        [
+            *flags_of((generate.GenerateOptions, generate.BeamOptions)),
+            *sampling_flags(defaults={"max_tokens": generate.MAX_TOKENS}),
+        ],
     )
     parts += ["`-p`, `-i` and `-o` are short for `--prompt`, `--input` and `--output`.\n"]
     parts += _section("chat", flags_of((chat.ChatOptions,)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import RequestError, echo
+from quire.errors import QuireError, RequestError, echo
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 
@@ -97,10 +97,9 @@ def _json_prompt(text: str, index: int, where: str) -> PromptLine:
 
 def result_line(prompt: PromptLine, output: RequestOutput) -> str:
     """Return the result of one prompt as a line of JSON."""
-    count = sum(len(item.token_ids) for item in output.outputs)
     usage = {
         "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": count,
+        "completion_tokens": output.num_generated_tokens,
         "cached_tokens": output.num_cached_tokens,
     }
     result: dict[str, Any] = {"index": prompt.index, **prompt.source}
@@ -111,7 +110,7 @@ def result_line(prompt: PromptLine, output: RequestOutput) -> str:
     return _json_line(result | {"usage": usage})
 
 
-def error_line(prompt: PromptLine, error: RequestError) -> str:
+def error_line(prompt: PromptLine, error: QuireError) -> str:
     """Return the failure of one prompt as a line of JSON."""
     details = {"message": error.message, "param": error.param, "code": error.code}
     return _json_line({"index": prompt.index, **prompt.source, "error": details})

@@ -15,7 +15,8 @@ from quire.cli.flags import Flag, base_type
 from quire.sampling_params import SamplingParams
 
 HELP = {
-    "n": "Completions per prompt.",
+    "n": "Completions per prompt; with beam search, beams.",
+    "best_of": "Generate so many completions and return the n most likely ones.",
     "presence_penalty": "Subtracted from the logits of tokens generated before.",
     "frequency_penalty": "Subtracted from the logits of tokens generated before, once per occurrence.",
     "repetition_penalty": "Divides the logits of tokens in prompt and output; 1 is off.",
