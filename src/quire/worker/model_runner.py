@@ -13,8 +13,10 @@ import numpy as np
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
 from quire.sampling.sampler import Sampled, Sampler, SamplingBatch, pack_logprobs
 from quire.step import ForkData, KVCacheGroup, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.transfers import BlockTransfers
 
 # Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
 PROMPT_LOGPROB_ROWS = 128
@@ -36,7 +38,15 @@ class _Ends:
 
 
 class ModelRunner:
-    """Executes steps of one model on one backend."""
+    """Executes steps of one model on one backend.
+
+    Args:
+        num_blocks, block_size: of the KV cache; `num_host_blocks` of the pool in host memory.
+        store: an open disk store for blocks, or None; it is closed by `close`.
+
+    Raises:
+        MemoryError: there is no room for the host's pool.
+    """
 
     def __init__(
         self,
@@ -48,6 +58,8 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_host_blocks: int = 0,
+        store: DiskStore | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -61,6 +73,7 @@ class ModelRunner:
             num_groups=len(groups),
         )
         self.kv_caches = self._new_caches(max(groups, key=lambda group: len(group.layers)), num_blocks, block_size)
+        self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store)
         self.graphs = StepGraphs(
             model,
             backend,
@@ -89,9 +102,8 @@ class ModelRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
-        self._transfer(step)
+        output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(step))
         self.batch.update(step)
-        output = ModelOutput(sampled_token_ids={})
         if not step.num_scheduled_tokens:
             return output
         inputs = self.batch.inputs(step.num_scheduled_tokens)
@@ -108,11 +120,9 @@ class ModelRunner:
             self._go_on(ends, step.forks, output)
         return output
 
-    def _transfer(self, step: SchedulerOutput) -> None:
-        if step.transfers:
-            pairs = np.array([transfer[1:] for transfer in step.transfers], dtype=np.int64)
-            for cache in self.kv_caches:
-                self.backend.copy_blocks(cache, pairs)
+    def close(self) -> None:
+        """Finish what is on its way to the disk."""
+        self.transfers.close()
 
     def _go_on(self, ends: _Ends, forks: list[ForkData], output: ModelOutput) -> None:
         """Put a new token of each sequence into `output`: the beams' candidates, and what the others drew."""

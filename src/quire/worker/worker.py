@@ -83,5 +83,7 @@ class Worker:
 
     def close(self) -> None:
         """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
+        if self.runner is not None:
+            self.runner.close()
         self.runner = None
         del self.model
