@@ -152,10 +152,11 @@ def _fit(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, available
     assert limit is not None, "settled before"
     block_bytes = spec.block_bytes(config.cache.block_size, limit)
     num_blocks = _count(config, spec, block_bytes, available, scratch)
-    left = available - scratch - num_blocks * block_bytes
+    taken = num_blocks * block_bytes
+    share = min(_host_share(config, spec, budget_of(config, available, scratch)), available - scratch - taken)
     return Fit(
         num_blocks,
-        _count_host(config, block_bytes, left, num_blocks),
+        _count_host(config, block_bytes, available - scratch - taken, share, num_blocks),
         _context(asked, config, spec, block_bytes, num_blocks),
     )
 
@@ -165,12 +166,17 @@ def budget_of(config: EngineConfig, available: int, scratch: int) -> int:
     return max(0, int(available * config.cache.gpu_memory_utilization) - scratch)
 
 
-def _host_share(config: EngineConfig, budget: int) -> int:
-    """Return the bytes of the host's pool that come out of the device's budget."""
-    if config.device.device not in HOST_DEVICES:
-        return 0
-    asked = config.cache.swap_space
-    return min(SWAP_SPACE, budget // HOST_PART) if asked is None else asked
+def _host_share(config: EngineConfig, spec: KVCacheSpec, budget: int) -> int:
+    """Return the bytes of the budget that the host's pool takes.
+
+    What nobody asked for is at most a part of it, and never at the expense of one sequence of full length.
+    """
+    shared, asked, limit = config.device.device in HOST_DEVICES, config.cache.swap_space, config.model.max_model_len
+    if asked is not None or not shared:
+        return asked or 0 if shared else 0
+    assert limit is not None
+    longest = blocks_of(config, spec, limit) * spec.block_bytes(config.cache.block_size, limit)
+    return max(0, min(SWAP_SPACE, budget // HOST_PART, budget - longest))
 
 
 def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available: int, scratch: int) -> int:
@@ -185,13 +191,13 @@ def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available:
         return cache.num_gpu_blocks_override
     if cache.kv_cache_memory_bytes is not None:
         return _count_in_bytes(cache, config, spec, block_bytes, room, budget)
-    host = _host_share(config, budget)
+    host = _host_share(config, spec, budget)
     if host + block_bytes > budget and cache.swap_space:
         fits = budget // HOST_PART // MIB * MIB
         raise _Misfit(
             "swap_space",
-            f"swap_space: {host} bytes for the host's pool and at least one block of {block_bytes} are needed, "
-            f"{budget} bytes are available; {size_text(fits)} would leave enough",
+            f"swap_space: {size_text(host)} for the host's pool and at least {size_text(block_bytes)} for a block are "
+            f"needed, {size_text(budget)} are available; {size_text(fits)} would leave enough",
             swap_space=fits,
         )
     assert config.model.max_model_len is not None
@@ -200,9 +206,9 @@ def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available:
     if num_blocks < 1:
         raise _Misfit(
             "gpu_memory_utilization",
-            f"no room for the KV cache: a block of {cache.block_size} tokens needs {block_bytes} bytes and a step "
-            f"{scratch}, {int(available * cache.gpu_memory_utilization)} are available beside the weights, "
-            f"so that {max(0, budget // block_bytes)} blocks would fit",
+            f"no room for the KV cache: a block of {cache.block_size} tokens needs {size_text(block_bytes)} and a step "
+            f"{size_text(scratch)}, {size_text(available * cache.gpu_memory_utilization)} are available beside the "
+            "weights, so that 0 blocks would fit",
             **_smaller(config, spec),
         )
     return num_blocks
@@ -223,8 +229,8 @@ def _count_in_bytes(
         enough = min(wanted, budget // block_bytes * block_bytes)
         raise _Misfit(
             "kv_cache_memory_bytes",
-            f"kv_cache_memory_bytes: one block of {cache.block_size} tokens needs {block_bytes} bytes, "
-            f"{cache.kv_cache_memory_bytes} are available; {enough} bytes would hold a context of "
+            f"kv_cache_memory_bytes: one block of {cache.block_size} tokens needs {size_text(block_bytes)}, "
+            f"{size_text(cache.kv_cache_memory_bytes)} are given; {size_text(enough)} would hold a context of "
             f"{longest_context(config, spec, enough // block_bytes)} tokens",
             **({"kv_cache_memory_bytes": enough} if enough else {}),
         )
@@ -234,7 +240,7 @@ def _count_in_bytes(
 def _too_large(option: str, needed: int, room: int, tokens: int, **changes: Any) -> _Misfit:
     return _Misfit(
         option,
-        f"{option}: the KV cache would take {needed} bytes, {room} are free beside the weights, "
+        f"{option}: the KV cache would take {size_text(needed)}, {size_text(room)} are free beside the weights, "
         f"enough for {tokens} tokens",
         **changes,
     )
@@ -258,20 +264,19 @@ def _smaller(config: EngineConfig, spec: KVCacheSpec) -> dict[str, Any]:
     return {}
 
 
-def _count_host(config: EngineConfig, block_bytes: int, left: int, num_blocks: int) -> int:
-    """Return the blocks of the host's pool, `left` being the bytes beside the device's blocks."""
+def _count_host(config: EngineConfig, block_bytes: int, left: int, share: int, num_blocks: int) -> int:
+    """Return the blocks of the host's pool; `left` bytes are free, and it gets `share` if nobody asked for more."""
     asked = config.cache.swap_space
     shared = config.device.device in HOST_DEVICES
     if asked is None:
         # No more than the device has: all of it can be swapped out then.
-        size = min(SWAP_SPACE, max(0, left) // HOST_PART) if shared else SWAP_SPACE
-        return min(size // block_bytes, num_blocks)
+        return min(max(0, share if shared else SWAP_SPACE) // block_bytes, num_blocks)
     if shared and asked > left:
         fits = max(0, left) // 2 // MIB * MIB
         raise _Misfit(
             "swap_space",
-            f"swap_space: {asked} bytes are needed, {max(0, left)} are available beside weights and KV cache; "
-            f"{size_text(fits)} would leave enough",
+            f"swap_space: the host's pool would take {size_text(asked)}, {size_text(max(0, left))} are free beside "
+            f"weights and KV cache; {size_text(fits)} would leave enough",
             swap_space=fits,
         )
     return asked // block_bytes
@@ -290,13 +295,14 @@ def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int, scratc
 
 
 def count_host_blocks(config: EngineConfig, block_bytes: int, available: int) -> int:
-    """Return the blocks of the host's pool if `available` bytes are left beside the device's blocks.
+    """Return the blocks of the host's pool if `available` bytes are free for it.
 
     Raises:
         ConfigError: `swap_space` was asked for and exceeds them.
     """
     try:
-        return _count_host(config, block_bytes, available, available // block_bytes)
+        share = min(SWAP_SPACE, available // HOST_PART)
+        return _count_host(config, block_bytes, available, share, available // block_bytes)
     except _Misfit as misfit:
         raise ConfigError(
             f"{misfit.text}; this works: {command_line(config, misfit.changes)}", param=misfit.option
@@ -353,8 +359,8 @@ def _context(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block
         raise _Misfit(
             "max_model_len",
             f"max_model_len: {wanted} tokens do not fit the KV cache: they need {needed} blocks of {cache.block_size} "
-            f"tokens, {needed * block_bytes} bytes; there are {num_blocks}, {num_blocks * block_bytes} bytes, "
-            f"which hold {fits} tokens",
+            f"tokens, {size_text(needed * block_bytes)}; there are {num_blocks}, "
+            f"{size_text(num_blocks * block_bytes)}, which hold {fits} tokens",
             max_model_len=fits,
         )
     least = blocks_of(config, spec, 1)

@@ -1,0 +1,149 @@
+"""`quire plan`: what a model would take of this machine's memory and how much would fit, before anything is loaded.
+
+It takes the options of `quire serve`, reads config.json and the headers of weight files, and prints; the arithmetic is
+`engine/plan.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import MODEL_HELP
+from quire.config import SERVER_GROUPS, EngineConfig, check_option, option, option_fields
+
+if TYPE_CHECKING:
+    from quire.engine.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Plan"""
+
+    request_len: int | None = option(
+        None,
+        "Count concurrent requests of this length, prompt and output together; default: 1024, 4096 and the longest.",
+        low=1,
+        metavar="TOKENS",
+    )
+    memory: int | None = option(
+        None, "Plan for a machine with so much free memory, such as 16GiB; default: what is free here.", low=1,
+        size=True, metavar="SIZE",
+    )  # fmt: skip
+    json: bool = option(False, "Print JSON, sizes in bytes.")
+
+
+FLAGS = flags_of(SERVER_GROUPS)
+PLAN_FLAGS = flags_of((PlanOptions,))
+WIDTH = 26  # of the names before values
+DOES_NOT_FIT = 1
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        usage="quire plan [OPTIONS] [MODEL]",
+        help="say what a model would take of memory and what would fit",
+        description="Say what a model would take of this machine's memory, and how many tokens and requests would fit "
+        "beside it, without loading it. Takes the options of quire serve. Exit code 1 if they do not fit.",
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, [*PLAN_FLAGS, *FLAGS])
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; return 0, or 1 if it does not fit."""
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
+    defaults = {item.name: item for item in option_fields((PlanOptions,))}
+    options = PlanOptions(
+        **{name: check_option(item, getattr(args, name)) for name, item in defaults.items() if hasattr(args, name)}
+    )
+    setup_logging("error")
+    from quire.engine.plan import make_plan  # heavy: only once the options are known to be good
+    from quire.engine.settle import load_info
+
+    lengths = () if options.request_len is None else (options.request_len,)
+    plan = make_plan(config, load_info(config), options.memory, lengths)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else "\n".join(report(plan)))
+    return 0 if plan.problem is None else DOES_NOT_FIT
+
+
+def report(plan: Plan) -> list[str]:
+    """Return the plan as lines of text."""
+    from quire.engine.advice import size_text
+
+    form = f"{plan.dtype}, {plan.quantization}" if plan.quantization else plan.dtype
+    lines = [f"{plan.model}: {plan.architecture} in {form}", ""]
+    if plan.on_disk is None:
+        lines += ["No weights are read; the plan follows from the shapes in config.json.", ""]
+    lines += _weights(plan)
+    lines += ["", "KV cache"]
+    for group in plan.groups if len(plan.groups) > 1 or plan.groups[0].sliding_window else []:
+        window = f"a window of {group.sliding_window} tokens" if group.sliding_window else "the whole context"
+        lines.append(_line(f"{group.num_layers} layers", f"{size_text(group.token_bytes)} a token, {window}"))
+    lines.append(_line("a token", f"{size_text(plan.token_bytes)} in all layers, {plan.kv_dtype}"))
+    lines.append(_line("a block", f"{size_text(plan.block_bytes)}, {plan.block_size} tokens"))
+    step = plan.step
+    lines += ["", f"A step of {plan.max_num_batched_tokens} tokens and {plan.max_num_seqs} sequences"]
+    lines += [
+        _line(name, size_text(size))
+        for name, size in (
+            ("activations and logits", step.activations),
+            ("tokens, tables, options", step.inputs),
+            ("sampling", step.sampling),
+            ("programs and threads", step.programs + step.threads),
+        )
+    ]
+    lines += ["", "Memory", _line("available", size_text(plan.available))]
+    lines.append(_line("Python and libraries", size_text(plan.runtime)))
+    lines.append(_line("weights and tables", size_text(plan.weights + plan.tables)))
+    lines.append(_line("steps", size_text(step.total)))
+    lines.append(_line("left for KV blocks", size_text(plan.budget)))
+    return lines + (_fitting(plan) if plan.problem is None else ["", f"It does not fit. {plan.problem}"])
+
+
+def _weights(plan: Plan) -> list[str]:
+    from quire.engine.advice import size_text
+
+    lines = [_line("Weights", "in memory" if plan.on_disk is None else f"{'on disk':>12}{'in memory':>12}")]
+    disk = plan.on_disk or {}
+    for part, size in [*plan.in_memory.items(), ("unused", 0), ("all", plan.weights)]:
+        stored = sum(disk.values()) if part == "all" else disk.get(part, 0)
+        if size or stored:
+            column = f"{size_text(stored):>12}" if plan.on_disk is not None else ""
+            lines.append(_line(part, f"{column}{size_text(size):>12}" if column else size_text(size)))
+    return lines
+
+
+def _fitting(plan: Plan) -> list[str]:
+    from quire.engine.advice import size_text
+
+    assert plan.fit is not None
+    fit = plan.fit
+    lines = ["", "What fits"]
+    tokens = fit.num_blocks * plan.block_size
+    lines.append(_line("blocks", f"{fit.num_blocks}, {size_text(fit.num_blocks * plan.block_bytes)}"))
+    if len(plan.groups) == 1:
+        lines.append(_line("tokens", f"{tokens}"))
+    lines.append(
+        _line("swapped out", f"{fit.num_host_blocks} blocks, {size_text(fit.num_host_blocks * plan.block_bytes)}")
+    )
+    shorter = "" if fit.max_model_len == plan.wanted_len else f"; the model would allow {plan.wanted_len}"
+    lines.append(_line("longest request", f"{fit.max_model_len} tokens{shorter}"))
+    for entry in plan.concurrency:
+        lines.append(_line(f"requests of {entry.length}", f"{entry.fit} at once, {entry.blocks} blocks each"))
+    lines.append(_line("limited by", plan.limit))
+    lines.append(_line("peak of the engine", size_text(plan.peak)))
+    settings = " ".join(f"{name}={value}" for name, value in plan.settings.items())
+    return [*lines, "", f"Settings: {settings}"]
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{WIDTH}}{value}" if name != "Weights" else f"{name:<{WIDTH + 2}}{value}"
