@@ -14,9 +14,13 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.kernels import cpu as kernels
 from quire.kernels.cpu.jit import Op
+from quire.kernels.create import create_backend
+from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
+from quire.worker.warm_up import warm_up
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.runner_driver import RunnerDriver
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +88,18 @@ def test_the_first_start_says_that_it_compiles(
         caplog.clear()
         Worker(config, load_model_info(folder))
         assert sum("compiling kernels" in record.message for record in caplog.records) == expected
+
+
+def test_forks_and_beams_compile_nothing_more(folder: Path) -> None:
+    backend = create_backend("cpu", "float32", "float32")
+    driver = RunnerDriver(load_model(load_model_info(folder), backend), backend)
+    warm_up(driver.runner)
+    before = loaded()
+    for name, num_candidates in (("sample", 0), ("beam", 4)):
+        driver.add(name, list(range(3, 13)), SamplingParams(temperature=0.0), num_candidates=num_candidates)
+    driver.step({"sample": 10, "beam": 10}, branches={"sample": ["other"]})
+    fork = driver.fork("beam", "twin")
+    driver.tell("beam", 4)
+    driver.tell("twin", 5)
+    driver.step(dict.fromkeys(("sample", "other", "beam", "twin"), 1), [fork])
+    assert loaded() == before

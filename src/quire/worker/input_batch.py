@@ -76,8 +76,8 @@ class InputBatch:
                 self._fork(fork)
         for new in step.new_sequences:
             self._add(new)
-        if step.continuing:
-            self._extend(step.continuing)
+        for continuing in step.continuing:
+            self._extend(continuing)
         for fork in step.forks:
             if fork.samples:
                 self._fork(fork)
@@ -139,16 +139,16 @@ class InputBatch:
         self.extras[row] = None if extras is None else extras.fork()
         self.num_beams += bool(self.num_candidates[row])
 
-    def _extend(self, continuing: list[ContinuingSequenceData]) -> None:
-        rows = [self.row_of[data.sequence_id] for data in continuing]
-        self.num_computed_tokens[rows] = [data.num_computed_tokens for data in continuing]
-        for row, data in zip(rows, continuing, strict=True):
-            if data.new_block_ids:
-                self._add_blocks(row, data.new_block_ids)
-            for group, index, block_id in data.replaced_blocks:
+    def _extend(self, continuing: ContinuingSequenceData) -> None:
+        row = self.row_of[continuing.sequence_id]
+        self.num_computed_tokens[row] = continuing.num_computed_tokens
+        if continuing.new_block_ids:
+            self._add_blocks(row, continuing.new_block_ids)
+        if continuing.replaced_blocks:
+            for group, index, block_id in continuing.replaced_blocks:
                 self.block_tables[group, row, index] = block_id
-            if data.new_token_ids:
-                self._add_tokens(row, data.new_token_ids)
+        if continuing.new_token_ids:
+            self._add_tokens(row, continuing.new_token_ids)
 
     def _add_blocks(self, row: int, block_ids: list[list[int]]) -> None:
         """Append to the block table of each group."""
@@ -173,7 +173,7 @@ class InputBatch:
     def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
         """Lay out the scheduled tokens of all sequences one after the other."""
         sequence_ids = list(num_scheduled_tokens)
-        rows = np.array([self.row_of[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
+        rows = np.fromiter(map(self.row_of.__getitem__, sequence_ids), dtype=np.int64, count=len(sequence_ids))
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(num_scheduled, out=cu_query_lens[1:])
@@ -185,7 +185,7 @@ class InputBatch:
             token_rows = rows[sequence]
             positions = np.arange(len(sequence)) + (starts - cu_query_lens[:-1])[sequence]
         width = -(-int(seq_lens.max()) // self.block_size)
-        blocks, offsets = np.divmod(positions, self.block_size)
+        blocks = positions // self.block_size
         return StepInputs(
             sequence_ids=sequence_ids,
             rows=rows,
@@ -195,7 +195,7 @@ class InputBatch:
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens,
             block_tables=self.block_tables[:, rows, :width],
-            slot_mapping=self.block_tables[:, token_rows, blocks] * np.int64(self.block_size) + offsets,
+            slot_mapping=(self.block_tables[:, token_rows, blocks] - blocks) * self.block_size + positions,
             sampled=seq_lens == self.num_tokens[rows],
         )
 
