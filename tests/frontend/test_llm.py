@@ -15,7 +15,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.messages import AddRequest, EngineOutputs
-from quire.errors import ConfigError, ContextLengthError, EngineDeadError, ModelError, RequestError
+from quire.errors import ConfigError, ContextLengthError, EngineDeadError, GenerationError, ModelError, RequestError
 from quire.frontend.loading import load_front_model
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import write_folder
@@ -156,6 +156,14 @@ def test_a_request_that_fails_leaves_the_others_alone() -> None:
     engine.fail_on.add("1")
     outputs = quiet(llm, ["a", "b", "c"], SamplingParams(max_tokens=3))
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    error = outputs[1].outputs[0].error
+    assert isinstance(error, GenerationError)
+    assert error.message == "logits are not finite"
+    engine.refuse_on.add("3")
+    [output] = quiet(llm, "d")
+    error = output.outputs[0].error
+    assert isinstance(error, RequestError)
+    assert (error.message, error.code) == ("it needs 65 blocks, the pool has 64", "request_refused")
 
 
 def test_chat_takes_one_conversation_or_many() -> None:

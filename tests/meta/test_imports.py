@@ -47,6 +47,9 @@ def test_edge_and_front_need_neither_torch_nor_numba(module):
 def test_public_names_are_these():
     assert sorted(quire.__all__) == [
         "AsyncLLM",
+        "BeamSearchOutput",
+        "BeamSearchParams",
+        "BeamSearchSequence",
         "CompletionOutput",
         "EngineConfig",
         "LLM",

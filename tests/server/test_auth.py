@@ -104,6 +104,16 @@ def test_keys_share_no_cached_prefixes(locked: LiveServer) -> None:
     assert "secret" not in str(salt("secret"))
 
 
+def test_requests_run_on_the_account_of_their_key_or_else_their_user(locked: LiveServer, server: LiveServer) -> None:
+    def tenant(of: LiveServer, key: str | None = None, **body: str) -> str:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        assert of.http.post("/v1/completions", json={**BODY, **body}, headers=headers).status_code == 200
+        return of.do(lambda: of.engine.added[-1]).tenant
+
+    assert [tenant(locked, "secret"), tenant(locked, "other", user="key-0")] == ["key-0", "key-1"]
+    assert [tenant(server), tenant(server, user="ann")] == ["", "ann"]
+
+
 def test_with_one_key_or_none_the_salt_is_the_clients(server: LiveServer) -> None:
     server.http.post("/v1/completions", json={**BODY, "cache_salt": "mine"})
     assert server.do(lambda: server.engine.added[-1]).cache_salt == "mine"

@@ -218,7 +218,11 @@ COMPLETION_ROWS: dict[str, tuple[dict[str, Any], int, str, str | None]] = {
     "62 n -1": ({"n": -1}, 400, "integer_below_min_value", "n"),
     "63 n": ({"n": 100_000}, 400, "integer_above_max_value", "n"),
     "65 best_of": ({"best_of": 1_000_000}, 400, "integer_above_max_value", "best_of"),
-    "65 best_of 2": ({"best_of": 2}, 400, "unsupported_parameter", "best_of"),
+    "65 best_of 0": ({"best_of": 0}, 400, "integer_below_min_value", "best_of"),
+    "65 best_of true": ({"best_of": True}, 400, "invalid_type", "best_of"),
+    "65 best_of below n": ({"n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
+    "65 best_of, greedy": ({"best_of": 2, "temperature": 0}, 400, "invalid_value", "best_of"),
+    "65 best_of, streamed": ({"best_of": 2, "stream": True}, 400, "invalid_value", "best_of"),
     "66 logprobs 21": ({"logprobs": 21}, 400, "integer_above_max_value", "logprobs"),
     "66 logprobs": ({"logprobs": 100_000}, 400, "integer_above_max_value", "logprobs"),
     "66 logprobs true": ({"logprobs": True}, 400, "invalid_type", "logprobs"),
@@ -271,12 +275,17 @@ COMPLETION_ROWS: dict[str, tuple[dict[str, Any], int, str, str | None]] = {
         "structured_outputs",
     ),
     "112 json_schema": ({"response_format": {"type": "json_schema"}}, 400, "unsupported_parameter", "response_format"),
-    "beams": ({"use_beam_search": True}, 400, "unsupported_parameter", "use_beam_search"),
+    "beams 1": ({"use_beam_search": 1}, 400, "invalid_type", "use_beam_search"),
+    "beams, length_penalty alone": ({"length_penalty": 2.0}, 400, "invalid_value", "length_penalty"),
+    "beams, length_penalty true": ({"length_penalty": True}, 400, "invalid_value", "length_penalty"),
+    "beams, early_stopping alone": ({"early_stopping": True}, 400, "invalid_value", "early_stopping"),
+    "beams, early_stopping 0": ({"early_stopping": 0}, 400, "invalid_value", "early_stopping"),
     "priority": ({"priority": 1}, 400, "unsupported_parameter", "priority"),
     "priority text": ({"priority": "high"}, 400, "invalid_type", "priority"),
     "truncate": ({"truncate_prompt_tokens": 0}, 400, "integer_below_min_value", "truncate_prompt_tokens"),
     "ignore_eos": ({"ignore_eos": 1}, 400, "invalid_type", "ignore_eos"),
     "product": ({"prompt": ["a"] * 100, "n": 11}, 400, "invalid_value", "n"),
+    "product with best_of": ({"prompt": ["a"] * 100, "best_of": 11}, 400, "invalid_value", "best_of"),
     "product with logprobs": ({"prompt": ["a"] * 40, "n": 20, "logprobs": 20}, 400, "invalid_value", "logprobs"),
 }
 
@@ -286,6 +295,49 @@ def test_bad_completions(server: LiveServer, name: str) -> None:
     changes, status, code, param = COMPLETION_ROWS[name]
     response = post(server, COMPLETIONS, {"model": "fake", "prompt": "a", **changes})
     check_error(response, status, code, param)
+    assert server.do(lambda: server.engine.live) == []
+
+
+BEAM_ROWS: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "n": ({"n": 0}, "integer_below_min_value", "n"),
+    "n 129": ({"n": 129}, "integer_above_max_value", "n"),
+    "best_of 129": ({"best_of": 129}, "integer_above_max_value", "best_of"),
+    "best_of below n": ({"n": 3, "best_of": 2}, "invalid_value", "best_of"),
+    "stream": ({"stream": True}, "unsupported_parameter", "stream"),
+    "temperature": ({"temperature": 0.5}, "unsupported_parameter", "temperature"),
+    "temperature tiny": ({"temperature": 1e-9}, "unsupported_parameter", "temperature"),
+    "temperature text": ({"temperature": "0"}, "invalid_type", "temperature"),
+    "top_p": ({"top_p": 0.5}, "unsupported_parameter", "top_p"),
+    "top_k": ({"top_k": 5}, "unsupported_parameter", "top_k"),
+    "min_p": ({"min_p": 0.5}, "unsupported_parameter", "min_p"),
+    "presence_penalty": ({"presence_penalty": 1}, "unsupported_parameter", "presence_penalty"),
+    "frequency_penalty": ({"frequency_penalty": 1}, "unsupported_parameter", "frequency_penalty"),
+    "repetition_penalty": ({"repetition_penalty": 1.5}, "unsupported_parameter", "repetition_penalty"),
+    "stop": ({"stop": "x"}, "unsupported_parameter", "stop"),
+    "stop_token_ids": ({"stop_token_ids": [5]}, "unsupported_parameter", "stop_token_ids"),
+    "bad_words": ({"bad_words": ["x"]}, "unsupported_parameter", "bad_words"),
+    "allowed_token_ids": ({"allowed_token_ids": [5]}, "unsupported_parameter", "allowed_token_ids"),
+    "logit_bias": ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+    "min_tokens": ({"min_tokens": 1}, "unsupported_parameter", "min_tokens"),
+    "logprobs": ({"logprobs": 0}, "unsupported_parameter", "logprobs"),
+    "prompt_logprobs": ({"prompt_logprobs": 0}, "unsupported_parameter", "prompt_logprobs"),
+    "length_penalty": ({"length_penalty": 11}, "decimal_above_max_value", "length_penalty"),
+    "length_penalty text": ({"length_penalty": "1"}, "invalid_type", "length_penalty"),
+    "early_stopping": ({"early_stopping": "always"}, "invalid_value", "early_stopping"),
+    "early_stopping 1": ({"early_stopping": 1}, "invalid_value", "early_stopping"),
+    "max_tokens": ({"max_tokens": 0}, "integer_below_min_value", "max_tokens"),
+    "seed": ({"seed": "x"}, "invalid_type", "seed"),
+}
+
+
+@pytest.mark.parametrize("name", BEAM_ROWS)
+def test_bad_beam_searches(server: LiveServer, name: str) -> None:
+    """Nothing that beams cannot honour is ignored."""
+    changes, code, param = BEAM_ROWS[name]
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        changes = {**changes, "logprobs": True} if path == CHAT and "logprobs" in changes else changes
+        response = post(server, path, {"model": "fake", **body, "use_beam_search": True, **changes})
+        check_error(response, 400, code, param)
     assert server.do(lambda: server.engine.live) == []
 
 
@@ -310,6 +362,13 @@ def test_messages_name_what_is_allowed(server: LiveServer) -> None:
         {"n": 2, "temperature": 0},
         {"best_of": 1},
         {"n": 2, "best_of": 2},
+        {"n": 2, "best_of": 2, "stream": True, "temperature": 0},
+        {"n": 2, "best_of": 3, "logprobs": 1},
+        {"use_beam_search": True},
+        {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 0, "early_stopping": "never", "seed": 5},
+        {"use_beam_search": True, "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0},
+        {"use_beam_search": True, "ignore_eos": True, "skip_special_tokens": False, "truncate_prompt_tokens": 5},
+        {"use_beam_search": False, "early_stopping": False, "length_penalty": 1},
         {"suffix": None},
         {"stop": None, "seed": None, "user": None, "stream_options": None, "max_tokens": None},
         {"user": "me", "metadata": {"a": {"b": 1}}, "store": False, "service_tier": "auto"},

@@ -108,7 +108,38 @@ def test_numbers_that_are_not_finite_are_the_servers_fault(make_server: MakeServ
     response = server.http.post("/v1/completions", json={**ENDLESS, "stream": stream})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
+    assert response.json()["error"]["message"] == "logits are not finite"
     assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_can_never_fit_is_told_why(make_server: MakeServer, stream: bool) -> None:
+
+    def refuse(request: AddRequest) -> list[int]:
+        server.engine.refuse_on.add(request.request_id)
+        return [5]
+
+    server: LiveServer = make_server(llm={"reply": refuse})
+    response = server.http.post("/v1/completions", json={**ENDLESS, "stream": stream})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["message"]) == ("request_refused", "it needs 65 blocks, the pool has 64")
+    scrape = server.http.get("/metrics").text
+    assert 'vllm:corrupted_requests_total{engine="0",model_name="fake"} 0.0' in scrape
+
+
+def test_a_request_that_fails_in_its_stream_ends_it_with_the_reason(make_server: MakeServer) -> None:
+    server = make_server(llm={"max_model_len": 100_000})
+    body = {**ENDLESS, "max_tokens": 90_000, "stream": True}
+    with server.connect() as connection:
+        connection.sendall(request_bytes("/v1/completions", body, "Connection: close\r\n"))
+        read_until(connection, b"data: ")
+        server.do(lambda: server.engine.fail_on.update(server.engine.live))
+        rest = b""
+        while chunk := connection.recv(65536):
+            rest += chunk
+    assert b'data: {"error":{"message":"logits are not finite","type":"server_error"' in rest
+    assert b"[DONE]" not in rest
 
 
 def test_a_full_queue_says_when_to_come_back(make_server: MakeServer) -> None:
