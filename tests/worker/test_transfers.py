@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
@@ -153,6 +154,13 @@ def test_without_a_disk_saves_are_ignored_and_loads_fail() -> None:
     scene.transfers.close()
 
 
+def test_more_host_memory_than_there_can_be_is_a_clear_error() -> None:
+    backend = CPUBackend(num_threads=1)
+    with pytest.raises(ConfigError, match=f"swap_space: {2**50} blocks of 64 bytes could not be allocated") as caught:
+        BlockTransfers(backend, [backend.new_kv_cache(1, BLOCK_SIZE, 1, 4)], 2**50)
+    assert caught.value.param == "swap_space"
+
+
 # With a disk
 
 
@@ -258,6 +266,24 @@ def test_closing_gives_up_loads_and_finishes_saves(tmp_path: Path, monkeypatch: 
     again = open_scene(tmp_path)
     assert load_all(again, [BlockLoad(1, 39, b"a")]) == {1: True}
     again.transfers.close()
+
+
+def test_an_unforeseen_error_of_a_thread_is_a_failed_load_or_the_end_of_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = open_scene(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(DiskStore, "_head", fail)
+    monkeypatch.setattr(DiskStore, "load", fail)
+    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(9)]))
+    scene.transfers.flush()
+    assert load_all(scene, [BlockLoad(1, 3, b"a")]) == {1: False}
+    scene.transfers.close()
+    assert caplog.text.count("no more blocks are saved: MemoryError()") == 1
+    assert caplog.text.count("Traceback") == 2
 
 
 class BlockingDisk:

@@ -37,8 +37,20 @@ class NullExecutor:
         """One GiB."""
         return 2**30
 
-    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing to allocate."""
+
+    def num_disk_blocks(self) -> int:
+        """No disk tier."""
+        return 0
+
+    def stored_blocks(self) -> list[tuple[int, bytes]]:
+        """No disk tier."""
+        return []
+
+    def hash_key(self) -> bytes | None:
+        """No disk tier."""
+        return None
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""

@@ -82,7 +82,9 @@ class DiskThreads:
         self._saves.join()
 
     def close(self) -> None:
-        """Finish saves, give up loads that have not begun, end the threads, and close the store."""
+        """Finish saves, give up loads not begun, end the threads, close the store. Once more is no error."""
+        if self._closing:
+            return
         self._closing = True
         self._saves.put(None)
         for _ in self._readers:
@@ -96,7 +98,7 @@ class DiskThreads:
         while (item := self._saves.get()) is not None:
             try:
                 self._store.save(*item)
-            except Exception as error:  # the thread must live: others wait for its queue to empty
+            except Exception as error:  # the thread's boundary: others wait for its queue to empty
                 logger.exception("saving a block failed")
                 self._store.stop_saving(repr(error))
             with self._changed:
@@ -113,7 +115,7 @@ class DiskThreads:
             block_id, slot, header = item
             try:
                 payload = self._read(slot, header)
-            except Exception:  # as above: the engine waits for an answer to every load
+            except Exception:  # the thread's boundary: the engine waits for an answer to every load
                 logger.exception("loading a block failed")
                 payload = None
             with self._changed:

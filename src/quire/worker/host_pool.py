@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.errors import ConfigError
+
 
 class HostPool:
     """A fixed number of blocks, each one all layers' bytes of a device block, side by side.
@@ -11,11 +13,17 @@ class HostPool:
     The system hands out the memory when a block is first written.
 
     Raises:
-        MemoryError: the system does not promise so much memory.
+        ConfigError: the system does not promise so much memory.
     """
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
-        self._data = np.zeros((num_blocks, block_nbytes), np.uint8)
+        try:
+            self._data = np.zeros((num_blocks, block_nbytes), np.uint8)
+        except MemoryError as error:
+            raise ConfigError(
+                f"swap_space: {num_blocks} blocks of {block_nbytes} bytes could not be allocated; ask for less",
+                param="swap_space",
+            ) from error
 
     def read(self, block_ids: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Return a copy of bytes `start` to `stop` of blocks int64 [n]: uint8 [n, stop - start]."""

@@ -45,7 +45,7 @@ class ModelRunner:
         store: an open disk store for blocks, or None; it is closed by `close`.
 
     Raises:
-        MemoryError: there is no room for the host's pool.
+        ConfigError: there is no room for the host's pool.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class BlockTransfers:
         store: an open disk store, or None; from now on it is this object's, which closes it.
 
     Raises:
-        MemoryError: there is no room for the host's pool.
+        ConfigError: there is no room for the host's pool.
     """
 
     def __init__(
@@ -110,8 +110,13 @@ class BlockTransfers:
             self._write(np.array(block_ids, np.int64), np.stack(payloads))
         return {block_id: payload is not None for block_id, payload in done}
 
+    def flush(self) -> None:
+        """Return when all saves so far are in the files."""
+        if self._disk is not None:
+            self._disk.flush()
+
     def close(self) -> None:
-        """Finish saves, give up loads, and close the store."""
+        """Finish saves, give up loads, and close the store. Once more is no error."""
         if self._disk is not None:
             self._disk.close()
 

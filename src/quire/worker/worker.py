@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
+from quire.worker.fingerprint import fingerprint
 from quire.worker.model_runner import ModelRunner
 from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+DISK_FOLDER = Path("~/.cache/quire/kv")  # of the disk tier, where no other is named
 
 
 class Worker:
@@ -51,6 +57,8 @@ class Worker:
             seed=config.model.seed,
         )
         logger.info("loaded %s in %.2f s", info.path.name, time.perf_counter() - started)
+        self._info = info
+        self._store: DiskStore | None = None  # the runner's, which closes it
         self.runner: ModelRunner | None = None
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -61,20 +69,45 @@ class Worker:
         """Return the bytes that are free for the KV cache, weights being loaded."""
         return self.backend.available_memory()
 
-    def allocate(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache and the persistent batch, once, and compile what the first step would have to."""
-        self.runner = ModelRunner(
-            self.model,
-            self.backend,
-            num_blocks=num_blocks,
-            block_size=self.config.cache.block_size,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
-            max_model_len=max_model_len,
-        )
-        started = time.perf_counter()
-        warm_up(self.runner)
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+        """Allocate KV cache and persistent batch, once, open the disk tier, compile what the first step would have to.
+
+        Raises:
+            MemoryError: the KV cache does not fit.
+            ConfigError: the host blocks do not, or the disk tier cannot be used.
+        """
+        with ExitStack() as undo:
+            self._store = self._open_store(max_model_len)
+            if self._store is not None:
+                undo.callback(self._store.close)
+            self.runner = ModelRunner(
+                self.model,
+                self.backend,
+                num_blocks=num_blocks,
+                block_size=self.config.cache.block_size,
+                max_num_seqs=self.config.scheduler.max_num_seqs,
+                max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                num_host_blocks=num_host_blocks,
+                store=self._store,
+            )
+            undo.callback(self.runner.close)
+            started = time.perf_counter()
+            warm_up(self.runner)
+            undo.pop_all()
         logger.info("kernels ready in %.2f s", time.perf_counter() - started)
+
+    def num_disk_blocks(self) -> int:
+        """Return how many slots the disk tier has; 0 without one."""
+        return 0 if self._store is None else self._store.capacity
+
+    def stored_blocks(self) -> list[tuple[int, bytes]]:
+        """Return (slot, header) of what the disk tier holds; to be called before the first step."""
+        return [] if self._store is None else self._store.scan()
+
+    def hash_key(self) -> bytes | None:
+        """Return the key under which the disk tier's blocks are named; None without one."""
+        return None if self._store is None else self._store.hash_key
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step."""
@@ -87,3 +120,36 @@ class Worker:
             self.runner.close()
         self.runner = None
         del self.model
+
+    def _open_store(self, max_model_len: int) -> DiskStore | None:
+        """Open the disk tier, if the config asks for one."""
+        cache, model = self.config.cache, self.config.model
+        if not cache.kv_disk_space:
+            return None
+        assert model.max_model_len is not None, "settled by the engine"
+        folder = DISK_FOLDER if cache.kv_disk_dir is None else Path(cache.kv_disk_dir)
+        folder = folder.expanduser()
+        spec = self.kv_cache_spec()
+        identity = fingerprint(
+            self._info,
+            self.backend,
+            spec,
+            load_format=model.load_format,
+            seed=model.seed,
+            block_size=cache.block_size,
+            model_len=model.max_model_len,
+            max_model_len=max_model_len,
+            notes=folder / "weights.json",
+        )
+        largest = max(spec.groups(max_model_len), key=lambda group: len(group.layers))
+        layers = [spec.layers[index] for index in largest.layers]
+        samples = [self.backend.new_kv_cache(1, cache.block_size, at.num_kv_heads, at.head_size) for at in layers]
+        geometry = StoreGeometry(
+            fingerprint=identity,
+            block_nbytes=sum(self.backend.block_nbytes(sample) for sample in samples),
+            block_size=cache.block_size,
+            header_nbytes=header_nbytes(cache.block_size),
+        )
+        store = DiskStore(folder, geometry, cache.kv_disk_space)
+        logger.info("disk tier: %d blocks of %d bytes in %s", store.capacity, store.block_nbytes, store.folder)
+        return store

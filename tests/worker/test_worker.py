@@ -1,0 +1,157 @@
+"""A worker's tiers: blocks in host memory, and blocks on disk that the next worker goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.config import EngineConfig
+from quire.sampling_params import SamplingParams
+from quire.step import BlockLoad, BlockSave, ModelOutput, NewSequenceData, SchedulerOutput, TransferKind
+from quire.worker import worker as module
+from quire.worker.worker import Worker
+from tests.helpers.checkpoints import write_checkpoint
+
+BLOCK_SIZE = 4
+PROMPT = [5, 9, 77, 31, 8, 120, 64]
+HEADER = b"the first block"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def started(folder: Path, disk: Path | None, *, num_host_blocks: int = 0, **options: Any) -> Worker:
+    """Return a worker with eight blocks, and a disk tier if there is a folder for it."""
+    if disk is not None:
+        options = {"kv_disk_space": "1MiB", "kv_disk_dir": str(disk), **options}
+    known = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 32, "num_threads": 1}
+    config = EngineConfig.from_kwargs(model=str(folder), block_size=BLOCK_SIZE, **{**known, **options})
+    worker = Worker(config, load_model_info(folder))
+    worker.allocate(8, 32, num_host_blocks)
+    return worker
+
+
+def run(
+    worker: Worker, sequence_id: str = "", blocks: list[int] | None = None, done: int = 0, **rest: Any
+) -> ModelOutput:
+    """Run a step that computes what is left of PROMPT, or nothing without a sequence."""
+    new = NewSequenceData(
+        sequence_id=sequence_id,
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        sampling_params=SamplingParams(temperature=0.0, logprobs=3),
+        seed=0,
+        stop_ids=[],
+        bad_words_ids=[],
+        block_ids=[blocks or []],
+        num_computed_tokens=done,
+    )
+    count = len(PROMPT) - done if sequence_id else 0
+    plan = SchedulerOutput(
+        new_sequences=[new] if sequence_id else [],
+        continuing=[],
+        num_scheduled_tokens={sequence_id: count} if sequence_id else {},
+        total_num_scheduled_tokens=count,
+        finished_sequence_ids=[],
+        preempted_sequence_ids=[],
+        **rest,
+    )
+    return worker.execute(plan)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
+def test_after_a_restart_a_prompt_goes_on_from_blocks_on_disk(
+    folder: Path, tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    first = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
+    computed = run(first, "a", [2, 3])
+    run(first, saves=[BlockSave(2, 5, HEADER)])
+    key = first.hash_key()
+    first.close()
+
+    second = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
+    assert second.stored_blocks() == [(5, HEADER)] and second.hash_key() == key and key is not None
+    assert run(second, loads=[BlockLoad(6, 5, HEADER)], wait_for_loads=True).loaded == {6: True}
+    again = run(second, "b", [6, 7], BLOCK_SIZE)
+    assert again.logprobs["b"] == computed.logprobs["a"]
+    assert run(second, "c", [1, 4], BLOCK_SIZE).logprobs["c"] != computed.logprobs["a"], "an empty block gives others"
+    second.close()
+
+
+def test_a_damaged_record_is_reported_and_not_used(folder: Path, tmp_path: Path) -> None:
+    first = started(folder, tmp_path)
+    run(first, "a", [2, 3])
+    run(first, saves=[BlockSave(2, 0, HEADER)])
+    first.close()
+    (file,) = tmp_path.glob("*/blocks")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 64
+    file.write_bytes(data)
+    second = started(folder, tmp_path)
+    assert second.stored_blocks() == [(0, HEADER)]
+    assert run(second, loads=[BlockLoad(6, 0, HEADER)], wait_for_loads=True).loaded == {6: False}
+    second.close()
+
+
+def test_another_model_does_not_see_the_blocks(folder: Path, tmp_path: Path) -> None:
+    first = started(folder, tmp_path / "kv")
+    run(first, saves=[BlockSave(2, 0, HEADER)])
+    first.close()
+    tuned = write_checkpoint(tmp_path / "tuned", "llama", seed=1)
+    for model, options in ((tuned, {}), (folder, {"kv_cache_dtype": "bfloat16"}), (folder, {"dtype": "bfloat16"})):
+        other = started(model, tmp_path / "kv", **options)
+        assert other.stored_blocks() == []
+        other.close()
+    same = started(folder, tmp_path / "kv")
+    assert same.stored_blocks() == [(0, HEADER)]
+    same.close()
+
+
+def test_blocks_come_back_from_the_host(folder: Path) -> None:
+    worker = started(folder, None, num_host_blocks=2)
+    assert (worker.num_disk_blocks(), worker.stored_blocks(), worker.hash_key()) == (0, [], None)
+    computed = run(worker, "a", [2, 3])
+    run(worker, transfers=[(TransferKind.OUT, 2, 1)])
+    again = run(worker, "b", [6, 7], BLOCK_SIZE, transfers=[(TransferKind.IN, 1, 6)])
+    assert again.logprobs["b"] == computed.logprobs["a"]
+    worker.close()
+
+
+def test_slots_are_as_many_as_fit(folder: Path, tmp_path: Path) -> None:
+    for space in (2**20, 2**21):
+        worker = started(folder, tmp_path, kv_disk_space=f"{space}B")
+        count = worker.num_disk_blocks()
+        assert 0 < count < space / worker.kv_cache_spec().block_bytes(BLOCK_SIZE, 32)
+        run(worker, saves=[BlockSave(2, count - 1, HEADER)])
+        worker.close()
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/[bh]*")) <= space
+
+
+def test_a_start_that_fails_leaves_the_store_to_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(runner: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "warm_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        started(folder, tmp_path)
+    monkeypatch.undo()
+    started(folder, tmp_path).close()
+
+
+def test_the_folder_may_begin_with_the_home_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started(folder, None, kv_disk_space="1MiB").close()
+    started(folder, Path("~/mine")).close()
+    assert sorted(path.parent.relative_to(tmp_path).parts[:-1] for path in tmp_path.rglob("meta")) == [
+        (".cache", "quire", "kv"),
+        ("mine",),
+    ]
