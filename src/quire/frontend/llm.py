@@ -227,7 +227,11 @@ class LLM:
         if aborts:
             engine.send(AbortRequests(request_ids=aborts))
         num_finished = sum(state.finished for state in updated)
-        progress.advance(num_finished, sum(len(output.new_token_ids) for output in outputs.outputs))
+        num_tokens = sum(
+            len(output.new_token_ids) + sum(len(beam.token_ids) for beam in output.beams or ())
+            for output in outputs.outputs
+        )
+        progress.advance(num_finished, num_tokens)
         return num_finished
 
     @contextlib.contextmanager
