@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -330,3 +332,72 @@ def test_a_store_larger_than_the_disk_is_warned_of(tmp_path: Path, caplog: pytes
 def test_the_schedulers_headers_fit(block_size: int) -> None:
     longest = RecordHeader(b"n" * 17, b"p" * 17, list(range(block_size))).encode()
     assert len(longest) <= RecordHeader.max_bytes(block_size) <= disk_store.header_nbytes(block_size)
+
+
+# Several stores
+
+
+def stores(folder: Path) -> list[str]:
+    """Return the models whose stores are there."""
+    return sorted(json.loads(path.read_bytes())["fingerprint"] for path in folder.glob("*/meta"))
+
+
+def of_model(name: str) -> StoreGeometry:
+    return dataclasses.replace(GEOMETRY, fingerprint=name)
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """A folder with full stores of models a, b and c, of which b is the longest unused, then c."""
+    for age, name in enumerate("acb"):
+        store = opened(tmp_path, of_model(name), 2**20)
+        for slot in range(SLOTS):
+            store.save(slot, header(slot), block(slot))
+        store.close()
+        os.utime(place_of(tmp_path, "lock", of_model(name)), (1000 - age, 1000 - age))
+    return tmp_path
+
+
+def test_stores_that_fit_together_stay(several: Path) -> None:
+    opened(several, of_model("d"), 2**20).close()
+    assert stores(several) == ["a", "b", "c", "d"]
+
+
+def test_the_longest_unused_stores_make_room(several: Path) -> None:
+    size = sum(path.stat().st_blocks * 512 for path in several.glob("*/*"))
+    opened(several, of_model("a"), size - 1).close()
+    assert stores(several) == ["a", "c"]
+    store = opened(several, of_model("a"), size // 3)
+    assert stores(several) == ["a"] and len(store.scan()) > 0
+    store.close()
+    assert [path.name for path in several.iterdir()] == [of_model("a").folder_name()]
+
+
+def test_stores_in_use_and_what_is_no_store_stay(several: Path) -> None:
+    kept = several / ("0" * 32)
+    kept.mkdir()
+    (kept / "blocks").write_bytes(b"no lock, so no store")
+    (several / "notes.json").write_text("{}")
+    foreign = place_of(several, "mine", of_model("c"))
+    foreign.write_text("")
+    in_use = opened(several, of_model("b"), 2**20)
+    opened(several, of_model("d"), SPACE).close()
+    assert stores(several) == ["b", "d"]
+    assert (kept / "blocks").exists() and (several / "notes.json").exists() and foreign.exists()
+    assert holds(in_use, 0)
+    in_use.close()
+
+
+def test_a_store_that_is_deleted_while_it_is_opened_counts_as_in_use(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def deleted_before(file: int, operation: int) -> None:
+        place_of(filled, "lock").unlink()
+        place_of(filled, "lock").touch()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", deleted_before)
+    with pytest.raises(ConfigError, match="in use"):
+        opened(filled)

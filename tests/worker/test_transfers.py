@@ -70,11 +70,11 @@ class Scene:
         rows = [self.backend.read_blocks(cache, np.arange(DEVICE_BLOCKS)) for cache in self.caches]
         return [row.tobytes() for row in np.concatenate(rows, axis=1)]
 
-    def clear(self, block_id: int) -> None:
-        """Fill a device block with zeros."""
+    def fill(self, block_id: int, seed: int) -> None:
+        """Fill a device block with random bytes."""
         for cache in self.caches:
-            nothing = np.zeros((1, self.backend.block_nbytes(cache)), np.uint8)
-            self.backend.write_blocks(cache, np.array([block_id]), nothing)
+            data = np.random.default_rng(seed).integers(0, 256, (1, self.backend.block_nbytes(cache)), dtype=np.uint8)
+            self.backend.write_blocks(cache, np.array([block_id]), data)
 
 
 def one_by_one(transfers: Transfers, device: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -130,7 +130,7 @@ def test_a_block_comes_back_from_the_host_as_it_was(
     scene = Scene(kind("float32", kv_dtype, num_threads=1))
     before = scene.content()
     scene.transfers.apply(step([(OUT, 3, 2), (OUT, 1, 0)]))
-    scene.clear(3)
+    scene.fill(3, 99)
     scene.transfers.apply(step([(IN, 2, 3), (IN, 0, 4)]))
     assert scene.content() == [*before[:4], before[1]]
 
@@ -284,6 +284,35 @@ def test_an_unforeseen_error_of_a_thread_is_a_failed_load_or_the_end_of_saving(
     scene.transfers.close()
     assert caplog.text.count("no more blocks are saved: MemoryError()") == 1
     assert caplog.text.count("Traceback") == 2
+
+
+def test_loads_give_what_was_saved_under_their_header_however_they_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 300)  # one or two blocks each way
+    scene, rng = open_scene(tmp_path), np.random.default_rng(7)
+    records: dict[int, tuple[bytes, bytes]] = {}  # slot -> header and content
+    under_way: dict[int, tuple[int, bytes]] = {}  # device block -> slot that it is filled from, and content
+    loaded = 0
+    for number in range(1000):
+        saves, loads = [], []
+        free = [block for block in range(DEVICE_BLOCKS) if block not in under_way]
+        if free:
+            block, slot = int(rng.choice(free)), int(rng.integers(6))
+            if number % 2:
+                if slot not in {busy for busy, _ in under_way.values()}:
+                    records[slot] = number.to_bytes(4), scene.content()[block]
+                    saves = [BlockSave(block, slot, records[slot][0])]
+            elif slot in records:
+                header, under_way[block] = records[slot][0], (slot, records[slot][1])
+                loads = [BlockLoad(block, slot, header)]
+                scene.fill(block, number)
+        for block, sound in scene.transfers.apply(step(saves=saves, loads=loads, wait=not free)).items():
+            assert sound and scene.content()[block] == under_way.pop(block)[1]
+            scene.fill(block, number)
+            loaded += 1
+    assert loaded > 100
+    scene.transfers.close()
 
 
 class BlockingDisk:

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.worker.disk_folder import remove_unused_stores
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class DiskStore:
 
     Args:
         folder: where stores lie; it is made if need be. Only the user may look into what is made here.
-        num_bytes: most bytes the files may take. A smaller number than before cuts off what lies beyond.
+        num_bytes: most bytes this store may take; a smaller number than before cuts off what lies beyond. Other stores
+            in the folder, the longest unused first, are deleted until at this moment all together take no more.
 
     Raises:
         ConfigError: another engine has the store open, the folder cannot be used, or not one block fits.
@@ -124,6 +126,7 @@ class DiskStore:
                     f"kv_disk_dir: {self.folder} cannot be used ({error.strerror or error})", param="kv_disk_dir"
                 ) from error
             self._opened = opened.pop_all()
+        remove_unused_stores(folder, num_bytes)
         free = shutil.disk_usage(self.folder).free + os.fstat(self._blocks).st_blocks * 512
         if free < self.capacity * geometry.stride:
             logger.warning("kv_disk_space is %d bytes, but %s has room for %d", num_bytes, folder, free)
@@ -212,6 +215,8 @@ class DiskStore:
         """Take the store for this process; closing the file, or the end of the process, gives it back."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file), (self.folder / "lock").stat()):
+                raise BlockingIOError  # it was being deleted
         except BlockingIOError:
             holder = os.pread(file, 32, 0).decode("ascii", "replace").strip()
             raise ConfigError(
