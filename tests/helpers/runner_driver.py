@@ -6,6 +6,7 @@ and filled with NaN, as if another sequence had broken; so is every block before
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,7 +78,7 @@ class RunnerDriver:
         self.sequences: dict[str, Sequence] = {}
         self._known: set[str] = set()
         self._left: list[str] = []
-        self._shared: set[int] = set()
+        self._holders: Counter[int] = Counter()  # of each block
         self.spoil(list(range(num_blocks)))
 
     def spoil(self, block_ids: list[int]) -> None:
@@ -100,7 +101,9 @@ class RunnerDriver:
     def end(self, *names: str) -> None:
         """Let sequences leave with the next step."""
         for name in names:
-            del self.sequences[name]
+            sequence = self.sequences.pop(name)
+            for table, given in zip(sequence.tables, sequence.given, strict=True):
+                self._release(table[given:])
         self._left += names
 
     def tell(self, name: str, *tokens: int) -> None:
@@ -116,7 +119,8 @@ class RunnerDriver:
         made.computed = old.num_prompt_tokens if samples else old.computed
         self.sequences[name] = made
         self._known.add(name)
-        self._shared.update(block for table in tables for block in table)
+        for table, given in zip(tables, made.given, strict=True):
+            self._holders.update(table[given:])
         return ForkData(parent, name, seed, samples)
 
     def step(
@@ -162,7 +166,7 @@ class RunnerDriver:
         added = []
         for table in sequence.tables:
             needed = -(-(sequence.computed + count) // self.block_size) - len(table)
-            added.append([self.free.pop() for _ in range(needed)])
+            added.append([self._take() for _ in range(needed)])
             table += added[-1]
         if name in self._known:
             told, sequence.untold = sequence.untold, []
@@ -189,9 +193,10 @@ class RunnerDriver:
         first, last = sequence.computed // self.block_size, (sequence.computed + count - 1) // self.block_size
         for group, table in enumerate(sequence.tables):
             for index in range(first, min(last + 1, len(table))):
-                if table[index] in self._shared:
-                    block = self.free.pop()
+                if self._holders[table[index]] > 1:
+                    block = self._take()
                     transfers.append((TransferKind.COPY, table[index], block))
+                    self._holders[table[index]] -= 1
                     table[index] = block
                     replaced.append((group, index, block))
         return replaced
@@ -202,6 +207,16 @@ class RunnerDriver:
                 gone = max(0, sequence.computed - window + 1) // self.block_size
                 left = sequence.tables[group][sequence.given[group] : gone]
                 sequence.given[group] = max(gone, sequence.given[group])
-                own = [block for block in left if block not in self._shared]
-                self.spoil(own)
-                self.free += own
+                self._release(left)
+
+    def _take(self) -> int:
+        block = self.free.pop()
+        self._holders[block] = 1
+        return block
+
+    def _release(self, block_ids: list[int]) -> None:
+        """Give up blocks; those that nobody holds any more are spoilt."""
+        self._holders.subtract(block_ids)
+        unused = [block for block in block_ids if self._holders[block] == 0]
+        self.spoil(unused)
+        self.free += unused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, SchedulerOutput, TokenTopLogprobs, TransferKind
 from tests.helpers.checkpoints import oracle_logits, write_checkpoint
-from tests.helpers.runner_driver import OneGroup, RunnerDriver
+from tests.helpers.runner_driver import OneGroup, RunnerDriver, Sequence
 
 # Layers of two kinds in three groups, the last of which has fewer layers; the window is no multiple of a block.
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -227,6 +228,41 @@ def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) 
     assert output.prompt_logprobs.keys() == {"a"}
     fork = driver.fork("b", "c")
     assert driver.step({"a": 1, "b": 1, "c": 1}, [fork]).prompt_logprobs == {}
+
+
+@pytest.mark.parametrize("folder", ["plain", "windowed"])
+def test_random_traffic_gives_every_sequence_its_own_text(folders: dict[str, Path], folder: str) -> None:
+    rng, driver = random.Random(5), make(folders[folder])
+    ended: list[Sequence] = []
+    for number in range(150):
+        sequences = driver.sequences
+        for name in [name for name, at in sequences.items() if len(at.tokens) > 30 or rng.random() < 0.02]:
+            ended.append(sequences[name])
+            driver.end(name)
+        forks = []
+        for name in [name for name, at in sequences.items() if at.computed >= at.num_prompt_tokens]:
+            if len(sequences) < 8 and rng.random() < 0.1:
+                forks.append(driver.fork(name, f"f{number}-{name}", seed=sequences[name].seed))
+        if len(sequences) < 8 and rng.random() < 0.5:
+            prompt = [rng.randrange(3, 160) for _ in range(rng.randint(1, 20))]
+            driver.add(f"s{number}", prompt, rng.choice([GREEDY, FANCY]), seed=number)
+        counts = {
+            name: rng.randint(1, min(6, len(at.tokens) - at.computed))
+            for name, at in sequences.items()
+            if rng.random() < 0.8 or name.startswith("f")
+        }
+        assert driver.step(counts, forks).errors == {}
+    texts = {(at.seed, at.num_prompt_tokens): at for at in sorted(ended, key=lambda at: len(at.tokens))}
+    assert len(ended) > len(texts) > 10
+    alone = make(folders[folder])
+    for number, at in enumerate(texts.values()):
+        alone.add(f"s{number}", at.tokens[: at.num_prompt_tokens], at.params, seed=at.seed)
+        run(alone, [f"s{number}"], [at.num_prompt_tokens], len(at.tokens) - at.num_prompt_tokens - 1)
+        expected = alone.sequences[f"s{number}"].tokens
+        for other in ended:  # forks of one seed, too
+            if other.seed == at.seed:
+                assert other.tokens == expected[: len(other.tokens)]
+        alone.end(f"s{number}")
 
 
 def test_a_step_may_only_move_blocks_or_let_sequences_go(folders: dict[str, Path]) -> None:
