@@ -1,0 +1,439 @@
+"""Measures steps of a real engine, chosen to tell apart what a step's time depends on, and fits a `FittedCost`.
+
+Most steps are given to the executor directly, with contexts that nobody computed: how long attention takes does not
+depend on what it reads. Then the whole engine runs under small loads, for steps as they really come and for what the
+scheduler itself takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequests
+from quire.engine.settle import load_info
+from quire.executor.base import Executor
+from quire.sampling_params import SamplingParams
+from quire.simulate.contents import StepContents, StepReader, windows_of
+from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
+from quire.simulate.driver import message_of
+from quire.simulate.fit import Measured, fit_device, fit_host
+from quire.simulate.trace import Synthetic, draw
+from quire.step import ContinuingSequenceData, KVCacheSpec, ModelOutput, NewSequenceData, SchedulerOutput
+
+NUM_SHAPES = 96  # as many as `worker/graphs.py` keeps
+DECODE_STEPS = 4  # measured after the first, which also takes the sequences in
+MAX_ROUNDS = 1000
+MAX_STEPS = 20000  # of loads
+MAX_LOAD_STEPS = 500  # of these, that count beside the designed ones
+LOAD_SHARE = 0.3  # of the time
+LOAD = "load"
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Steps to measure.
+
+    Attributes:
+        sequences: (tokens of context, tokens to compute) of each. num_more: how often each then goes on by one token.
+        num_left: tokens of each prompt that remain, so that nothing is sampled.
+    """
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    num_more: int = 0
+    num_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step of this engine can hold."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+
+
+def scenes(limits: Limits) -> list[Scene]:
+    """Return prompts of every size with and without context, decodes of every number and context, and mixtures."""
+    room = limits.max_model_len - DECODE_STEPS - 2
+    sizes = [size for size in sizes_up_to(limits.max_num_batched_tokens) if size <= room]
+    batches = sizes_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    found = [Scene(f"prompt {size}", ((0, size),)) for size in sizes]
+    found += [Scene(f"chunk of {size}", ((0, size),), num_left=1) for size in sizes]
+    found += [Scene(f"prompt {size} after {room - size}", ((room - size, size),)) for size in sizes if size * 2 <= room]
+    for size in sizes_up_to(limits.max_num_batched_tokens):
+        for count in (2, 8):
+            if 8 <= size // count <= room and count <= limits.max_num_seqs:
+                found.append(Scene(f"{count} prompts of {size // count}", ((0, size // count),) * count))
+    for count in batches:
+        for context in sorted({min(16, room), room // 4, room - 1}):
+            found.append(Scene(f"{count} decodes at {context}", ((context, 1),) * count, DECODE_STEPS))
+    for count in (2, 8, 32):
+        for size in sizes[4::2]:
+            if count < limits.max_num_seqs and size + count <= limits.max_num_batched_tokens:
+                rows = ((room // 4, 1),) * count + ((0, size),)
+                found.append(Scene(f"{count} decodes and a prompt of {size}", rows))
+    fitting = [scene for scene in found if _num_blocks(scene, limits) <= limits.num_blocks]
+    return fitting or [Scene("prompt 1", ((0, 1),))]
+
+
+def sizes_up_to(high: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, ...: the powers of two and the middles between them, and `high`."""
+    found = {1, high}
+    power = 2
+    while power <= high:
+        found |= {size for size in (power, power * 3 // 2) if size <= high}
+        power *= 2
+    return sorted(found)
+
+
+def _num_blocks(scene: Scene, limits: Limits) -> int:
+    longest = (-(-(context + count + scene.num_more) // limits.block_size) for context, count in scene.sequences)
+    return sum(longest)
+
+
+class Player:
+    """Plays scenes on an executor and measures them.
+
+    Args:
+        executor: its KV cache is allocated.
+    """
+
+    def __init__(self, executor: TimedExecutor, limits: Limits) -> None:
+        self._executor = executor
+        self._limits = limits
+        self._ended: list[str] = []
+        self._num_named = 0
+        self._rng = np.random.default_rng(0)
+
+    def play(self, scene: Scene) -> Iterator[Measured]:
+        """Run the steps of a scene; yield each with its seconds."""
+        new, block = [], 0
+        for context, count in scene.sequences:
+            num_blocks = -(-(context + count + scene.num_more) // self._limits.block_size)
+            blocks = list(range(block, block + num_blocks))
+            new.append(self._new(context, context + count + scene.num_left, blocks))
+            block += num_blocks
+        scheduled = {data.sequence_id: count for data, (_, count) in zip(new, scene.sequences, strict=True)}
+        yield self._measure(scene, self._step(scheduled, new=new))
+        for further in range(scene.num_more):
+            going = [
+                ContinuingSequenceData(data.sequence_id, [], context + count + further)
+                for data, (context, count) in zip(new, scene.sequences, strict=True)
+            ]
+            yield self._measure(scene, self._step(dict.fromkeys(scheduled, 1), continuing=going))
+        self._ended = list(scheduled)
+
+    def end(self) -> None:
+        """Let the executor forget the last scene's sequences."""
+        if self._ended:
+            self._executor.execute(self._step({}))
+
+    def _new(self, context: int, num_tokens: int, block_ids: list[int]) -> NewSequenceData:
+        self._num_named += 1
+        return NewSequenceData(
+            sequence_id=f"scene-{self._num_named}",
+            token_ids=self._rng.integers(0, self._limits.vocab_size, num_tokens).tolist(),
+            num_prompt_tokens=num_tokens,
+            sampling_params=PARAMS,
+            seed=self._num_named,
+            stop_ids=[],
+            bad_words_ids=[],
+            block_ids=[block_ids],
+            num_computed_tokens=context,
+        )
+
+    def _step(
+        self,
+        scheduled: dict[str, int],
+        new: Sequence[NewSequenceData] = (),
+        continuing: Sequence[ContinuingSequenceData] = (),
+    ) -> SchedulerOutput:
+        ended, self._ended = self._ended, []
+        return SchedulerOutput(
+            new_sequences=list(new),
+            continuing=list(continuing),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            finished_sequence_ids=ended,
+            preempted_sequence_ids=[],
+        )
+
+    def _measure(self, scene: Scene, step: SchedulerOutput) -> Measured:
+        self._executor.execute(step)
+        return Measured(self._executor.last.contents, self._executor.last.seconds, scene.name)
+
+
+def measure_scenes(player: Player, limits: Limits, seconds: float) -> list[Measured]:
+    """Play all scenes in random order, again and again for `seconds`, but at least once; return medians.
+
+    Each is played twice on end: a shape of step that was seen just before costs less than a new one.
+    """
+    rng = random.Random(0)
+    order = scenes(limits)
+    found: list[Measured] = []
+    started = time.perf_counter()
+    for num_rounds in range(MAX_ROUNDS):
+        rng.shuffle(order)
+        for scene in order:
+            if num_rounds and time.perf_counter() - started > seconds:
+                return _medians(found)
+            for _ in range(2):
+                found += player.play(scene)
+    return _medians(found)
+
+
+def _medians(steps: Sequence[Measured]) -> list[Measured]:
+    """Return one step for each kind there is: the one of median time. Kinds differ in all but context by a few."""
+    kinds: dict[tuple[object, ...], list[Measured]] = {}
+    for step in steps:
+        contents = step.contents
+        kind = (step.scene, contents.num_tokens, contents.num_sequences, contents.num_new, contents.is_new_shape)
+        kinds.setdefault(kind, []).append(step)
+    return [sorted(found, key=lambda step: step.seconds)[(len(found) - 1) // 2] for found in kinds.values()]
+
+
+class TimedExecutor:
+    """An executor around another, whose KV cache is allocated: measures its steps and notes what was in them.
+
+    Args:
+        clock: seconds; the machine's, unless the executor inside is a simulated one.
+    """
+
+    def __init__(self, inner: Executor, info: ModelInfo, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._reader = StepReader(windows_of(info.layer_windows), NUM_SHAPES)
+        self.last = Measured(StepContents(), 0.0)
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """As the inner one says."""
+        return self._inner.kv_cache_spec()
+
+    def available_memory(self) -> int:
+        """Enough for any number of blocks: they are allocated."""
+        return 2**62
+
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+        """Nothing: that was done."""
+
+    def num_disk_blocks(self) -> int:
+        """No tier below is measured."""
+        return 0
+
+    def stored_blocks(self) -> list[tuple[int, bytes]]:
+        """No tier below is measured."""
+        return []
+
+    def hash_key(self) -> bytes | None:
+        """Any will do."""
+        return None
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Execute, measure, note."""
+        contents, _ = self._reader.read(step)
+        before = self._clock()
+        result = self._inner.execute(step)
+        self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
+        return result
+
+    def close(self) -> None:
+        """Nothing: who made the inner one closes it."""
+
+
+def measure_load(
+    config: EngineConfig,
+    info: ModelInfo,
+    executor: TimedExecutor,
+    limits: Limits,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[Measured], list[Measured]]:
+    """Run the whole engine under small loads for `seconds`; return steps with the executor's time, and the rest's."""
+    device: list[Measured] = []
+    host: list[Measured] = []
+    started = time.perf_counter()
+    most = min(limits.max_num_seqs, 64)
+    for count in itertools.chain.from_iterable(itertools.repeat(sorted({1, min(4, most), min(16, most), most}))):
+        load = _load(count, limits, seed=len(host))
+        with contextlib.closing(_run_load(config, info, executor, limits, load, clock)) as steps:
+            for step, rest in steps:
+                device.append(step)
+                host.append(Measured(step.contents, rest, LOAD))
+                if time.perf_counter() - started > seconds or len(host) >= MAX_STEPS:
+                    return device, host
+    raise AssertionError("the loads never end")
+
+
+def _load(count: int, limits: Limits, seed: int) -> Synthetic:
+    prompt = max(1, limits.max_model_len // 4)
+    output = max(1, min(64, limits.max_model_len // 8))
+    return Synthetic("burst", num=2 * count, prompt=prompt, output=output, spread=0.5, seed=seed)
+
+
+def _run_load(
+    config: EngineConfig,
+    info: ModelInfo,
+    executor: TimedExecutor,
+    limits: Limits,
+    load: Synthetic,
+    clock: Callable[[], float],
+) -> Generator[tuple[Measured, float], None, None]:
+    """Yield each step of `load` as the executor measured it, and the seconds that planning and taking in took."""
+    cache = replace(config.cache, num_gpu_blocks_override=limits.num_blocks, kv_cache_memory_bytes=None)
+    core = EngineCore(replace(config, cache=cache), executor=executor, info=info)
+    requests = draw([load])
+    for request in requests:
+        core.add(message_of(request, request.prompt_token_ids(limits.vocab_size)))
+    try:
+        while core.has_unfinished():
+            executor.last = Measured(StepContents(), 0.0)
+            before = clock()
+            core.step()
+            rest = clock() - before - executor.last.seconds
+            if executor.last.contents.num_tokens:
+                yield executor.last, max(rest, 1e-9)
+    finally:
+        core.abort(AbortRequests([str(request.number) for request in requests]))
+        core.step()  # the executor must hear of their end
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fitted cost model and the steps it was fitted to."""
+
+    cost: FittedCost
+    device: list[Measured]
+    host: list[Measured]
+
+    def errors(self) -> list[tuple[str, float, float]]:
+        """Return of each measured step its scene, its seconds, and those of the model; the worst first."""
+        found = [(step.scene, step.seconds, self.cost.device_seconds(step.contents)) for step in self.device]
+        return sorted(found, key=lambda item: -abs(item[2] / item[1] - 1))
+
+
+def calibrate(config: EngineConfig, *, seconds: float = 60.0, machine: str = "") -> Calibration:
+    """Load the model that `config` names, measure it for some `seconds`, and fit.
+
+    Raises:
+        ConfigError, ModelError: as the engine does when it starts.
+    """
+    info = load_info(config)
+    core = EngineCore(config, info=info)  # brings in the data plane, which nothing else here does
+    try:
+        return measure(core, info, seconds, machine=machine)
+    finally:
+        core.close()
+
+
+def measure(
+    core: EngineCore,
+    info: ModelInfo,
+    seconds: float,
+    *,
+    machine: str = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Measure the executor of `core`, which has no requests, and its scheduler; fit."""
+    ready, config = core.ready, core.config
+    limits = Limits(
+        num_blocks=ready.num_blocks,
+        block_size=ready.block_size,
+        max_model_len=ready.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=ready.vocab_size,
+    )
+    timed = TimedExecutor(core.executor, info, clock)
+    player = Player(timed, limits)
+    designed = measure_scenes(player, limits, seconds * (1 - LOAD_SHARE))
+    player.end()
+    loaded, host = measure_load(config, info, timed, limits, seconds * LOAD_SHARE, clock)
+    memory = ready.num_blocks * core.executor.kv_cache_spec().block_bytes(ready.block_size, ready.max_model_len)
+    return fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
+
+
+def fit_cost(
+    config: EngineConfig,
+    designed: Sequence[Measured],
+    loaded: Sequence[Measured],
+    host: Sequence[Measured],
+    *,
+    memory: int,
+    machine: str = "",
+) -> Calibration:
+    """Fit a cost model to measured steps: designed ones, those of loads, and the scheduler's part of these.
+
+    A fit that pays little heed to slow outliers is below the mean, by which loads are slowed down. So all times are
+    scaled at the end to what the loads took altogether. `config` is settled.
+    """
+    thinned = random.Random(0).sample(loaded, min(len(loaded), MAX_LOAD_STEPS))
+    steps = [*designed, *thinned]
+    knots, knot_seconds, rates = fit_device(steps, sizes_up_to(config.scheduler.max_num_batched_tokens))
+    host_base, host_rates = fit_host(_medians(host))
+    cost = FittedCost(
+        model=config.model.model,
+        machine=machine,
+        dtype=config.model.dtype,
+        kv_dtype=config.cache.kv_cache_dtype,
+        knots=knots,
+        knot_seconds=knot_seconds,
+        device=rates,
+        host_base=host_base,
+        host=host_rates,
+        num_shapes=NUM_SHAPES,
+        memory=memory,
+    )
+    device_scale = _ratio(loaded, cost.device_seconds)
+    host_scale = _ratio(host, cost.host_seconds)
+    cost = replace(
+        cost,
+        knot_seconds=tuple(value * device_scale for value in knot_seconds),
+        device=tuple(value * device_scale for value in rates),
+        host_base=host_base * host_scale,
+        host=tuple(value * host_scale for value in host_rates),
+    )
+    error = float(np.median([abs(cost.device_seconds(step.contents) / step.seconds - 1) for step in steps]))
+    return Calibration(replace(cost, error=error), steps, list(host))
+
+
+def _ratio(steps: Sequence[Measured], predict: Callable[[StepContents], float]) -> float:
+    """Return by how much all `steps` together took longer than predicted."""
+    predicted = sum(predict(step.contents) for step in steps)
+    return sum(step.seconds for step in steps) / predicted if predicted > 0 else 1.0
+
+
+def calibration_table(found: Calibration, worst: int = 8) -> str:
+    """Return what was fitted, and where it fits worst, as text."""
+    cost = found.cost
+    lines = [
+        f"{len(found.device)} kinds of step measured; median error of the fit {cost.error:.1%}",
+        "",
+        f"  {'tokens in a step':<32}{'microseconds':>14}",
+    ]
+    for knot, value in zip(cost.knots, cost.knot_seconds, strict=True):
+        lines.append(f"  {knot:<32}{value * 1e6:>14.1f}")
+    lines += ["", f"  {'and for each unit of':<32}{'microseconds':>14}"]
+    for name, rate in zip(DEVICE_FEATURES, cost.device, strict=True):
+        lines.append(f"  {name:<32}{rate * 1e6:>14.5f}")
+    lines += ["", f"  {'scheduler, per step':<32}{cost.host_base * 1e6:>14.1f}"]
+    for name, rate in zip(HOST_FEATURES, cost.host, strict=True):
+        lines.append(f"  {'scheduler, ' + name:<32}{rate * 1e6:>14.5f}")
+    lines += ["", f"  {'where the fit is worst':<40}{'measured us':>14}{'fitted us':>14}"]
+    for scene, measured, fitted in found.errors()[:worst]:
+        lines.append(f"  {scene:<40}{measured * 1e6:>14.1f}{fitted * 1e6:>14.1f}")
+    return "\n".join(lines)

@@ -1,0 +1,273 @@
+"""Cost models: how many seconds a step takes, from its contents. One is fitted to a machine, one is given in its rates.
+
+`FittedCost` is linear in features of a step, except in the number of tokens, where it goes straight from one measured
+number to the next. So it needs no theory of where the weights' bandwidth ends and arithmetic begins: the bend of the
+roofline (Williams et al. 2009) is in the measurements. `RooflineCost` is the theory, for machines nobody can measure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.errors import ConfigError, echo
+from quire.simulate.contents import StepContents
+from quire.step import DTYPE_BYTES
+
+FORMAT = "quire-cost-model-1"
+
+# What a step costs beside its tokens; the names are those of the fields of `StepContents`.
+DEVICE_FEATURES = (
+    "num_sequences",
+    "num_sampled",
+    "prefill_pairs",
+    "decode_context",
+    "num_new",
+    "num_new_known_tokens",
+    "is_new_shape",
+)
+HOST_FEATURES = ("num_sequences", "num_new", "num_new_known_tokens", "num_tokens")
+
+
+class CostModel(Protocol):
+    """Says how long a step takes.
+
+    Attributes:
+        num_shapes: shapes of step that the worker keeps, see `StepReader`.
+    """
+
+    num_shapes: int
+
+    def seconds(self, contents: StepContents) -> float:
+        """Return the seconds from the start of planning a step to the end of taking in its results."""
+
+
+def token_weights(num_tokens: int, knots: Sequence[int]) -> list[float]:
+    """Return how much the time of each of `knots` counts for a step of `num_tokens` tokens.
+
+    Between two knots both count, the nearer more; beyond the last one its time grows in proportion.
+    """
+    weights = [0.0] * len(knots)
+    place = bisect_left(knots, num_tokens)
+    if place == len(knots):
+        weights[-1] = num_tokens / knots[-1]
+    elif place == 0 or knots[place] == num_tokens:
+        weights[place] = 1.0
+    else:
+        low, high = knots[place - 1], knots[place]
+        share = (num_tokens - low) / (high - low)
+        weights[place - 1], weights[place] = 1.0 - share, share
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedCost:
+    """Seconds as measured on one machine with one model.
+
+    Attributes:
+        model, machine: what was measured, in words. dtype, kv_dtype: of that run.
+        knots: numbers of tokens, rising; knot_seconds: time of a step with so many, apart from what follows.
+        device: seconds per unit of each of `DEVICE_FEATURES`. host: the same for `HOST_FEATURES`, and host_base per
+            step: planning and taking in, without the model.
+        num_shapes: see `CostModel`. memory: bytes of the KV cache of that engine.
+        moved_block, disk_block: seconds per block moved between device and host, and to or from disk.
+        error: median relative error of the fit.
+    """
+
+    model: str
+    machine: str
+    dtype: str
+    kv_dtype: str
+    knots: tuple[int, ...]
+    knot_seconds: tuple[float, ...]
+    device: tuple[float, ...]
+    host_base: float
+    host: tuple[float, ...]
+    num_shapes: int = 0
+    memory: int = 0
+    moved_block: float = 0.0
+    disk_block: float = 0.0
+    error: float = 0.0
+
+    def device_seconds(self, contents: StepContents) -> float:
+        """Return the seconds of `Executor.execute`."""
+        if contents.num_tokens == 0:
+            return 0.0
+        weights = token_weights(contents.num_tokens, self.knots)
+        total = sum(weight * value for weight, value in zip(weights, self.knot_seconds, strict=True) if weight)
+        return total + sum(
+            rate * getattr(contents, name) for name, rate in zip(DEVICE_FEATURES, self.device, strict=True)
+        )
+
+    def host_seconds(self, contents: StepContents) -> float:
+        """Return the seconds of the scheduler."""
+        return self.host_base + sum(
+            rate * getattr(contents, name) for name, rate in zip(HOST_FEATURES, self.host, strict=True)
+        )
+
+    def seconds(self, contents: StepContents) -> float:
+        """Return both."""
+        moved = contents.num_moved_blocks * self.moved_block + contents.num_disk_blocks * self.disk_block
+        return self.device_seconds(contents) + self.host_seconds(contents) + moved
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON. Raises `ConfigError` if that fails."""
+        try:
+            path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"save: cannot write {str(path)!r}: {error.strerror}", param="save") from None
+
+
+def load_cost(path: Path) -> FittedCost:
+    """Read what `FittedCost.save` wrote. Raises `ConfigError` naming the file and the field."""
+    try:
+        data = json.loads(path.expanduser().read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cost_model: cannot read {str(path)!r}: {error}", param="cost_model") from None
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ConfigError(f"cost_model: {str(path)!r} is no cost model of this version", param="cost_model")
+    try:
+        model = FittedCost(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
+    except TypeError as error:
+        raise ConfigError(f"cost_model: {path}: {error}", param="cost_model") from None
+    lengths = (
+        (len(model.knots), len(model.knot_seconds)),
+        (len(model.device), len(DEVICE_FEATURES)),
+        (len(model.host), len(HOST_FEATURES)),
+    )
+    numbers = (*model.knots, *model.knot_seconds, *model.device, *model.host, model.host_base, model.moved_block)
+    sound = all(isinstance(value, int | float) and 0 <= value < math.inf for value in (*numbers, model.disk_block))
+    if not sound or not model.knots or any(have != wanted for have, wanted in lengths):
+        raise ConfigError(f"cost_model: {path}: times must be numbers >= 0, one for each feature", param="cost_model")
+    if list(model.knots) != sorted(set(model.knots)) or model.knots[0] < 1 or not any(model.knot_seconds):
+        raise ConfigError(f"cost_model: {path}: knots must rise from 1 or more and cost something", param="cost_model")
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineCost:
+    """Seconds as a device of known rates would need at best: what is read over bandwidth, or arithmetic over its rate.
+
+    Weights are read once a step, cached keys and values once for every sequence that decodes. Feed-forward layers are
+    taken to be gated, as in Llama.
+
+    Attributes:
+        bandwidth: bytes/s. flops: 1/s. overhead: seconds added to every step. host: seconds per sequence of a step.
+        link, disk: bytes/s between device and host, and to disk.
+        weight_bytes: of the whole model. linear_flops: of its matrices, per token; head_flops: of the output head, per
+            sampled token. pair_flops: of attention, per query and key. token_kv_bytes: of one token's keys and values.
+        block_bytes: of one KV block.
+    """
+
+    bandwidth: float
+    flops: float
+    overhead: float
+    host: float
+    link: float
+    disk: float
+    weight_bytes: float
+    linear_flops: float
+    head_flops: float
+    pair_flops: float
+    token_kv_bytes: float
+    block_bytes: float
+    num_shapes: int = 0
+
+    def seconds(self, contents: StepContents) -> float:
+        """Return the larger of reading and computing, plus what does not overlap."""
+        moved = contents.num_moved_blocks * self.block_bytes / self.link
+        moved += contents.num_disk_blocks * self.block_bytes / self.disk
+        if contents.num_tokens == 0:
+            return moved
+        linear = max(
+            self.weight_bytes / self.bandwidth,
+            (contents.num_tokens * self.linear_flops + contents.num_sampled * self.head_flops) / self.flops,
+        )
+        decode = contents.decode_context
+        attention = contents.prefill_pairs * self.pair_flops / self.flops
+        attention += max(decode * self.token_kv_bytes / self.bandwidth, decode * self.pair_flops / self.flops)
+        return linear + attention + self.overhead + self.host * contents.num_sequences + moved
+
+
+ROOFLINE = "roofline:"
+_RATES = {  # name -> (unit in SI, default)
+    "bandwidth": (1e9, None),
+    "gflops": (1e9, None),
+    "memory": (2**30, None),
+    "overhead": (1e-6, 0.0),
+    "host": (1e-6, 2.0),
+    "link": (1e9, 25.0),
+    "disk": (1e9, 2.0),
+    "params": (1e9, 0.0),
+}
+
+
+def parse_roofline(text: str, info: ModelInfo, dtype: str, kv_dtype: str, block_size: int) -> tuple[RooflineCost, int]:
+    """Read "roofline:bandwidth=100,gflops=2000,memory=16"; return the model and the bytes left for the KV cache.
+
+    bandwidth, link and disk in GB/s, gflops in GFLOP/s, memory in GiB, overhead (per step) and host (per sequence of a
+    step) in us, params (if the shape in config.json does not tell) in billions. `link` is between device and host.
+
+    Raises:
+        ConfigError: names what is missing or wrong, or the weights do not fit the memory.
+    """
+    values: dict[str, float] = {}
+    for pair in filter(None, text.removeprefix(ROOFLINE).split(",")):
+        name, _, number = pair.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if name not in _RATES or name in values or not 0 <= value < math.inf:
+            allowed = ", ".join(_RATES)
+            raise ConfigError(f"cost_model: {echo(pair)}: NAME=NUMBER with one each of {allowed}", param="cost_model")
+        values[name] = value * _RATES[name][0]
+    for name, (unit, default) in _RATES.items():
+        if name not in values and default is not None:
+            values[name] = default * unit
+        if not values.get(name) and (default is None or name in ("link", "disk")):
+            raise ConfigError(f"cost_model: {ROOFLINE} needs {name}=NUMBER above 0", param="cost_model")
+    cost = _roofline(values, info, dtype, kv_dtype, block_size)
+    left = int(values["memory"] - cost.weight_bytes)
+    if left <= 0:
+        raise ConfigError(
+            f"cost_model: the weights take {cost.weight_bytes / 2**30:.2f} GiB, memory is {values['memory'] / 2**30:g}",
+            param="cost_model",
+        )
+    return cost, left
+
+
+def _roofline(values: dict[str, float], info: ModelInfo, dtype: str, kv_dtype: str, block_size: int) -> RooflineCost:
+    heads, kv_heads, size = info.num_attention_heads, info.num_key_value_heads, info.head_dim
+    layers, hidden = info.num_hidden_layers, info.hidden_size
+    per_layer = 2 * hidden * heads * size + 2 * hidden * kv_heads * size + 3 * hidden * info.intermediate_size
+    head = info.vocab_size * hidden
+    params = values["params"] or layers * per_layer + head
+    scale = DTYPE_BYTES["float32"] if kv_dtype == "int8" else 0
+    token_kv_bytes = 2.0 * layers * kv_heads * (size * DTYPE_BYTES[kv_dtype] + scale)
+    return RooflineCost(
+        bandwidth=values["bandwidth"],
+        flops=values["gflops"],
+        overhead=values["overhead"],
+        host=values["host"],
+        link=values["link"],
+        disk=values["disk"],
+        weight_bytes=params * DTYPE_BYTES[dtype],
+        linear_flops=2.0 * max(params - head, 0),
+        head_flops=2.0 * head,
+        pair_flops=4.0 * layers * heads * size,
+        token_kv_bytes=token_kv_bytes,
+        block_bytes=token_kv_bytes * block_size,
+    )
+
+
+def fits(cost: FittedCost, dtype: str, kv_dtype: str) -> dict[str, Any]:
+    """Return in which types `cost` was measured and the simulation differs, name -> (measured, simulated)."""
+    pairs = {"dtype": (cost.dtype, dtype), "kv_cache_dtype": (cost.kv_dtype, kv_dtype)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

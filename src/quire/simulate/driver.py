@@ -1,0 +1,168 @@
+"""`drive`: replays a trace against an engine and notes when what happened. Works in virtual and in real time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.core import EngineCore
+from quire.engine.messages import AddRequest
+from quire.errors import QuireError
+from quire.sampling_params import SamplingParams
+from quire.simulate.clock import Clock
+from quire.simulate.trace import TraceRequest
+from quire.step import SchedulerStats
+
+MAX_IDLE_STEPS = 1000  # steps on end that compute nothing, let no time pass and end nothing
+
+
+class Record:
+    """What happened to one request. Times in seconds of the replay, None if it did not come to that.
+
+    Attributes:
+        num_generated: tokens. num_cached: prompt tokens that were not computed. error: why it failed, or None.
+    """
+
+    __slots__ = (
+        "error",
+        "finish",
+        "first_scheduled",
+        "first_token",
+        "num_cached",
+        "num_generated",
+        "num_preemptions",
+        "request",
+    )
+
+    def __init__(self, request: TraceRequest) -> None:
+        self.request = request
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.finish: float | None = None
+        self.num_generated = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.error: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.request.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None with fewer than two."""
+        if self.finish is None or self.first_token is None or self.num_generated < 2:
+            return None
+        return (self.finish - self.first_token) / (self.num_generated - 1)
+
+    @property
+    def e2e(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finish is None else self.finish - self.request.arrival
+
+
+@dataclass(slots=True)
+class RunLog:
+    """What happened in a replay.
+
+    Attributes:
+        records: one per request, in order of arrival. duration: when the last request ended [s].
+        stats: of the scheduler at the end.
+        running, waiting, usage: sequences running, requests waiting and the share of blocks in use, each summed over
+            steps times the seconds until the next one. max_running, max_waiting, max_usage: their maxima.
+    """
+
+    records: list[Record]
+    duration: float = 0.0
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    running: float = 0.0
+    waiting: float = 0.0
+    usage: float = 0.0
+    max_running: int = 0
+    max_waiting: int = 0
+    max_usage: float = 0.0
+
+    def note(self, stats: SchedulerStats, seconds: float) -> None:
+        """Take in the state of the queues, which held for `seconds`."""
+        usage = stats.kv_cache_usage
+        self.running += stats.num_running * seconds
+        self.waiting += stats.num_waiting * seconds
+        self.usage += usage * seconds
+        self.max_running = max(self.max_running, stats.num_running)
+        self.max_waiting = max(self.max_waiting, stats.num_waiting)
+        self.max_usage = max(self.max_usage, usage)
+
+
+def drive(
+    core: EngineCore,
+    requests: Sequence[TraceRequest],
+    clock: Clock,
+    prompt_of: Callable[[TraceRequest], list[int]] = TraceRequest.prompt_token_ids,
+) -> RunLog:
+    """Replay `requests`, sorted by arrival, against `core`, whose clock is `clock`; return when all have ended.
+
+    A request is added before the first step that begins after its arrival, as in the engine's own loop. It generates
+    exactly its number of output tokens, or as many as fit.
+
+    Raises:
+        QuireError: the engine does nothing although requests are unfinished.
+    """
+    log = RunLog([Record(request) for request in requests])
+    by_id = {str(record.request.number): record for record in log.records}
+    if len(by_id) != len(log.records):
+        raise QuireError("two requests have the same number")
+    params: dict[int, SamplingParams] = {}
+    next_index, num_idle, last = 0, 0, clock()
+    while next_index < len(requests) or core.has_unfinished():
+        if not core.has_unfinished():
+            clock.wait_until(requests[next_index].arrival)
+        now = clock()
+        while next_index < len(requests) and requests[next_index].arrival <= now:
+            request = requests[next_index]
+            core.add(message_of(request, prompt_of(request), params))
+            next_index += 1
+        news = core.step()
+        now = clock()
+        log.note(news.stats, now - last)
+        num_idle = num_idle + 1 if now == last and not news.outputs else 0
+        last = now
+        for output in news.outputs:
+            record = by_id[output.sequence_id]
+            if record.first_token is None and output.new_token_ids:
+                record.first_token = now
+                record.first_scheduled = output.first_scheduled_time
+                record.num_cached = output.num_cached_tokens or 0
+            record.num_generated += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                record.finish = now
+                record.num_preemptions = output.num_preemptions
+                record.error = output.error
+        if num_idle > MAX_IDLE_STEPS:
+            if next_index == len(requests):
+                raise QuireError(f"the scheduler does nothing at {now:.6f} s: {news.stats}")
+            clock.wait_until(requests[next_index].arrival)
+    log.duration = max((record.finish or 0.0 for record in log.records), default=0.0)
+    log.stats = core.scheduler.stats()
+    return log
+
+
+def message_of(request: TraceRequest, prompt: list[int], params: dict[int, SamplingParams] | None = None) -> AddRequest:
+    """Return the request as the front would send it; sampling options are kept in `params`, by number of tokens."""
+    wanted = request.num_output_tokens
+    params = {} if params is None else params
+    if wanted not in params:
+        params[wanted] = SamplingParams(temperature=0.0, max_tokens=wanted, ignore_eos=True, detokenize=False)
+    name = str(request.number)
+    return AddRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=params[wanted],
+        arrival_time=request.arrival,
+        sequence_ids=[name],
+        seeds=[request.number],
+        stop_ids=[],
+        max_tokens=wanted,
+        priority=request.priority,
+        tenant=request.tenant,
+    )

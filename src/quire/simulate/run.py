@@ -1,0 +1,124 @@
+"""`simulate`: one replay of a trace under a config and a cost model, from options to a `RunLog`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.settle import settle
+from quire.errors import ConfigError
+from quire.kvcache.block_hash import BlockHasher
+from quire.simulate.clock import VirtualClock
+from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
+from quire.simulate.driver import RunLog, drive
+from quire.simulate.executor import Observer, SimulatedExecutor, kv_spec
+from quire.simulate.trace import TraceRequest
+from quire.simulate.waste import WasteMeter
+
+logger = logging.getLogger(__name__)
+
+UNLIMITED = 2**62  # bytes
+
+
+class RunHasher(BlockHasher):
+    """Names blocks by Python's hash of their tokens: deterministic, and several times as fast as BLAKE2b.
+
+    Names are 64 bits long and nobody attacks a simulation; a few million blocks agree by chance with a probability of
+    less than one in a million.
+    """
+
+    __slots__ = ()
+
+    def root(self, cache_salt: str | None) -> bytes:
+        """Return the parent of first blocks."""
+        return b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+
+    def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
+        """Return the name of the block after `parent`."""
+        # Hashes of bytes are salted by the process, hashes of integers are not.
+        return hash((int.from_bytes(parent, "little"), *token_ids)).to_bytes(8, "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """A replay and what it was run with. num_blocks, block_size, max_model_len: as the engine settled them."""
+
+    log: RunLog
+    executor: SimulatedExecutor
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+def long_enough(info: ModelInfo, config: EngineConfig, requests: Sequence[TraceRequest]) -> ModelInfo:
+    """Return `info` with a context long enough for `requests`.
+
+    A simulation has no positions that a model was not trained on: unless `max_model_len` is given, the context is as
+    long as the model's or the longest request, whichever is longer.
+    """
+    longest = max(request.num_tokens for request in requests)
+    context = config.model.max_model_len or max(info.max_model_len, longest)
+    return dataclasses.replace(info, max_model_len=context, longest_model_len=max(info.longest_model_len, context))
+
+
+def make_cost(spec: str, config: EngineConfig, info: ModelInfo) -> tuple[CostModel, int]:
+    """Return the cost model that `spec` (a file, or "roofline:...") means, and the bytes for the KV cache.
+
+    Raises:
+        ConfigError: the file or the text is wrong.
+    """
+    settled = settle(config, info)
+    dtype, kv_dtype = settled.model.dtype, settled.cache.kv_cache_dtype
+    if spec.startswith(ROOFLINE):
+        return parse_roofline(spec, info, dtype, kv_dtype, config.cache.block_size)
+    cost = load_cost(Path(spec))
+    for name, (measured, simulated) in fits(cost, dtype, kv_dtype).items():
+        logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
+    if not isinstance(cost.memory, int) or cost.memory <= 0:
+        raise ConfigError(f"cost_model: {spec}: memory must be an integer above 0", param="cost_model")
+    return cost, cost.memory
+
+
+def simulate(
+    config: EngineConfig,
+    info: ModelInfo,
+    requests: Sequence[TraceRequest],
+    cost: CostModel,
+    memory: int,
+    observer: Observer | WasteMeter | None = None,
+) -> SimulatedRun:
+    """Replay `requests` against the production scheduler in virtual time.
+
+    Args:
+        info: of the model, see `long_enough`. memory: bytes for the KV cache, unless the options say how many.
+        observer: is told of every step.
+    """
+    clock = VirtualClock()
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        memory = UNLIMITED
+    kv_dtype = settle(config, info).cache.kv_cache_dtype
+    block_bytes = kv_spec(info, kv_dtype).block_bytes(cache.block_size, info.max_model_len)
+    executor = SimulatedExecutor(
+        info, kv_dtype, cost, clock, memory, observer, num_disk_blocks=cache.kv_disk_space // block_bytes
+    )
+    core = EngineCore(config, executor=executor, info=info, clock=clock)
+    core.scheduler.kv._hasher = RunHasher(b"")  # before any block has a name
+    if isinstance(observer, WasteMeter):
+        observer.begin(core.ready.block_size, core.ready.max_model_len, config.scheduler.max_num_seqs)
+    log = drive(core, requests, clock)
+    return SimulatedRun(
+        log=log,
+        executor=executor,
+        num_blocks=core.ready.num_blocks,
+        block_size=core.ready.block_size,
+        max_model_len=core.ready.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )

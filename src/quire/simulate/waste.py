@@ -1,0 +1,218 @@
+"""What other ways of keeping keys and values would waste on the same run: the case for paging, in numbers.
+
+Four ways, for the sequences that run at the same time in a simulated replay (terms of Kwon et al. 2023, section 3.1):
+
+- *contiguous*: one buffer of (max_num_seqs, max_model_len) slots; each sequence has a row to itself.
+- *power of two*: each sequence has one piece of as many slots as the next power of two above its final length, from
+  a buddy allocator (Knowlton 1965).
+- *paged*: blocks of `block_size` slots, taken as the sequence grows; and *paged, shared*: as the engine really does it,
+  with common prefixes stored once.
+
+A slot is *used* if it holds a token, *reserved* if one of the sequence's later tokens will lie there, *internal* waste
+if it belongs to the sequence but none ever will, and *external* waste if it belongs to nobody and cannot serve others:
+idle rows of the buffer, holes below the highest piece of the buddy allocator. A free block serves anybody. Where layers
+have several block tables, the first one's are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.simulate.contents import StepContents
+from quire.simulate.trace import TraceRequest
+from quire.step import SchedulerOutput
+
+WAYS = ("contiguous", "power of two", "paged", "paged, shared")
+
+
+@dataclass(slots=True)
+class Slots:
+    """Slots summed over time [slot * s], and `peak`: the most that were ever held."""
+
+    used: float = 0.0
+    reserved: float = 0.0
+    internal: float = 0.0
+    external: float = 0.0
+    peak: int = 0
+
+    def add(self, seconds: float, used: int, reserved: int, internal: int, external: int) -> None:
+        """Add a state that lasted `seconds`."""
+        self.used += used * seconds
+        self.reserved += reserved * seconds
+        self.internal += internal * seconds
+        self.external += external * seconds
+        self.peak = max(self.peak, used + reserved + internal + external)
+
+    @property
+    def total(self) -> float:
+        """All that was held."""
+        return self.used + self.reserved + self.internal + self.external
+
+
+class Buddies:
+    """Addresses from a memory that is as large as it needs to be: pieces of powers of two, lowest address first."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, set[int]] = {}
+        self._held: dict[str, tuple[int, int]] = {}
+        self._size = 0
+
+    @property
+    def extent(self) -> int:
+        """One more than the highest address held."""
+        return max((start + size for start, size in self._held.values()), default=0)
+
+    def take(self, name: str, size: int) -> None:
+        """Give `name` a piece of `size`, a power of two."""
+        while True:
+            fitting = [have for have, starts in self._free.items() if have >= size and starts]
+            if fitting:
+                break
+            self._grow(size)
+        have = min(fitting)
+        start = min(self._free[have])
+        self._free[have].remove(start)
+        while have > size:
+            have //= 2
+            self._free.setdefault(have, set()).add(start + have)
+        self._held[name] = (start, size)
+
+    def give_back(self, name: str) -> None:
+        """Take the piece back, and join it with its buddy as long as that is free."""
+        start, size = self._held.pop(name)
+        while size < self._size:
+            buddy = start ^ size
+            starts = self._free.get(size, set())
+            if buddy not in starts:
+                break
+            starts.remove(buddy)
+            start, size = min(start, buddy), 2 * size
+        self._free.setdefault(size, set()).add(start)
+
+    def _grow(self, size: int) -> None:
+        """Double the memory, at least to `size`."""
+        if self._size == 0:
+            self._size = size
+            self._free.setdefault(size, set()).add(0)
+            return
+        start, new = self._size, self._size
+        whole = self._free.get(start, set())
+        self._size *= 2
+        if 0 in whole:
+            whole.remove(0)
+            start, new = 0, self._size
+        self._free.setdefault(new, set()).add(start)
+
+
+@dataclass(slots=True)
+class WasteMeter:
+    """An observer of a simulated run that keeps the books of all ways side by side.
+
+    Args:
+        requests: of the run. `begin` must be called before the first step.
+
+    Attributes:
+        slots: books by way. max_paged_waste: most slots that a sequence held in blocks beyond its tokens.
+    """
+
+    requests: Sequence[TraceRequest]
+    slots: dict[str, Slots] = field(default_factory=lambda: {way: Slots() for way in WAYS})
+    max_paged_waste: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    _finals: dict[str, int] = field(default_factory=dict)
+    _held: dict[str, int] = field(default_factory=dict)
+    _tables: dict[str, list[int]] = field(default_factory=dict)
+    _owners: Counter[int] = field(default_factory=Counter)
+    _buddies: Buddies = field(default_factory=Buddies)
+
+    def begin(self, block_size: int, max_model_len: int, max_num_seqs: int) -> None:
+        """Learn the sizes that the engine has settled on."""
+        self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
+        self._finals = {
+            str(request.number): min(request.num_tokens - 1, self.max_model_len - 1) for request in self.requests
+        }
+
+    def __call__(self, step: SchedulerOutput, contents: StepContents, seconds: float) -> None:
+        """Take in a step that lasted `seconds`: its sequences hold their slots for as long."""
+        for name in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+            if self._held.pop(name, None) is not None:
+                self._drop(self._tables.pop(name))
+                self._buddies.give_back(name)
+        for new in step.new_sequences:
+            self._tables[new.sequence_id] = list(new.block_ids[0])
+            self._owners.update(new.block_ids[0])
+            self._buddies.take(new.sequence_id, _power_of_two(self._finals[new.sequence_id]))
+        for data in (*step.continuing, *step.new_sequences):
+            self._held[data.sequence_id] = data.num_computed_tokens + step.num_scheduled_tokens.get(data.sequence_id, 0)
+        for data in step.continuing:
+            table = self._tables[data.sequence_id]
+            for group, index, block_id in data.replaced_blocks:
+                if group == 0:
+                    self._drop([table[index]])
+                    self._owners[block_id] += 1
+                    table[index] = block_id
+            if data.new_block_ids:
+                table += data.new_block_ids[0]
+                self._owners.update(data.new_block_ids[0])
+        self._add(seconds)
+
+    def _drop(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._owners[block_id] -= 1
+            if not self._owners[block_id]:
+                del self._owners[block_id]
+
+    def _add(self, seconds: float) -> None:
+        size = self.block_size
+        used = sum(self._held.values())
+        finals = sum(self._finals[name] for name in self._held)
+        pieces = sum(_power_of_two(self._finals[name]) for name in self._held)
+        paged = 0
+        for name, tokens in self._held.items():
+            waste = len(self._tables[name]) * size - tokens
+            self.max_paged_waste = max(self.max_paged_waste, waste)
+            paged += waste
+        rows = len(self._held) * self.max_model_len
+        idle = (self.max_num_seqs - len(self._held)) * self.max_model_len
+        self.slots["contiguous"].add(seconds, used, finals - used, rows - finals, idle)
+        holes = max(self._buddies.extent - pieces, 0)
+        self.slots["power of two"].add(seconds, used, finals - used, pieces - finals, holes)
+        # The rest of a last block may be written later or not; it is counted as never, which is the larger waste.
+        self.slots["paged"].add(seconds, used, 0, paged, 0)
+        self.slots["paged, shared"].add(seconds, max(len(self._owners) * size - paged, 0), 0, paged, 0)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def waste_report(slots: Mapping[str, Slots]) -> dict[str, dict[str, float]]:
+    """Return for each way its shares of the slot-seconds held, the most slots, and how often as many as paged."""
+    paged = slots["paged"].total or 1.0
+    report = {}
+    for way, found in slots.items():
+        total = found.total or 1.0
+        report[way] = {
+            "used": found.used / total,
+            "reserved": found.reserved / total,
+            "internal": found.internal / total,
+            "external": found.external / total,
+            "peak_slots": found.peak,
+            "against_paged": found.total / paged,
+        }
+    return report
+
+
+def waste_table(report: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the report as text."""
+    names = ("used", "reserved", "internal", "external")
+    lines = [f"  {'share of KV slots over time':<28}" + "".join(f"{name:>10}" for name in names)]
+    lines[0] += f"{'x paged':>10}{'most slots':>14}"
+    for way, found in report.items():
+        cells = "".join(f"{found[name]:>10.2%}" for name in names)
+        lines.append(f"  {way:<28}{cells}{found['against_paged']:>10.2f}{int(found['peak_slots']):>14,}")
+    return "\n".join(lines)
