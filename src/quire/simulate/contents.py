@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.step import SchedulerOutput, TransferKind
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput, TransferKind
 
 Windows = tuple[tuple[int, float], ...]  # (sliding window in tokens, share of the layers that have it)
 
@@ -99,7 +99,8 @@ class StepReader:
             contents.num_new += 1
             contents.num_new_known_tokens += len(new.token_ids)
         context = 0.0
-        for data in (*step.continuing, *step.new_sequences):
+        going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
+        for data in going:
             sequence_id, start = data.sequence_id, data.num_computed_tokens
             count = scheduled.get(sequence_id, 0)
             if count == 1:

@@ -36,13 +36,11 @@ HOST_FEATURES = ("num_sequences", "num_new", "num_new_known_tokens", "num_tokens
 
 
 class CostModel(Protocol):
-    """Says how long a step takes.
+    """Says how long a step takes."""
 
-    Attributes:
-        num_shapes: shapes of step that the worker keeps, see `StepReader`.
-    """
-
-    num_shapes: int
+    @property
+    def num_shapes(self) -> int:
+        """Shapes of step that the worker keeps, see `StepReader`."""
 
     def seconds(self, contents: StepContents) -> float:
         """Return the seconds from the start of planning a step to the end of taking in its results."""
@@ -133,7 +131,8 @@ def load_cost(path: Path) -> FittedCost:
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ConfigError(f"cost_model: {str(path)!r} is no cost model of this version", param="cost_model")
     try:
-        model = FittedCost(**{name: tuple(v) if isinstance(v, list) else v for name, v in data.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+        model = FittedCost(**values)
     except TypeError as error:
         raise ConfigError(f"cost_model: {path}: {error}", param="cost_model") from None
     lengths = (

@@ -82,7 +82,7 @@ def read_trace(path: str, *, time_scale: float = 1.0, limit: int | None = None) 
         ConfigError: the file cannot be read or is empty, or names the line at fault.
     """
     names: dict[str, int] = {}
-    requests = []
+    requests: list[TraceRequest] = []
     try:
         with Path(path).expanduser().open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -161,7 +161,7 @@ def _integer(item: dict[str, Any], key: str, where: str, low: int = 1, default: 
 
 
 def _seconds(item: dict[str, Any], key: str, where: str) -> float:
-    value = item.get(key)
+    value: Any = item.get(key)
     if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise ConfigError(f"{where}: {key} must be a number >= 0, got {echo(value)}", param="trace")
     return float(value)

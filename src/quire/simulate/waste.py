@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from quire.simulate.contents import StepContents
 from quire.simulate.trace import TraceRequest
-from quire.step import SchedulerOutput
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 
 WAYS = ("contiguous", "power of two", "paged", "paged, shared")
 
@@ -146,7 +146,8 @@ class WasteMeter:
             self._tables[new.sequence_id] = list(new.block_ids[0])
             self._owners.update(new.block_ids[0])
             self._buddies.take(new.sequence_id, _power_of_two(self._finals[new.sequence_id]))
-        for data in (*step.continuing, *step.new_sequences):
+        going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
+        for data in going:
             self._held[data.sequence_id] = data.num_computed_tokens + step.num_scheduled_tokens.get(data.sequence_id, 0)
         for data in step.continuing:
             table = self._tables[data.sequence_id]
