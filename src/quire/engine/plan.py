@@ -20,7 +20,7 @@ from quire.kernels.memory import available_memory
 from quire.step import KVCacheSpec
 from quire.worker.footprint import Footprint, StepBytes, has_weights
 
-RUNTIME_BYTES = 190 * 2**20  # Python, numpy, Numba and its compiled kernels; measured, see benchmarks/plan_accuracy.py
+RUNTIME_BYTES = 155 * 2**20  # Python, numpy, Numba and its compiled kernels; measured, see benchmarks/plan_accuracy.py
 LENGTHS = (1024, 4096)  # tokens of the requests that are counted, beside the longest
 SMALLER_WEIGHTS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16"},

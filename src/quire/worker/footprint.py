@@ -201,6 +201,7 @@ class _Counter(ShapeBackend):
         self._source, self._checkpoint = source, checkpoint
         self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.loading = 0
+        self._read = 0
 
     def start(self) -> None:
         """Forget earlier recordings."""
@@ -229,7 +230,9 @@ class _Counter(ShapeBackend):
             held = sum(4 * size for _, size in recent)  # invented in float32
         else:
             names = [name for name, _ in recent if name in self._checkpoint]
-            held = HELD_BYTES + sum(_entry_bytes(self._checkpoint, name) for name in names)
+            here = sum(_entry_bytes(self._checkpoint, name) for name in names)
+            held = min(self._read, HELD_BYTES) + here
+            self._read += here
         self.loading = max(self.loading, self.num_bytes + held)
 
 

@@ -1,0 +1,189 @@
+"""What is said of memory before a model is loaded, against what loading and recording a step really take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.config import EngineConfig
+from quire.engine.settle import settle
+from quire.kernels import shapes
+from quire.kernels.backend import LayerCache
+from quire.kernels.cpu import (
+    arrays,
+    formats,
+    interleave,
+    linear_int,
+    paged_plan,
+    paged_softmax,
+    paged_tiles,
+    simd,
+    survey,
+    team,
+    threads,
+)
+from quire.kernels.cpu.backend import CPUBackend
+from quire.models.loader import load_model
+from quire.worker.footprint import Footprint, part_of
+from quire.worker.graphs import StepGraphs
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 72,
+    "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 144,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16,
+                      "tie_word_embeddings": True, "num_hidden_layers": 4, "use_sliding_window": True,
+                      "sliding_window": 64, "max_window_layers": 2},
+    "olmo2": LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "granite": LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "residual_multiplier": 0.5,
+                        "embedding_multiplier": 2.0, "logits_scaling": 4.0, "attention_multiplier": 0.3},
+    "cohere": LLAMA | {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "layer_norm_eps": 1e-5,
+                       "use_qk_norm": True, "logit_scale": 0.25},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 1003, "n_embd": 72,
+             "n_layer": 3, "n_head": 6, "n_positions": 512, "layer_norm_epsilon": 1e-5, "eos_token_id": 2,
+             "activation_function": "gelu_new", "torch_dtype": "float32"},
+    "bloom": {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 1003, "hidden_size": 72,
+              "n_layer": 3, "n_head": 6, "layer_norm_epsilon": 1e-5, "eos_token_id": 2, "torch_dtype": "float32",
+              "seq_length": 512},
+}  # fmt: skip
+
+
+def settled(folder: Path, family: str, **options: Any) -> tuple[EngineConfig, Any]:
+    (folder / "config.json").write_text(json.dumps(FAMILIES[family]))
+    info = load_model_info(folder)
+    base = {"max_num_seqs": 24, "max_num_batched_tokens": 130, "max_model_len": 400, "load_format": "dummy"}
+    return settle(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
+
+
+def recorded(config: EngineConfig, info: Any, steps: list[tuple[int, int, int, bool]]) -> tuple[int, int]:
+    """Load and record steps; return bytes of packed weights, and of the arena that is used."""
+    model_config, device = config.model, config.device
+    backend = CPUBackend(
+        model_config.dtype, config.cache.kv_cache_dtype, device.num_threads, quantization=model_config.quantization
+    )
+    packed: list[int] = []
+    pack, vector = backend.pack_linear, backend.vector
+
+    def counted_pack(*args: Any, **keywords: Any) -> Any:
+        weight = pack(*args, **keywords)
+        data, rest = weight.data.nbytes, weight.nbytes - weight.data.nbytes
+        packed.append(-(-data // arrays.ALIGNMENT) * arrays.ALIGNMENT + rest)
+        return weight
+
+    def counted_vector(tensor: Any) -> Any:
+        made = vector(tensor)
+        packed.append(made.nbytes)
+        return made
+
+    backend.pack_linear, backend.vector = counted_pack, counted_vector  # type: ignore[method-assign]
+    model = load_model(info, backend, max_model_len=config.model.max_model_len, load_format="dummy")
+    spec, size = model.kv_cache_spec(), config.cache.block_size
+    groups = {layer: n for n, group in enumerate(spec.groups(400)) for layer in group.layers}
+    graphs = StepGraphs(
+        model,
+        backend,
+        [
+            LayerCache(backend.new_kv_cache(2, size, layer.num_kv_heads, layer.head_size), groups[index])
+            for index, layer in enumerate(spec.layers)
+        ],
+        max_tokens=130,
+        max_num_seqs=24,
+        max_blocks=-(-400 // size),
+    )
+    arena, used = backend._launcher.arena, 0
+    for shape in steps:
+        graphs._graph(shape)
+        assert arena._slab == 0, "small enough for one slab"
+        used = max(used, arena._used)
+    return sum(packed), used
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, family: str) -> None:
+    config, info = settled(tmp_path, family)
+    footprint = Footprint(config, info)
+    weights, used = recorded(config, info, [(130, 24, 24, False), (24, 24, 24, False)])
+    assert footprint.weights == weights
+    assert footprint.step(config).activations == used
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float16", "kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int8-weight-only", "num_threads": 1},
+    ],
+    ids=lambda options: " ".join(str(value) for value in options.values()),
+)
+def test_so_they_are_in_every_form_of_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    config, info = settled(tmp_path, "llama", **options)
+    footprint = Footprint(config, info)
+    weights, used = recorded(config, info, [(130, 24, 24, False), (24, 24, 24, False)])
+    assert footprint.weights == weights
+    assert footprint.step(config).activations == used
+
+
+def test_sizes_that_kernels_settle_are_repeated_rightly() -> None:
+    assert shapes.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
+    assert shapes.INT_DEPTH == linear_int.DEPTH_UNIT
+    assert shapes.DOT_ROWS == interleave.DOT_ROWS
+    assert (shapes.CHUNK, shapes.LANES) == (survey.CHUNK, formats.LANES)
+    assert (shapes.SPLIT_ROWS, shapes.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
+    assert (shapes.RECORD, shapes.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)
+    assert (shapes.PARTIAL_BYTES, shapes.SEGMENT) == (paged_plan.PARTIAL_BYTES, paged_tiles.SEGMENT)
+    assert shapes.SCRATCH_BYTES == threads.SCRATCH_BYTES
+    assert shapes.INSTRUCTION_BYTES == 8 * team.ROW
+    for rows in range(1, 70):
+        assert shapes.padded_rows(rows) == interleave.padded_rows(rows)
+
+
+def test_the_processor_is_the_one_that_kernels_are_compiled_for() -> None:
+    processor = shapes.Processor.of_level()
+    assert (processor.pairs, processor.tile_rows) == (simd.HAS_BF16_DOT, simd.TILE_ROWS)
+
+
+def test_a_processor_without_the_file_of_flags_has_the_least(tmp_path: Path) -> None:
+    assert shapes.Processor.of_level(root=tmp_path) == shapes.Processor(pairs=False, tile_rows=2)
+    assert shapes.Processor.of_level("avx512") == shapes.Processor(pairs=False, tile_rows=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.embed_tokens.weight", "embeddings"),
+        ("transformer.wpe.weight", "embeddings"),
+        ("transformer.word_embeddings_layernorm.weight", "norms"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.self_attn.q_proj.bias", "attention"),
+        ("transformer.h.1.attn.c_attn.weight", "attention"),
+        ("transformer.h.1.ln_1.weight", "norms"),
+        ("model.layers.3.mlp.down_proj.weight", "mlp"),
+        ("model.decoder.layers.3.fc1.weight", "mlp"),
+        ("lm_head.weight", "head"),
+        ("model.decoder.project_in.weight", "other"),
+    ],
+)
+def test_tensors_are_sorted_by_name(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_steps_of_more_sequences_and_longer_contexts_take_more(tmp_path: Path) -> None:
+    config, info = settled(tmp_path, "llama")
+    footprint = Footprint(config, info)
+    small = footprint.step(config)
+    more, _ = settled(tmp_path, "llama", max_num_seqs=48)
+    longer, _ = settled(tmp_path, "llama", max_model_len=512)
+    assert footprint.step(more).activations > small.activations
+    assert footprint.step(longer).inputs - small.inputs == 24 * 112 * np.dtype(np.int32).itemsize + 2 * 24 * 7 * 4
