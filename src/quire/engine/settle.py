@@ -240,7 +240,7 @@ def _count_in_bytes(
 def _too_large(option: str, needed: int, room: int, tokens: int, **changes: Any) -> _Misfit:
     return _Misfit(
         option,
-        f"{option}: the KV cache would take {size_text(needed)}, {size_text(room)} are free beside the weights, "
+        f"{option}: the KV cache would take {size_text(needed)}, {size_text(room)} are free beside weights and steps, "
         f"enough for {tokens} tokens",
         **changes,
     )
