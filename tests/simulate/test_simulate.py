@@ -83,10 +83,13 @@ def test_goodput_counts_those_within_both_limits(replay):
 
 
 def test_queues_are_averaged_over_time(replay):
-    requests = [TraceRequest(number, 0.0, 10, 2) for number in range(3)]
+    requests = [TraceRequest(number, 100.0 * (number // 3), 10, 3) for number in range(6)]
     result = summarize(replay(requests, max_num_seqs=1).log)
+    assert result["duration"] == 109.0
     assert (result["waiting"]["max"], result["running"]["max"]) == (2, 1)
-    assert result["waiting"]["mean"] == pytest.approx((2 + 2 + 1 + 1) / 6, abs=0.4)
+    # At the ends of nine steps 2 2 2 1 1 1 0 0 0 wait and 1 1 0 1 1 0 1 1 0 run, twice.
+    assert result["waiting"]["mean"] == pytest.approx(2 * 9 / 109)
+    assert result["running"]["mean"] == pytest.approx(2 * 6 / 109)
 
 
 def test_more_load_waits_longer(replay):

@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Iterable, Sequence
 
-from quire.cli import chat, generate
+from quire.cli import chat, generate, simulate
 from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, base_type, flags_of
 from quire.cli.model import LogOptions
@@ -59,6 +59,8 @@ def document() -> str:
     parts += [f"It sets {varied} itself; they are no flags of this benchmark.\n"]
     parts += _section("bench serve", flags_of(serve.GROUPS[:-1]))
     parts += _section("chat, generate, bench: logging", flags_of((LogOptions,)))
+    parts += _section("simulate", flags_of((simulate.SimulateOptions,)))
+    parts += ["It takes the engine's options and those of logging too.\n"]
     parts += _section("train", _train_flags())
     return "\n".join(parts)
 

@@ -69,8 +69,8 @@ class RunLog:
     Attributes:
         records: one per request, in order of arrival. duration: when the last request ended [s].
         stats: of the scheduler at the end.
-        running, waiting, usage: sequences running, requests waiting and the share of blocks in use, each summed over
-            steps times the seconds until the next one. max_running, max_waiting, max_usage: their maxima.
+        running, waiting, usage: sequences running, requests waiting and the share of blocks in use at the end of each
+            step, summed over steps times their seconds. max_running, max_waiting, max_usage: their maxima.
     """
 
     records: list[Record]
@@ -117,6 +117,7 @@ def drive(
     while next_index < len(requests) or core.has_unfinished():
         if not core.has_unfinished():
             clock.wait_until(requests[next_index].arrival)
+            last = clock()  # while nobody waits or runs, all of it is 0
         now = clock()
         while next_index < len(requests) and requests[next_index].arrival <= now:
             request = requests[next_index]

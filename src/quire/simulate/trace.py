@@ -228,7 +228,7 @@ def parse_synthetic(text: str) -> Synthetic:
             raise ConfigError(f"synthetic: {echo(pair)}: NAME=VALUE with one each of {allowed}", param="synthetic")
         values[name] = value if name == "tenant" else _number(name, value)
     load = Synthetic(**values)
-    if load.prefix > load.prompt * (1 - load.spread):
+    if load.prefix > _shortest(load.prompt, load.spread):
         raise ConfigError(
             f"synthetic: prefix={load.prefix} is longer than the shortest prompt of {echo(text)}", param="synthetic"
         )
@@ -278,5 +278,9 @@ def _arrivals(load: Synthetic, rng: np.random.Generator) -> np.ndarray:
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Synthetic) -> np.ndarray:
-    low = max(1, math.ceil(length * (1 - load.spread)))
+    low = _shortest(length, load.spread)
     return rng.integers(low, max(low, int(length * (1 + load.spread))) + 1, load.num)
+
+
+def _shortest(length: int, spread: float) -> int:
+    return max(1, math.ceil(length * (1 - spread)))
