@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,13 @@ class CacheConfig:
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
+    prefix_match_unit: int = option(
+        1,
+        "Reuse inside a block is rounded down to a multiple of so many tokens; the block size leaves whole blocks only.",
+        low=1,
+        high=1024,
+        metavar="TOKENS",
+    )
     swap_space: int | None = option(
         None,
         "Host memory for the KV of swapped sequences and of evicted prefixes, such as 4GiB; a bare number is GiB, 0 is "
@@ -141,7 +149,33 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(256, "Most sequences running at once.", low=1, high=65536)
     max_num_batched_tokens: int = option(2048, "Most tokens computed in one step.", low=1, high=2**24, metavar="TOKENS")
-    scheduling_policy: str = option("fcfs", "Who goes first among the waiting.", choices=("fcfs", "priority"))
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who goes first among the waiting: who came first, who has the lowest priority number, whose prompt is cached "
+        "for longest (lpm), or tenants in turn by weight (fair).",
+        choices=("fcfs", "priority", "lpm", "fair"),
+    )
+    priority_ageing: float = option(
+        60.0,
+        "With the priority policy, seconds of waiting that count as much as one rank; 0 lets low ranks wait for ever.",
+        low=0.0,
+        metavar="SECONDS",
+    )
+    tenant_weights: dict[str, Any] = option(
+        {}, "With the fair policy, JSON object of shares by tenant; others weigh 1.", json=True
+    )
+    max_overtake_seconds: float = option(
+        2.0,
+        "How long a waiting request may be overtaken, because it does not fit or others are cached for longer.",
+        low=0.0,
+        metavar="SECONDS",
+    )
+    preemption_mode: str = option(
+        "auto",
+        "What becomes of a running request when blocks run out: its KV is computed again later, or swapped to host "
+        "memory; auto swaps requests of several sequences.",
+        choices=("auto", "recompute", "swap"),
+    )
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens of one request in one step; 0 sets no such limit.", low=0, metavar="TOKENS"
     )
@@ -385,6 +419,12 @@ class EngineConfig:
             raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
         if cache.kv_disk_space and not cache.enable_prefix_caching:
             raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
+        for tenant, weight in self.scheduler.tenant_weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(
+                    f"tenant_weights must have positive numbers, got {echo(weight)} for {echo(tenant)}",
+                    param="tenant_weights",
+                )
         if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
 

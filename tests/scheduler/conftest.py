@@ -1,8 +1,9 @@
 """A worker that keeps, for every KV slot, what was written there, and refuses to attend to anything wrong.
 
 It knows only what `SchedulerOutput` tells it. Its "model" is a hash: the KV of a position stands for the whole token
-prefix up to it, and the next token is a function of that. So a block shared wrongly, a slot overwritten, or a token
-counted twice shows as a failed assertion in the step in which it happens.
+prefix up to it, and the next token is a function of that. So a block shared wrongly, a slot overwritten, copied too
+early or brought back from the wrong place, or a token counted twice, shows as a failed assertion in the step in which
+it happens.
 """
 
 from __future__ import annotations
@@ -14,10 +15,22 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.sampling_params import SamplingParams
+from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.manager import KVCacheManager
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.scheduler.base import BaseScheduler
+from quire.scheduler.policy import make_policy
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire.step import ModelOutput, SchedulerOutput, SequenceOutput, TokenTopLogprobs
+from quire.step import (
+    BeamOutput,
+    BlockLoad,
+    ModelOutput,
+    SchedulerOutput,
+    SequenceOutput,
+    TokenTopLogprobs,
+    TransferKind,
+)
 
 VOCAB = 29
 POISON = -1
@@ -28,6 +41,7 @@ class Content(NamedTuple):
 
     prefix: int
     version: int
+    group: int
 
 
 def next_prefix(prefix: int, token_id: int) -> int:
@@ -39,8 +53,9 @@ def first_prefix(salt: str | None) -> int:
     return zlib.crc32(repr(salt).encode())
 
 
-def sample(prefix: int) -> int:
-    return (prefix >> 11) % VOCAB
+def sample(prefix: int, seed: int = 0) -> int:
+    """The next token: with seed 0 the same for everybody, else one's own, as when sampling."""
+    return ((prefix ^ hash((seed, prefix))) if seed else prefix) // 2048 % VOCAB
 
 
 def prefixes(token_ids: Iterable[int], salt: str | None = None) -> list[int]:
@@ -55,17 +70,27 @@ def logprobs_after(prefix: int, token_id: int, count: int) -> TokenTopLogprobs:
     return TokenTopLogprobs([token_id] * (1 + count), [-float(prefix % 1000)] * (1 + count), 1)
 
 
+def best_tokens(prefix: int, count: int) -> TokenTopLogprobs:
+    """The most likely next tokens of a beam, falling; all different."""
+    first = sample(prefix)
+    token_ids = [(first + 7 * rank) % VOCAB for rank in range(min(count, VOCAB))]
+    logprobs = [-0.1 - rank * (0.05 + prefix % 97 / 100) for rank in range(len(token_ids))]
+    return TokenTopLogprobs([token_ids[0], *token_ids], [logprobs[0], *logprobs], 1)
+
+
 @dataclass
 class Row:
-    """A sequence as the worker knows it."""
+    """A sequence as the worker knows it; a block table for each group of layers."""
 
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int
     params: SamplingParams
     num_prompt_tokens: int
     salt: str | None
     version: int
+    seed: int
+    num_candidates: int
     prefixes: list[int] = field(default_factory=list)
 
     def prefix(self, position: int) -> int:
@@ -74,110 +99,209 @@ class Row:
             self.prefixes.append(next_prefix(before, self.token_ids[len(self.prefixes)]))
         return self.prefixes[position]
 
+    def fork(self, seed: int) -> Row:
+        return Row(
+            self.token_ids.copy(),
+            [table.copy() for table in self.block_ids],
+            self.num_computed_tokens,
+            self.params,
+            self.num_prompt_tokens,
+            self.salt,
+            self.version,
+            seed,
+            self.num_candidates,
+            self.prefixes.copy(),
+        )
+
+
+Blocks = dict[int, dict[int, Content]]  # block -> offset -> content
+
 
 class FakeWorker:
-    """Executes plans. `salts` (request id -> salt) is filled by the test; `version` counts changes of weights."""
+    """Executes plans. `salts` (sequence id -> salt) is filled by the test; `version` counts changes of weights."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.block_size = scheduler.kv.block_size
-        self.num_slots = scheduler.kv.capacity
-        self.slots: dict[int, Content] = {}
+    def __init__(self, scheduler: BaseScheduler) -> None:
+        kv = scheduler.kv
+        self.block_size = kv.block_size
+        self.windows = kv.windows
+        self.num_blocks = kv.pool.num_blocks
+        self.num_host_blocks = kv.host.pool.num_blocks
+        self.blocks: Blocks = {block: {} for block in range(self.num_blocks)}
+        self.host: Blocks = {block: {} for block in range(self.num_host_blocks)}
+        self.disk: dict[int, tuple[bytes, dict[int, Content]]] = {}
+        self.damaged: set[int] = set()
+        self.loads: list[BlockLoad] = []
         self.rows: dict[str, Row] = {}
+        self.left: dict[str, Row] = {}
         self.salts: dict[str, str | None] = {}
         self.version = 0
+        self.load_delay = 0
+        self.num_copies = 0
 
-    def slot(self, row: Row, position: int) -> int:
-        slot = row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
-        assert 0 <= slot < self.num_slots
-        return slot
+    def content(self, row: Row, group: int, position: int) -> Content:
+        block = row.block_ids[group][position // self.block_size]
+        assert 0 <= block < self.num_blocks
+        return self.blocks[block][position % self.block_size]
 
     def execute(self, plan: SchedulerOutput, broken: Collection[str] = ()) -> ModelOutput:
         """Run one step; the logits of the sequences in `broken` are not finite, nor are their keys and values."""
+        output = ModelOutput({}, loaded=self._move(plan))
         self._update(plan)
         self._write(plan, broken)
         failed = {name for name in plan.num_scheduled_tokens if name in broken or self._attends_to_poison(plan, name)}
-        output = ModelOutput({}, errors=dict.fromkeys(failed, "the logits are not finite"))
-        for request_id, count in plan.num_scheduled_tokens.items():
-            row = self.rows[request_id]
+        output.errors = dict.fromkeys(failed, "the logits are not finite")
+        for name, count in plan.num_scheduled_tokens.items():
+            row = self.rows[name]
             start, end = row.num_computed_tokens, row.num_computed_tokens + count
             row.num_computed_tokens = end
-            if request_id not in failed:
-                self._answer(output, request_id, row, start, end)
+            children = [fork for fork in plan.forks if fork.samples and fork.parent_id == name]
+            for fork in children:  # they see the parent's tokens before it draws its own
+                assert end == len(row.token_ids), "a fork draws from a prompt that has not ended"
+                child = self.rows[fork.sequence_id] = row.fork(fork.seed)
+                if name in failed:
+                    output.errors[fork.sequence_id] = output.errors[name]
+                else:
+                    self._draw(output, fork.sequence_id, child)
+            if name not in failed:
+                self._answer(output, name, row, start, end)
         return output
 
+    def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
+        for save in plan.saves:
+            assert len(self.blocks[save.block_id]) == self.block_size
+            self.disk[save.slot] = (save.header, dict(self.blocks[save.block_id]))
+        for kind, source, destination in plan.transfers:
+            if kind == TransferKind.COPY:
+                assert source != destination
+                self.blocks[destination] = dict(self.blocks[source])
+                self.num_copies += 1
+            elif kind == TransferKind.OUT:
+                self.host[destination] = dict(self.blocks[source])
+            else:
+                self.blocks[destination] = dict(self.host[source])
+        busy = {load.block_id for load in self.loads}
+        assert not busy & {destination for kind, _, destination in plan.transfers if kind != TransferKind.OUT}
+        self.loads += plan.loads
+        if self.load_delay and not plan.wait_for_loads:
+            self.load_delay -= 1
+            return {}
+        loaded = {}
+        for load in self.loads:
+            header, content = self.disk.get(load.slot, (b"", {}))
+            loaded[load.block_id] = header == load.header and load.slot not in self.damaged
+            if loaded[load.block_id]:
+                self.blocks[load.block_id] = dict(content)
+        self.loads = []
+        return loaded
+
     def _update(self, plan: SchedulerOutput) -> None:
-        for request_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
-            del self.rows[request_id]  # KeyError: told twice, or never told of it
+        for name in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
+            self.left[name] = self.rows.pop(name)  # KeyError: told twice, or never told of it
+        restored = {destination for kind, _, destination in plan.transfers if kind == TransferKind.IN}
+        for fork in plan.forks:
+            assert fork.sequence_id not in self.rows
+            assert fork.parent_id in self.rows or fork.samples
+            if not fork.samples:
+                self.rows[fork.sequence_id] = self.rows[fork.parent_id].fork(fork.seed)
         named = [new.sequence_id for new in plan.new_sequences] + [cont.sequence_id for cont in plan.continuing]
         assert sorted(named) == sorted(plan.num_scheduled_tokens)
         assert sum(plan.num_scheduled_tokens.values()) == plan.total_num_scheduled_tokens
         assert min(plan.num_scheduled_tokens.values(), default=1) > 0
         for new in plan.new_sequences:
             assert new.sequence_id not in self.rows
+            version, before = (
+                self.version,
+                self.left.get(new.sequence_id) or self.left.get(new.sequence_id.split("#")[0]),
+            )
+            if before is not None and new.num_computed_tokens == before.num_computed_tokens:
+                if restored.intersection(*new.block_ids[:1]):
+                    version = before.version  # it was swapped, and goes on with what it had
             self.rows[new.sequence_id] = Row(
                 token_ids=new.token_ids,
-                block_ids=new.block_ids[0],
+                block_ids=[table.copy() for table in new.block_ids],
                 num_computed_tokens=new.num_computed_tokens,
                 params=new.sampling_params,
                 num_prompt_tokens=new.num_prompt_tokens,
-                salt=self.salts.get(new.sequence_id),
-                version=self.version,
+                salt=self.salts.get(new.sequence_id.split("#")[0]),  # a beam's id begins with its request's
+                version=version,
+                seed=new.seed,
+                num_candidates=new.num_candidates,
             )
         for cont in plan.continuing:
             row = self.rows[cont.sequence_id]
-            row.block_ids += cont.new_block_ids[0] if cont.new_block_ids else []
+            for table, added in zip(row.block_ids, cont.new_block_ids or [[]] * len(row.block_ids), strict=True):
+                table += added
+            for group, index, block in cont.replaced_blocks:
+                row.block_ids[group][index] = block
+            row.token_ids += cont.new_token_ids
             assert row.num_computed_tokens == cont.num_computed_tokens
 
     def _write(self, plan: SchedulerOutput, broken: Collection[str]) -> None:
-        written: set[int] = set()
-        for request_id, count in plan.num_scheduled_tokens.items():
-            row = self.rows[request_id]
+        written: set[tuple[int, int]] = set()
+        for name, count in plan.num_scheduled_tokens.items():
+            row = self.rows[name]
             start = row.num_computed_tokens
-            assert len(set(row.block_ids)) == len(row.block_ids)
-            assert len(row.block_ids) == -(-(start + count) // self.block_size)
-            oldest = min((self.slots[self.slot(row, p)].version for p in range(start)), default=self.version)
-            for position in range(start, start + count):
-                slot = self.slot(row, position)
-                assert slot not in written, "two sequences write one slot"
-                written.add(slot)
-                prefix = POISON if request_id in broken else row.prefix(position)
-                self.slots[slot] = Content(prefix, min(oldest, self.version))
+            assert start + count <= len(row.token_ids)
+            for group, table in enumerate(row.block_ids):
+                assert len(table) == -(-(start + count) // self.block_size)
+                first = self.first_seen(group, start)
+                oldest = min((self.content(row, group, p).version for p in range(first, start)), default=self.version)
+                for position in range(start, start + count):
+                    block, offset = table[position // self.block_size], position % self.block_size
+                    assert (block, offset) not in written, "two sequences write one slot"
+                    written.add((block, offset))
+                    prefix = POISON if name in broken else row.prefix(position)
+                    if offset == 0:
+                        self.blocks[block] = {}
+                    self.blocks[block][offset] = Content(prefix, min(oldest, self.version), group)
 
-    def _attends_to_poison(self, plan: SchedulerOutput, request_id: str) -> bool:
+    def first_seen(self, group: int, position: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(position - window + 1, 0)
+
+    def _attends_to_poison(self, plan: SchedulerOutput, name: str) -> bool:
         """Check every position that the sequence attends to; whether one of them was spoilt in this very step."""
-        row = self.rows[request_id]
+        row = self.rows[name]
         poisoned = False
-        for position in range(row.num_computed_tokens + plan.num_scheduled_tokens[request_id]):
-            content = self.slots[self.slot(row, position)]
-            if content.prefix == POISON:
-                poisoned = True
-            else:
-                assert content.prefix == row.prefix(position), f"{request_id} reads foreign KV at {position}"
-            assert content.version >= row.version, f"{request_id} reads KV from before the reset at {position}"
+        for group in range(len(row.block_ids)):
+            first = self.first_seen(group, row.num_computed_tokens)
+            for position in range(first, row.num_computed_tokens + plan.num_scheduled_tokens[name]):
+                content = self.content(row, group, position)
+                assert content.group == group, f"{name} reads KV of other layers at {position}"
+                if content.prefix == POISON:
+                    poisoned = True
+                else:
+                    assert content.prefix == row.prefix(position), f"{name} reads foreign KV at {position}"
+                assert content.version >= row.version, f"{name} reads KV from before the reset at {position}"
         return poisoned
 
-    def _answer(self, output: ModelOutput, request_id: str, row: Row, start: int, end: int) -> None:
+    def _answer(self, output: ModelOutput, name: str, row: Row, start: int, end: int) -> None:
         if row.params.prompt_logprobs is not None:
-            output.prompt_logprobs[request_id] = [
+            output.prompt_logprobs[name] = [
                 logprobs_after(row.prefix(p - 1), row.token_ids[p], row.params.prompt_logprobs)
                 for p in range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
             ]
         if end == len(row.token_ids):
-            prefix = row.prefix(end - 1)
-            token_id = sample(prefix)
-            row.token_ids.append(token_id)
-            output.sampled_token_ids[request_id] = [token_id]
-            if row.params.logprobs is not None:
-                output.logprobs[request_id] = [logprobs_after(prefix, token_id, row.params.logprobs)]
+            self._draw(output, name, row)
+
+    def _draw(self, output: ModelOutput, name: str, row: Row) -> None:
+        prefix = row.prefix(len(row.token_ids) - 1)
+        if row.num_candidates:
+            output.candidates[name] = best_tokens(prefix, row.num_candidates)
+            return
+        token_id = sample(prefix, row.seed)
+        row.token_ids.append(token_id)
+        output.sampled_token_ids[name] = [token_id]
+        if row.params.logprobs is not None:
+            output.logprobs[name] = [logprobs_after(prefix, token_id, row.params.logprobs)]
 
 
-def expected_output(request: Request, length_limit: int) -> tuple[list[int], str]:
-    """What `request` yields on its own, by definition: output token ids and finish reason."""
-    prompt = request.token_ids[: request.num_prompt_tokens]
+def expected_output(prompt: list[int], request: Request, length_limit: int, index: int = 0) -> tuple[list[int], str]:
+    """What sequence `index` of `request` yields on its own, by definition: output token ids and finish reason."""
     prefix = prefixes(prompt, request.cache_salt)[-1]
     output: list[int] = []
     while True:
-        token_id = sample(prefix)
+        token_id = sample(prefix, request.seeds[index])
         output.append(token_id)
         if token_id in request.stop_ids and len(output) >= request.sampling_params.min_tokens:
             return output, "stop"
@@ -191,13 +315,19 @@ def make_request(
     prompt: int | list[int],
     max_tokens: int = 4,
     *,
+    n: int = 1,
     stop_ids: Iterable[int] = (),
     arrival_time: float = 0.0,
     priority: int = 0,
     cache_salt: str | None = None,
+    tenant: str = "",
+    beam: BeamSearchParams | None = None,
     **params: object,
 ) -> Request:
-    """A request; `prompt` is token ids, or a length, which makes a prompt that shares no prefix with another name's."""
+    """A request; `prompt` is token ids, or a length, which makes a prompt that shares no prefix with another name's.
+
+    Several sequences have seeds of their own, one has seed 0.
+    """
     if isinstance(prompt, int):
         prompt = [(zlib.crc32(request_id.encode()) + position) % VOCAB for position in range(prompt)]
         prompt[0] = 1000 + zlib.crc32(request_id.encode()) % 100_000
@@ -206,60 +336,91 @@ def make_request(
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=max_tokens, **params),
         arrival_time=arrival_time,
-        seed=0,
+        sequence_ids=[request_id] if n == 1 else [f"{request_id}-{index}" for index in range(n)],
+        seeds=[0] if n == 1 else list(range(1, n + 1)),
         stop_ids=list(stop_ids),
         max_tokens=max_tokens,
         priority=priority,
         cache_salt=cache_salt,
+        tenant=tenant,
+        beam=beam,
     )
 
 
-def make_scheduler(**options: object) -> Scheduler:
-    """A scheduler with a small pool; every option can be overridden."""
-    defaults: dict[str, object] = {
-        "num_blocks": 64,
-        "block_size": 4,
+KV_OPTIONS = {
+    "num_blocks": 64,
+    "block_size": 4,
+    "windows": (None,),
+    "enable_prefix_caching": True,
+    "prefix_match_unit": 4,
+    "num_host_blocks": 0,
+    "num_disk_records": 0,
+    "stored": (),
+}
+
+
+def make_kv(options: dict[str, object], hash_key: bytes = b"test") -> KVCacheManager:
+    """A block manager with a small pool, made of those of `options` that concern it, which are taken out."""
+    chosen = {name: options.pop(name, default) for name, default in KV_OPTIONS.items()}
+    chosen["max_step_tokens"] = options["max_num_batched_tokens"]
+    return KVCacheManager(hasher=BlockHasher(hash_key), **chosen)  # type: ignore[arg-type]
+
+
+def make_scheduler(kind: type[BaseScheduler] = Scheduler, **options: object) -> BaseScheduler:
+    """A scheduler with a small pool; every option can be overridden. Reuse is by whole blocks unless asked for."""
+    policy = make_policy(
+        str(options.pop("policy", "fcfs")), ageing=options.pop("ageing", 0.0), weights=options.pop("weights", None)
+    )
+    chosen: dict[str, object] = {
         "max_model_len": 128,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "watermark": 0.0,
         "clock": lambda: 0.0,
-        "hash_key": b"test",
-    }
-    return Scheduler(**(defaults | options))
+    } | options
+    return kind(make_kv(chosen), policy=policy, **chosen)
 
 
 class Run:
     """A scheduler and a fake worker, stepped together, with all outputs collected and every step checked."""
 
-    def __init__(self, **options: object) -> None:
-        self.scheduler = make_scheduler(**options)
+    def __init__(self, kind: type[BaseScheduler] = Scheduler, **options: object) -> None:
+        self.scheduler = make_scheduler(kind, **options)
         self.worker = FakeWorker(self.scheduler)
         self.requests: dict[str, Request] = {}
+        self.prompts: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[TokenTopLogprobs]] = {}
         self.last: dict[str, SequenceOutput] = {}
         self.first: dict[str, SequenceOutput] = {}
+        self.beams: dict[str, list[BeamOutput]] = {}
         self.plans: list[SchedulerOutput] = []
+        self.most_blocks = 0
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            self.worker.salts[request.request_id] = request.cache_salt
             self.requests[request.request_id] = request
-            self.tokens[request.request_id] = []
-            self.prompt_logprobs[request.request_id] = []
+            self.prompts[request.request_id] = list(request.sequences[0].token_ids)
+            for name in request.sequence_ids:
+                self.worker.salts[name] = request.cache_salt
+                self.tokens[name] = []
+                self.prompt_logprobs[name] = []
             self.scheduler.add_request(request)
 
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
+        self.most_blocks = max(self.most_blocks, self.scheduler.kv.pool.num_blocks - self.scheduler.kv.pool.num_free)
         output = self.worker.execute(plan, broken(plan))
         for news in self.scheduler.update_from_output(plan, output):
-            assert self.last.get(news.sequence_id) is None or self.last[news.sequence_id].finish_reason is None
-            self.first.setdefault(news.sequence_id, news)
-            self.last[news.sequence_id] = news
-            self.tokens[news.sequence_id] += news.new_token_ids
-            self.prompt_logprobs[news.sequence_id] += news.prompt_logprobs or []
+            name = news.sequence_id
+            assert self.last.get(name) is None or self.last[name].finish_reason is None
+            self.first.setdefault(name, news)
+            self.last[name] = news
+            self.tokens[name] += news.new_token_ids
+            self.prompt_logprobs[name] += news.prompt_logprobs or []
+            if news.beams is not None:
+                self.beams[name] = news.beams
         self.scheduler.check_integrity()
         return plan
 
@@ -270,14 +431,19 @@ class Run:
                 break
             self.step()
         assert not self.scheduler.has_unfinished(), "requests starve"
-        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.num_blocks
+        kv = self.scheduler.kv
+        assert kv.pool.num_free == kv.pool.num_blocks
+        assert kv.host.pool.num_free == kv.host.pool.num_blocks
         assert not self.worker.rows
 
     def scheduled(self) -> list[dict[str, int]]:
         return [plan.num_scheduled_tokens for plan in self.plans]
 
-    def reason(self, request_id: str) -> str | None:
-        return self.last[request_id].finish_reason
+    def reason(self, name: str) -> str | None:
+        return self.last[name].finish_reason
+
+    def expected(self, request_id: str, index: int = 0) -> tuple[list[int], str]:
+        return expected_output(self.prompts[request_id], self.requests[request_id], self.scheduler.length_limit, index)
 
 
 @pytest.fixture(scope="session")
@@ -293,6 +459,22 @@ def request_of() -> Callable[..., Request]:
 
 
 @pytest.fixture(scope="session")
-def expected() -> Callable[[Request, int], tuple[list[int], str]]:
-    """`expected_output`."""
-    return expected_output
+def alone() -> Callable[..., list[BeamOutput]]:
+    """`search_alone`."""
+    return search_alone
+
+
+def search_alone(
+    prompt: list[int], params: BeamSearchParams, stop_ids: Collection[int] = (), salt: str | None = None
+) -> list[BeamOutput]:
+    """The beams of a prompt, by running the search on the fake distribution without any engine."""
+    from quire.scheduler.beam import BeamSearch
+
+    search = BeamSearch(params, stop_ids=stop_ids, max_tokens=params.max_tokens)
+    beams = [prompt]
+    while True:
+        found = [best_tokens(prefixes(beam, salt)[-1], search.num_candidates) for beam in beams]
+        step = search.advance([(top.token_ids[1:], top.logprobs[1:]) for top in found])
+        if step.over:
+            return search.beams()
+        beams = [[*beams[parent], token_id] for parent, token_id in step.running]

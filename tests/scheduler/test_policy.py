@@ -6,8 +6,17 @@ import random
 
 import pytest
 
-from quire.scheduler.policy import POLICIES, WaitingQueue
-from quire.scheduler.request import RequestStatus
+from quire.errors import ConfigError
+from quire.scheduler.policy import WaitingQueue, make_policy
+
+
+def in_order(requests, policy):
+    """Names in the order in which a queue under `policy` yields them; all arrive in the order given."""
+    queue = WaitingQueue()
+    for number, request in enumerate(requests):
+        request.order_key = policy.key(request, number)
+        queue.push(request)
+    return [request.request_id for request in queue]
 
 
 @pytest.mark.parametrize(
@@ -16,16 +25,47 @@ from quire.scheduler.request import RequestStatus
 )
 def test_policies(request_of, policy, order):
     arrivals = [("a", 2.0, 1), ("b", 1.0, 2), ("c", 1.5, 0), ("d", 2.0, 1)]
-    queue = WaitingQueue()
-    for number, (name, time, priority) in enumerate(arrivals):
-        request = request_of(name, 3, arrival_time=time, priority=priority)
-        request.order_key = POLICIES[policy](request, number)
-        queue.push(request)
-    assert [queue.pop().request_id for _ in arrivals] == order
-    assert queue.pop() is None and queue.peek() is None and len(queue) == 0
+    requests = [request_of(name, 3, arrival_time=time, priority=priority) for name, time, priority in arrivals]
+    assert in_order(requests, make_policy(policy)) == order
 
 
-def test_random_pushes_pops_and_removals(request_of):
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ConfigError, match="lifo"):
+        make_policy("lifo")
+
+
+def test_with_ageing_a_request_gains_a_rank_for_each_such_time_it_waits(request_of):
+    arrivals = [("old", 0.0, 5), ("new", 30.0, 0), ("newer", 60.0, 0)]
+    requests = [request_of(name, 3, arrival_time=time, priority=priority) for name, time, priority in arrivals]
+    assert in_order(requests, make_policy("priority")) == ["new", "newer", "old"]
+    assert in_order(requests, make_policy("priority", ageing=10.0)) == ["new", "old", "newer"]
+    assert in_order(requests, make_policy("priority", ageing=5.0)) == ["old", "new", "newer"]
+
+
+def test_tenants_take_turns_by_weight(request_of):
+    """One tenant's flood does not delay another; who weighs twice as much gets twice the tokens."""
+    flood = [request_of(f"a{i}", 100, tenant="a") for i in range(6)]
+    others = [request_of(f"b{i}", 100, tenant="b") for i in range(3)]
+    assert in_order(flood + others, make_policy("fair")) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5"]
+    doubled = in_order(flood + others, make_policy("fair", weights={"a": 2.0}))
+    assert doubled == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "b2", "a5"]
+
+
+def test_a_tenant_that_was_idle_has_no_credit_and_generated_tokens_count(request_of):
+    policy = make_policy("fair")
+    first = request_of("a0", 100, tenant="a")
+    first.order_key = policy.key(first, 0)
+    policy.admitted(first)
+    first.num_output_tokens = 900
+    policy.ended(first)
+    a, b = request_of("a1", 100, tenant="a"), request_of("b0", 500, tenant="b")
+    assert in_order([a, b], policy) == ["b0", "a1"]  # a's answer cost as much as nine prompts
+    policy.admitted(b)
+    late = request_of("c0", 1, tenant="c")
+    assert policy.key(late, 9)[0] == b.order_key[0]  # not 0: time went on while c was away
+
+
+def test_random_pushes_and_removals(request_of):
     rng = random.Random(0)
     queue, model = WaitingQueue(), {}
     for number in range(4000):
@@ -35,16 +75,9 @@ def test_random_pushes_pops_and_removals(request_of):
             request.order_key = (rng.random(), number)
             queue.push(request)
             model[request.request_id] = request
-        elif draw < 0.7 and model:
-            first = min(model.values(), key=lambda r: r.order_key)
-            assert queue.peek() is first
-            assert queue.pop() is model.pop(first.request_id)
-            if rng.random() < 0.3:  # preempted: back to where it was
-                queue.push(first)
-                model[first.request_id] = first
         elif model:
             removed = model.pop(rng.choice(sorted(model)))
-            removed.status = RequestStatus.FINISHED_ABORTED
-            queue.discard(removed)
+            queue.remove(removed)
         assert len(queue) == len(model)
-        assert {r.request_id for r in queue} == set(model)
+        assert list(queue) == sorted(model.values(), key=lambda r: r.order_key)
+        assert queue.peek() is (list(queue)[0] if model else None)

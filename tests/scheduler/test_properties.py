@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
+
+from quire.sampling_params import BeamSearchParams
+from quire.scheduler.request import RequestStatus
 
 OPERATIONS = 150
 GROUPS = 12
@@ -17,14 +21,21 @@ SEEDS_PER_GROUP = 15  # 27,000 operations in all, and the steps to finish
 def random_options(rng: random.Random) -> dict:
     """Options under which memory, seats, and budget are all scarce at times."""
     block_size = rng.choice((1, 2, 3, 4, 8))
+    windows = rng.choice(((None,), (None,), (None,), (7,), (None, 6), (None, 5, 5), (4, 9)))
+    num_blocks = max(rng.randint(12, 90) // block_size, 2) * len(windows)
     return {
         "block_size": block_size,
-        "num_blocks": max(rng.randint(12, 90) // block_size, 2),
-        "max_num_seqs": rng.choice((1, 3, 4, 6, 8)),
+        "num_blocks": num_blocks,
+        "windows": windows,
+        "prefix_match_unit": rng.choice((1, 1, 2, 8)),
+        "num_host_blocks": rng.choice((0, 5, num_blocks, 4 * num_blocks)),
+        "num_disk_records": rng.choice((0, 3, 100, 300)),
+        "max_num_seqs": rng.choice((1, 4, 6, 8, 8)),
         "max_num_batched_tokens": rng.choice((1, 2, 3, 5, 8, 16, 40)),
         "max_model_len": rng.choice((12, 60, 60)),
         "enable_prefix_caching": rng.random() < 0.8,
-        "policy": rng.choice(("fcfs", "priority")),
+        "policy": rng.choice(("fcfs", "priority", "lpm", "fair")),
+        "preemption_mode": rng.choice(("auto", "recompute", "swap")),
         "long_prefill_token_threshold": rng.choice((0, 0, 1, 5)),
         "watermark": rng.choice((0.0, 0.1)),
     }
@@ -34,16 +45,26 @@ def random_options(rng: random.Random) -> dict:
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4, 4, 4, 4, 4, 4], [5] * 17]
 
 
-def random_request(rng: random.Random, name: str, request_of):
+def random_request(rng: random.Random, name: str, request_of, most: int):
+    """One with a single sequence mostly; `most` sequences, or beams, at most."""
     prompt = rng.choice(PROMPTS)[: rng.randint(1, 21)] + rng.choices(range(3), k=rng.choice((0, 0, 1, 3)))
     max_tokens = rng.randint(1, 40)
+    kind = rng.random()
+    beam = None
+    if kind < 0.1:
+        beam = BeamSearchParams(
+            beam_width=rng.randint(1, most), max_tokens=max_tokens, early_stopping=rng.choice((True, False, "never"))
+        )
     return request_of(
         name,
         prompt,
         max_tokens,
+        n=rng.randint(2, most) if 0.1 <= kind < 0.25 and most > 1 else 1,
+        beam=beam,
         stop_ids=rng.sample(range(29), k=rng.choice((0, 0, 2))),
         arrival_time=float(rng.randint(0, 3)),
         priority=rng.randint(0, 2),
+        tenant=rng.choice("ab"),
         cache_salt=rng.choice((None, None, "alice", "bob")),
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
         prompt_logprobs=rng.choice((None, None, None, 2)),
@@ -52,48 +73,62 @@ def random_request(rng: random.Random, name: str, request_of):
 
 
 class RandomLoad:
-    """Random operations on a `Run`; remembers which requests were aborted or broken, whose output is cut short."""
+    """Random operations on a `Run`; remembers which sequences were aborted, whose output is cut short."""
 
     def __init__(self, run, request_of, options: dict, seed: int) -> None:
         self.run = run(**options)
         self.rng = random.Random(seed)
         self.request_of = request_of
+        self.most = min(4, options["max_num_seqs"], options["max_num_batched_tokens"])
         self.aborted: set[str] = set()
-        self.broken: set[str] = set()
 
     def operate(self) -> None:
         draw = self.rng.random()
         if draw < 0.3:
-            self.run.add(random_request(self.rng, f"r{len(self.run.requests)}", self.request_of))
-        elif draw < 0.33:
-            names = self.rng.sample(sorted(self.run.requests), k=min(2, len(self.run.requests)))
-            live = [name for name in names if name not in self.run.last or self.run.reason(name) is None]
-            self.aborted.update(live)
-            self.run.scheduler.abort_requests([*names, "unknown"])
-            self.run.scheduler.check_integrity()
+            self.run.add(random_request(self.rng, f"r{len(self.run.requests)}", self.request_of, self.most))
         elif draw < 0.34:
+            self.abort()
+        elif draw < 0.35:
             self.run.scheduler.reset_prefix_cache()
             self.run.scheduler.check_integrity()
             self.run.worker.version += 1
+        elif draw < 0.37:
+            self.run.worker.load_delay = self.rng.randint(1, 4)
+            if self.run.worker.disk:
+                self.run.worker.damaged.add(self.rng.choice(sorted(self.run.worker.disk)))
         else:
             self.step()
+
+    def abort(self) -> None:
+        """Abort whole requests and single sequences."""
+        names = self.rng.sample(sorted(self.run.requests), k=min(2, len(self.run.requests)))
+        if self.rng.random() < 0.5:
+            names = [self.rng.choice(self.run.requests[name].sequence_ids) for name in names]
+        for name in names:
+            request = self.run.requests.get(name)
+            for sequence_id in [name] if request is None else request.sequence_ids:
+                if sequence_id not in self.run.last or self.run.reason(sequence_id) is None:
+                    self.aborted.add(sequence_id)
+        self.run.scheduler.abort_requests([*names, "unknown"])
+        self.run.scheduler.check_integrity()
 
     def step(self) -> None:
         scheduler, live_before = self.run.scheduler, list(self.run.scheduler._running)
         oldest = live_before[0] if live_before else None
-        computed = oldest.num_computed_tokens if oldest else 0
+        left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in live_before}
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
-        self.broken.update(name for name in plan.num_scheduled_tokens if self.run_failed(name))
+        names = set(plan.num_scheduled_tokens)
         assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
-        assert len(plan.num_scheduled_tokens) <= scheduler.max_num_seqs
-        assert not (plan.preempted_sequence_ids and plan.new_sequences)
-        if oldest is not None:  # the first in line always advances
-            assert oldest.request_id in plan.num_scheduled_tokens
-            assert oldest.status.finished or oldest.num_computed_tokens > computed
-        for request in live_before:  # and so does everybody who was not preempted: budgets never starve a decode
-            assert (request.request_id in plan.num_scheduled_tokens) != (
-                request.request_id in plan.preempted_sequence_ids
+        assert len(names) <= scheduler.max_num_seqs
+        preempted = set(plan.preempted_sequence_ids)
+        if oldest is not None and scheduler.policy.preempts is False:  # the first in line always advances
+            assert names & {name for name in names if name.split("-")[0].split("#")[0] == oldest.request_id} or (
+                oldest.status.finished
             )
+        if sum(map(len, left.values())) <= scheduler.max_num_batched_tokens // 2:
+            for request in live_before:  # and so does everybody's decode who was not preempted
+                for name in left[request.request_id]:
+                    assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
 
     def pick_broken(self, plan):
         return self.rng.sample(sorted(plan.num_scheduled_tokens), k=min(1, len(plan.num_scheduled_tokens)))
@@ -101,40 +136,59 @@ class RandomLoad:
     def run_failed(self, name: str) -> bool:
         return name in self.run.last and self.run.reason(name) == "error"
 
-    def check_outputs(self, expected) -> None:
-        scheduler = self.run.scheduler
+    def check_outputs(self, alone) -> None:
         for name, request in self.run.requests.items():
-            got = self.run.tokens[name]
-            if request.num_prompt_tokens + 1 > min(scheduler.max_model_len, scheduler.kv.capacity):
-                assert got == []
-                assert name in self.aborted or "tokens" in self.run.last[name].error
-                continue
-            tokens, reason = expected(request, scheduler.length_limit)
-            if name in self.broken or (name in self.aborted and self.run.last.get(name) is None):
-                assert got == tokens[: len(got)]
-            elif name in self.aborted:
-                assert got == tokens[: len(got)]
-                assert self.run.reason(name) is None
-            else:
-                assert (got, self.run.reason(name)) == (tokens, reason)
-                if request.wants_prompt_logprobs:
-                    assert len(self.run.prompt_logprobs[name]) == request.num_prompt_tokens - 1
-                    positions = [entry.token_ids[0] for entry in self.run.prompt_logprobs[name]]
-                    assert positions == request.token_ids[1 : request.num_prompt_tokens]
+            refused = request.num_prompt_tokens + 1 > self.run.scheduler.length_limit
+            for index, sequence_id in enumerate(request.sequence_ids):
+                if refused:
+                    assert self.run.tokens[sequence_id] == []
+                    assert sequence_id in self.aborted or "tokens" in self.run.last[sequence_id].error
+                elif request.beam_params is not None:
+                    self.check_beams(request, alone)
+                else:
+                    self.check_sequence(request, name, index, sequence_id)
+
+    def check_sequence(self, request, name: str, index: int, sequence_id: str) -> None:
+        got = self.run.tokens[sequence_id]
+        tokens, reason = self.run.expected(name, index)
+        if self.run_failed(sequence_id) or sequence_id in self.aborted:
+            assert got == tokens[: len(got)]
+            return
+        assert (got, self.run.reason(sequence_id)) == (tokens, reason)
+        if request.wants_prompt_logprobs and index == 0:
+            assert len(self.run.prompt_logprobs[sequence_id]) == request.num_prompt_tokens - 1
+            positions = [entry.token_ids[0] for entry in self.run.prompt_logprobs[sequence_id]]
+            assert positions == self.run.prompts[name][1:]
+
+    def check_beams(self, request, alone) -> None:
+        name = request.request_id
+        if name in self.aborted or self.run_failed(name):
+            return
+        most = min(request.max_tokens, self.run.scheduler.length_limit - request.num_prompt_tokens)
+        params = msgspec.structs.replace(request.beam_params, max_tokens=most)
+        assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.cache_salt)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_random_load_yields_what_each_request_yields_alone(run, request_of, expected, group):
-    num_preemptions = num_hits = 0
+def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, group):
+    num_preemptions = num_hits = num_swapped = num_copies = num_from_host = num_from_disk = num_infeasible = 0
     for seed in range(group * SEEDS_PER_GROUP, (group + 1) * SEEDS_PER_GROUP):
         load = RandomLoad(run, request_of, random_options(random.Random(seed)), seed)
         for _ in range(OPERATIONS):
             load.operate()
         load.run.finish()
-        load.check_outputs(expected)
-        num_preemptions += load.run.scheduler.stats().num_preemptions
-        num_hits += load.run.scheduler.stats().prefix_cache_hits
-    assert num_preemptions > 20 and num_hits > 100, "the load is too light to show anything"
+        load.check_outputs(alone)
+        stats = load.run.scheduler.stats()
+        num_preemptions += stats.num_preemptions
+        num_hits += stats.prefix_cache_hits
+        num_swapped += stats.num_swapped_out
+        num_copies += load.run.worker.num_copies
+        num_from_host += stats.host_cache_hits
+        num_from_disk += stats.disk_cache_hits
+        num_infeasible += sum("side by side" in (news.error or "") for news in load.run.last.values())
+    counts = (num_preemptions, num_swapped, num_copies, num_from_host, num_from_disk)
+    assert min(counts) > 0 and num_preemptions > 20 and num_hits > 100, f"the load is too light to show anything: {counts}"
+    assert num_infeasible < 150, "too much fails"
 
 
 @pytest.mark.parametrize("caching", [True, False])

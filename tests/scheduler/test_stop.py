@@ -29,12 +29,14 @@ STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH
 )
 def test_check_stop(request_of, output, options, length_limit, status):
     request = request_of("r", [1, 2], 4, stop_ids=[7, 8], stop_token_ids=[8], **options)
-    request.token_ids += output
-    assert check_stop(request, output[-1], length_limit) is status
+    sequence = request.sequences[0]
+    sequence.token_ids += output
+    assert check_stop(sequence, output[-1], length_limit) is status
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(7, None), (8, 8)])
 def test_the_reason_is_the_token_only_if_the_caller_named_it(request_of, token_id, reason):
     request = request_of("r", [1, 2], 4, stop_ids=[7, 8], stop_token_ids=[8])
-    request.token_ids.append(token_id)
-    assert stop_reason(request) == reason
+    sequence = request.sequences[0]
+    sequence.token_ids.append(token_id)
+    assert stop_reason(sequence) == reason

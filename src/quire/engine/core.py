@@ -18,8 +18,9 @@ from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Read
 from quire.engine.settle import Scratch, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.kvcache.block_hash import BlockHasher
 from quire.scheduler.request import Request
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.create import create_scheduler
 from quire.step import ModelOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class EngineCore:
         config: engine options, settled or not.
         executor: who runs the model; by default made from the config.
         info: the model's config, when the caller has it already.
-        clock: seconds, monotonic; a virtual one in simulations.
+        clock: seconds, monotonic; a virtual one in simulations. hasher: names blocks; by default made with the key of
+            the disk tier, or a random one.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class EngineCore:
         executor: Executor | None = None,
         info: ModelInfo | None = None,
         clock: Callable[[], float] = time.monotonic,
+        hasher: BlockHasher | None = None,
     ) -> None:
         info = info or load_info(config)
         asked = config
@@ -58,7 +61,7 @@ class EngineCore:
         fitted = fit(asked, config, executor.kv_cache_spec(), executor.available_memory(), scratch)
         num_blocks, max_model_len = fitted.num_blocks, fitted.max_model_len
         try:
-            executor.allocate(num_blocks, max_model_len)
+            executor.allocate(num_blocks, max_model_len, fitted.num_host_blocks)
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(config.cache.block_size, max_model_len)
             raise ConfigError(
@@ -67,16 +70,17 @@ class EngineCore:
                 param="kv_cache_memory_bytes",
             ) from error
         self.clock = clock
-        self.scheduler = Scheduler(
+        assert config.model.max_model_len is not None, "settled"
+        self.scheduler = create_scheduler(
+            config,
+            executor.kv_cache_spec().groups(config.model.max_model_len),
             num_blocks=num_blocks,
-            block_size=config.cache.block_size,
             max_model_len=max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            policy=config.scheduler.scheduling_policy,
-            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             clock=clock,
+            num_host_blocks=fitted.num_host_blocks,
+            num_disk_records=executor.num_disk_blocks(),
+            stored=executor.stored_blocks(),
+            hasher=hasher or BlockHasher(executor.hash_key()),
         )
         self.ready = Ready(
             num_blocks=num_blocks,
@@ -96,13 +100,16 @@ class EngineCore:
                 request_id=message.request_id,
                 prompt_token_ids=message.prompt_token_ids,
                 sampling_params=message.sampling_params,
-                seed=message.seeds[0],
+                sequence_ids=message.sequence_ids,
+                seeds=message.seeds,
                 stop_ids=message.stop_ids,
                 bad_words_ids=message.bad_words_ids,
                 max_tokens=message.max_tokens,
                 arrival_time=message.arrival_time,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                beam=message.beam,
             )
         )
 
@@ -140,5 +147,8 @@ class EngineCore:
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def close(self) -> None:
-        """Release the model and its memory."""
+        """Release the model and its memory; what is worth keeping of the KV cache goes to disk, where that is asked for."""
+        saves = self.scheduler.closing_plan()
+        if not saves.is_empty:
+            self.executor.execute(saves)
         self.executor.close()

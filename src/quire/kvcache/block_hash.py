@@ -1,4 +1,4 @@
-"""`BlockHasher`: names the content of a full block by a chain of keyed hashes over the whole token prefix.
+"""`BlockHasher`: names the content of a block by a chain of keyed hashes over the whole token prefix.
 
 The KV of a block depends on every token before it, so a block is named by H(parent's name, its tokens), the first
 parent being a root that stands for everything else that must agree (the cache salt). Names are 128-bit keyed BLAKE2b
@@ -32,6 +32,9 @@ class BlockHasher:
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"root").digest()
 
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
-        """Return the name of the block holding `token_ids`, which follows the block (or root) named `parent`."""
+        """Return the name of the block holding `token_ids`, which follows the block (or root) named `parent`.
+
+        A block that is not full, the tail of a sequence, has fewer tokens, and so a name of its own.
+        """
         message = parent + array("I", token_ids).tobytes()
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key).digest()

@@ -6,7 +6,7 @@ its content until it is handed out again, so the free queue *is* the prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.errors import QuireError
 from quire.kvcache.block import Block
@@ -20,13 +20,25 @@ class BlockPool:
     are append-only, so duplicates are not merged. One of them is found by `lookup`; the others take over in turn when
     it is reused.
 
+    Args:
+        on_register, on_unregister: told of each block that can be found from now on, and that no longer can.
+        on_reuse: told of a block with content that is about to be handed out again, while the content is still there.
+
     Attributes:
         blocks: all blocks, by id. num_released: how many times a block became free; only grows.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_register: Callable[[Block], None] | None = None,
+        on_unregister: Callable[[Block], None] | None = None,
+        on_reuse: Callable[[Block], None] | None = None,
+    ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_released = 0
+        self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
         self._free = FreeQueue(self.blocks)
         self._cached: dict[bytes, Block] = {}
         self._duplicates: dict[bytes, dict[int, Block]] = {}
@@ -56,6 +68,8 @@ class BlockPool:
         for _ in range(count):
             block = self._free.popleft()
             if block.block_hash is not None:
+                if self._on_reuse is not None:
+                    self._on_reuse(block)
                 self.unregister(block)
             block.ref_count = 1
             taken.append(block)
@@ -89,11 +103,21 @@ class BlockPool:
         """Return a block with this content, free or in use, or None."""
         return self._cached.get(block_hash)
 
-    def register(self, block: Block, block_hash: bytes) -> None:
-        """Let a block in use be found under `block_hash` from now on."""
+    def register(
+        self,
+        block: Block,
+        block_hash: bytes,
+        parent_hash: bytes = b"",
+        token_ids: list[int] | None = None,
+        step: int = -1,
+    ) -> None:
+        """Let a block in use be found under `block_hash` from now on; the rest is noted on it, see `Block`."""
         if block.block_hash is not None:
             raise QuireError(f"{block!r} is registered already")
         block.block_hash = block_hash
+        block.parent_hash, block.token_ids, block.step = parent_hash, token_ids or [], step
+        if self._on_register is not None:
+            self._on_register(block)
         if block_hash in self._cached:
             self._duplicates.setdefault(block_hash, {})[block.block_id] = block
         else:
@@ -104,6 +128,8 @@ class BlockPool:
         block_hash = block.block_hash
         if block_hash is None:
             return
+        if self._on_unregister is not None:
+            self._on_unregister(block)
         block.block_hash = None
         others = self._duplicates.get(block_hash)
         if self._cached[block_hash] is not block:
@@ -120,10 +146,9 @@ class BlockPool:
         """Forget all content; return the number of blocks that had some."""
         count = 0
         for block in self.blocks:
-            count += block.block_hash is not None
-            block.block_hash = None
-        self._cached.clear()
-        self._duplicates.clear()
+            if block.block_hash is not None:
+                count += 1
+                self.unregister(block)
         return count
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:

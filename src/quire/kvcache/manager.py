@@ -1,39 +1,53 @@
-"""`KVCacheManager`: block tables of the live sequences, and the prefix cache over them.
+"""`KVCacheManager`: block tables of the live sequences, sharing and copy-on-write, and the prefix cache over them.
 
 The scheduler asks it for slots before each step and hands them back at the end; it counts in blocks and tokens and
-never sees data. Full blocks are registered for sharing when their slots are *allocated*, not when they are computed, so
-that requests admitted in the same step share. This is sound because of the worker's side of the contract: in each layer
-the keys and values of the whole step are written before any attention of that layer reads.
+never sees data. What has to be moved for its decisions (a block copied before it is written, swapped, brought from
+another tier) is noted in `movements` in the order decided, and leaves with the plan.
 
-Blocks are taken one at a time as they are needed: with O(1) operations on the free queue, taking several ahead saves no
-measurable time and only makes memory scarce earlier.
+Full blocks are registered for sharing when their slots are *allocated*, not when they are computed, so that requests
+admitted in the same step share. This is sound because of the worker's side of the contract: in each layer the keys and
+values of the whole step are written before any attention of that layer reads. Copies, which are made before the model
+runs, are only taken of what earlier steps computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.kvcache.block import Block
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
+from quire.kvcache.prefix_tree import PrefixTree
+from quire.kvcache.tiers import DiskTier, HostTier, Movements
+
+MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
+
+# What changed in a sequence's tables: blocks appended to each group's (or none at all), and entries (group, index,
+# block id) that were replaced.
+Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
+UNCHANGED: Allocation = ([], [])
 
 
 class CachedSequence(Protocol):
     """What the manager needs to know of a sequence. It writes `block_hashes` and nothing else.
 
     Attributes:
-        token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block table.
-        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block table.
+        token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block tables.
+        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block tables.
         reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
     """
 
-    request_id: str
+    sequence_id: str
     token_ids: list[int]
     num_computed_tokens: int
     block_hashes: list[bytes]
-    cache_salt: str | None
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Blocks are shared only among sequences with the same one."""
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -41,135 +55,509 @@ class CachedSequence(Protocol):
 
 
 class KVCacheManager:
-    """Allocates blocks to sequences, shares common prefixes, frees.
+    """Allocates blocks to sequences, shares, copies on write, swaps, frees.
 
     Args:
-        num_blocks, block_size: the pool; `block_size` is tokens per block.
-        enable_prefix_caching: whether full blocks are registered and looked up at all.
-        hash_key: key of the block hashes; None draws a random one.
+        num_blocks, block_size: the device's pool; `block_size` is tokens per block.
+        windows: for each group of layers (`KVCacheSpec.groups`) the tokens a query looks back, or None for all.
+        max_step_tokens: most tokens of one sequence in a step; bounds what a windowed group holds.
+        enable_prefix_caching: whether blocks are registered and looked up at all.
+        prefix_match_unit: matches that end inside a block are rounded down to a multiple of so many tokens; the block
+            size or more leaves whole blocks only.
+        num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
+        num_disk_records, stored: room on disk, and what is there already: (slot, header).
+        hasher: names blocks; None draws a random key.
+
+    Raises `ConfigError` for a pool without blocks, or blocks without tokens.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, hash_key: bytes | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        windows: Sequence[int | None] = (None,),
+        max_step_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        prefix_match_unit: int = 1,
+        num_host_blocks: int = 0,
+        num_disk_records: int = 0,
+        stored: Iterable[tuple[int, bytes]] = (),
+        hasher: BlockHasher | None = None,
     ) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
         self.block_size = block_size
+        self.windows = list(windows)
+        self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self._hasher = BlockHasher(hash_key)
-        self._tables: dict[str, list[Block]] = {}
+        self.movements = Movements()
+        self.tree = PrefixTree()
+        self.pool = BlockPool(
+            num_blocks,
+            on_register=self.tree.add,
+            on_unregister=self._forgotten,
+            on_reuse=self._keep if num_host_blocks or num_disk_records else None,
+        )
+        self.host = HostTier(num_host_blocks, self.movements)
+        self.disk = DiskTier(num_disk_records, stored, self.movements)
+        self._has_disk = num_disk_records > 0
+        self._match_unit = prefix_match_unit
+        self._hasher = hasher or BlockHasher()
+        self._tables: dict[str, list[list[Block]]] = {}
+        self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
+        self._loading: dict[int, tuple[Block, bytes, bytes, list[int]]] = {}
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
+        self._unsaved: dict[int, Block] = {}  # named blocks that became free and are not on disk yet
+        self._step = 0
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit into the whole pool."""
-        return self.pool.num_blocks * self.block_size
+    # ---- sizes ----
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one sequence."""
-        return -(-num_tokens // self.block_size)
+        """Most blocks that a sequence of `num_tokens` tokens holds at a time."""
+        size = self.block_size
+        count = 0
+        for window in self.windows:
+            whole = -(-num_tokens // size)
+            if window is not None:
+                whole = min(whole, (window + min(num_tokens, self.max_step_tokens) - 2) // size + 2)
+            count += whole
+        return count
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits when it has the pool to itself."""
-        return num_tokens <= self.capacity
+        return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
 
-    def block_ids(self, request_id: str) -> list[int]:
-        """Return the block table of a sequence; empty if it holds no blocks."""
-        return [block.block_id for block in self._tables.get(request_id, ())]
+    def longest_sequence(self, most: int) -> int:
+        """Return the most tokens, up to `most`, of a sequence that has the pool to itself."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.can_ever_fit(middle) else (low, middle - 1)
+        return low
 
-    def get_computed_blocks(self, request: CachedSequence) -> tuple[list[Block], int]:
-        """Return the longest run of cached blocks that `request` starts with, and the number of tokens in it.
+    def block_ids(self, sequence_id: str) -> list[list[int]]:
+        """Return the block tables of a sequence, one for each group of layers; empty ones if it holds no blocks."""
+        tables = self._tables.get(sequence_id)
+        return [[block.block_id for block in table] for table in tables] if tables else [[] for _ in self.windows]
 
-        At least one token is left to compute, since the next one is sampled from its logits; the number is a multiple
-        of the block size. Takes no references: use the result in `allocate_slots` before anything else is allocated.
+    def holds_blocks(self, sequence: CachedSequence) -> bool:
+        """Whether `sequence` has block tables."""
+        return sequence.sequence_id in self._tables
+
+    def num_held(self, sequences: Iterable[CachedSequence]) -> int:
+        """Return how many blocks these sequences hold together; shared ones count once."""
+        return len(self._unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences))
+
+    # ---- steps ----
+
+    def start_step(self) -> None:
+        """Begin a step: what was computed before it may be copied, and what became free is written to disk."""
+        self._step += 1
+        if self._unsaved:
+            for block in self._unsaved.values():
+                self.disk.keep(block)
+            self._unsaved.clear()
+
+    # ---- the prefix cache ----
+
+    def find_prefix(self, sequence: CachedSequence) -> PrefixHit:
+        """Return what the caches hold of the beginning of `sequence`.
+
+        At least one token is left to compute, since the next one is sampled from its logits.
         """
-        blocks: list[Block] = []
-        if self.enable_prefix_caching and request.reads_prefix_cache:
-            for index in range((len(request.token_ids) - 1) // self.block_size):
-                block = self.pool.lookup(self._block_hash(request, index))
-                if block is None:
-                    break
-                blocks.append(block)
-        return blocks, len(blocks) * self.block_size
+        if not (self.enable_prefix_caching and sequence.reads_prefix_cache):
+            return PrefixHit([[] for _ in self.windows], 0)
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        tables = longest_hit(self.windows, self.block_size, limit, lambda g, i: self._find(self._name(sequence, i, g)))
+        hit = PrefixHit(tables, len(tables[0]) * self.block_size)
+        if self._has_disk and len(self.disk):
+            self._find_on_disk(sequence, limit, hit)
+        if len(self.windows) == 1 and self._match_unit < self.block_size:
+            self._find_partial(sequence, hit)
+        return hit
 
-    def allocate_slots(
-        self,
-        request: CachedSequence,
-        num_new_tokens: int,
-        computed_blocks: Sequence[Block] = (),
-        num_reserved_blocks: int = 0,
-    ) -> list[Block] | None:
-        """Give `request` slots for its next `num_new_tokens` tokens.
+    def _find(self, name: bytes) -> Found | None:
+        block = self.pool.lookup(name)
+        if block is not None:
+            return block
+        kept = self.host.find(name)
+        return None if kept is None else HostBlock(kept)
 
-        `computed_blocks`, fresh from `get_computed_blocks`, come first, for a sequence that holds no blocks yet.
-        Returns the new blocks without them, or None, with no side effect at all, when fewer than
-        `num_reserved_blocks` blocks would remain free.
-        """
-        size = self.block_size
-        start = request.num_computed_tokens + len(computed_blocks) * size
-        end = start + num_new_tokens
-        table = self._tables.get(request.request_id)
-        num_owned = len(table) if table is not None else 0
-        num_needed = -(-end // size) - num_owned - len(computed_blocks)
-        new_blocks: list[Block] = []
-        if num_needed > 0:
-            num_woken = sum(block.ref_count == 0 for block in computed_blocks)
-            if num_needed + num_woken + num_reserved_blocks > self.pool.num_free:
-                return None
-            if table is None:
-                table = self._tables[request.request_id] = []
-            # The hits are referenced before new blocks are taken, which could otherwise reuse them.
-            self.pool.touch(computed_blocks)
-            new_blocks = self.pool.get_new_blocks(num_needed)
-            table += computed_blocks
-            table += new_blocks
-        if self.enable_prefix_caching and end // size > start // size and request.request_id not in self._unshared:
-            assert table is not None
-            for index in range(start // size, end // size):
-                self.pool.register(table[index], self._block_hash(request, index))
-        return new_blocks
+    def _find_on_disk(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
+        """Note what the disk could add to `hit`."""
+        loading = {name for _, name, _, _ in self._loading.values()}
 
-    def free(self, request: CachedSequence, *, forget: bool = False) -> None:
-        """Give back all blocks of `request`, last one first, so that the ends of prefixes are reused before the starts.
+        def find(group: int, index: int) -> Found | None:
+            name = self._name(sequence, index, group)
+            found = self._find(name)
+            if found is None and (self.disk.find(name) is not None or name in loading):
+                return DiskRecord(name)
+            return found
 
-        With `forget` their content cannot be found any more: it is known to be bad. No blocks held is no error.
-        """
-        table = self._tables.pop(request.request_id, None)
-        if table is None:
-            return
-        self._unshared.discard(request.request_id)
-        if forget:
-            for block in table:
-                self.pool.unregister(block)
-        self.pool.free(reversed(table))
+        tables = longest_hit(self.windows, self.block_size, limit, find)
+        if len(tables[0]) > len(hit.tables[0]):
+            names = [found.name for table in tables for found in table if isinstance(found, DiskRecord)]
+            hit.loads = [name for name in names if name not in loading]
+            hit.loading = len(hit.loads) < len(names)
+
+    def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
+        """Let `hit` go on into a block that only begins as the sequence does."""
+        start = hit.num_tokens
+        index = start // self.block_size
+        parent = self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+        wanted = sequence.token_ids[start : min(start + self.block_size, len(sequence.token_ids) - 1)]
+        block, count = self.tree.match(parent, wanted, self._step)
+        count -= count % self._match_unit
+        if block is not None and count and count * MIN_PARTIAL_SHARE >= self.block_size:
+            hit.add_partial(block, count)
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached content; return how many blocks had some.
+        """Forget all cached content, in every tier; return how many device blocks had some.
 
         Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
         but share neither these nor what they add to them.
         """
         self._unshared.update(self._tables)
+        self._unshared.update(self._swapped)
+        self._unsaved.clear()
+        self._loading = {block_id: (block, b"", b"", []) for block_id, (block, *_) in self._loading.items()}
+        self.host.pool.unregister_all()
+        self.disk.clear()
         return self.pool.unregister_all()
 
-    def check_integrity(self) -> None:
-        """Raise `QuireError` on a broken invariant of tables, reference counts, free queue, or hash map; O(blocks)."""
-        ref_counts = [0] * self.pool.num_blocks
-        for request_id, table in self._tables.items():
-            if not table or len({block.block_id for block in table}) != len(table):
-                raise QuireError(f"block table of {request_id!r} is empty or holds a block twice")
-            for block in table:
-                ref_counts[block.block_id] += 1
-        self.pool.check_integrity(ref_counts)
+    # ---- slots ----
+
+    def allocate_slots(
+        self,
+        sequence: CachedSequence,
+        num_new_tokens: int,
+        hit: PrefixHit | None = None,
+        num_reserved_blocks: int = 0,
+    ) -> Allocation | None:
+        """Give `sequence` slots for its next `num_new_tokens` tokens.
+
+        `hit`, fresh from `find_prefix`, comes first, for a sequence that holds no blocks yet; its blocks are among
+        those returned. A shared block that is about to be written is copied, and replaced in the table. Returns None,
+        with nothing allocated, when fewer than `num_reserved_blocks` blocks would remain free.
+        """
+        size = self.block_size
+        start = sequence.num_computed_tokens + (hit.num_tokens if hit is not None else 0)
+        end = start + num_new_tokens
+        tables = self._tables.get(sequence.sequence_id)
+        if hit is None and tables is not None and len(tables) == 1 and len(tables[0]) * size >= end:
+            table = tables[0]
+            if self.windows[0] is None and (start % size == 0 or table[start // size].ref_count == 1):
+                if end // size > start // size:
+                    self._register(sequence, tables, start, end)
+                return UNCHANGED
+        if tables is not None:
+            self._release_passed(tables, start)
+        num_needed, shared = self._needed(tables, hit, start, end)
+        num_woken, num_restored = hit.counts() if hit is not None else (0, 0)
+        if hit is not None and hit.partial is not None:
+            num_woken += hit.partial.ref_count == 0
+        if num_needed + num_woken + num_restored + num_reserved_blocks > self.pool.num_free:
+            return None
+        if tables is None:
+            tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
+        replaced = [self._unshare(tables, group, start // size) for group in shared]
+        new_block_ids = self._extend(tables, hit, end)
+        self._register(sequence, tables, start, end)
+        return (new_block_ids if any(new_block_ids) else [], replaced)
+
+    def _needed(
+        self, tables: list[list[Block]] | None, hit: PrefixHit | None, start: int, end: int
+    ) -> tuple[int, list[int]]:
+        """Return how many new blocks are needed, copies included, and the groups whose next block is shared."""
+        size = self.block_size
+        num_needed, shared = 0, []
+        for group in range(len(self.windows)):
+            have = len(tables[group]) if tables is not None else 0
+            if hit is not None:
+                have += len(hit.tables[group])
+            num_needed += max(-(-end // size) - have, 0)
+            index = start // size
+            if tables is not None and start % size and index < len(tables[group]):
+                block = tables[group][index]
+                if block.ref_count > 1:
+                    shared.append(group)
+        return num_needed + len(shared), shared
+
+    def _unshare(self, tables: list[list[Block]], group: int, index: int) -> tuple[int, int, int]:
+        """Copy a block that others hold too, before this sequence writes into it (copy-on-write)."""
+        block = tables[group][index]
+        (copy,) = self.pool.get_new_blocks(1)
+        self.movements.copy(block, copy)
+        self.pool.free((block,))
+        tables[group][index] = copy
+        return group, index, copy.block_id
+
+    def _extend(self, tables: list[list[Block]], hit: PrefixHit | None, end: int) -> list[list[int]]:
+        """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
+        # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
+        if hit is not None:
+            for found in (found for table in hit.tables for found in table):
+                if isinstance(found, HostBlock):
+                    self.host.pin(found.block)
+                elif isinstance(found, Block) and found is not NO_BLOCK:
+                    self.pool.touch((found,))
+            if hit.partial is not None:
+                self.pool.touch((hit.partial,))
+        appended = []
+        for group, table in enumerate(tables):
+            first = len(table)
+            if hit is not None:
+                for found in hit.tables[group]:
+                    table.append(self._restore(found) if isinstance(found, HostBlock) else found)  # type: ignore[arg-type]
+            table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0))
+            appended.append([block.block_id for block in table[first:]])
+        if hit is not None and hit.partial is not None:
+            self.movements.copy(hit.partial, tables[0][len(hit.tables[0])])
+            self.pool.free((hit.partial,))
+        return appended
+
+    def _restore(self, found: HostBlock) -> Block:
+        """Return a new device block with the content, and the name, of a pinned host block; unpin that."""
+        source = found.block
+        (block,) = self.pool.get_new_blocks(1)
+        self.host.restore(source, block)
+        if source.block_hash is not None:
+            self.pool.register(block, source.block_hash, source.parent_hash, source.token_ids, self._step)
+        self.host.unpin(source)
+        return block
+
+    def _register(self, sequence: CachedSequence, tables: list[list[Block]], start: int, end: int) -> None:
+        """Let the blocks that become full with tokens start .. end - 1 be found."""
+        size = self.block_size
+        if not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
+            return
+        for index in range(start // size, end // size):
+            for group, table in enumerate(tables):
+                block = table[index]
+                if block.block_hash is None and block is not NO_BLOCK:
+                    self._name_block(sequence, block, index, group)
+
+    def _name_block(self, sequence: CachedSequence, block: Block, index: int, group: int) -> None:
+        name = self._name(sequence, index, group)
+        parent = self._name(sequence, index - 1, group) if index else self._hasher.root(sequence.cache_salt)
+        start = index * self.block_size
+        self.pool.register(block, name, parent, sequence.token_ids[start : start + self.block_size], self._step)
+
+    def _release_passed(self, tables: list[list[Block]], position: int) -> None:
+        """Give back blocks that no query from `position` on sees."""
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            table = tables[group]
+            first = min(first_seen(position, window, self.block_size), len(table))
+            for index in range(first - 1, -1, -1):
+                block = table[index]
+                if block is NO_BLOCK:
+                    break
+                table[index] = NO_BLOCK
+                self._free((block,))
+
+    # ---- forks, swaps, ends ----
+
+    def fork(self, parent: CachedSequence, child: CachedSequence) -> None:
+        """Let `child` share all blocks of `parent`, the last half-full one too: whoever writes first copies."""
+        tables = self._tables[parent.sequence_id]
+        for table in tables:
+            self.pool.touch(block for block in table if block is not NO_BLOCK)
+        self._tables[child.sequence_id] = [list(table) for table in tables]
+        if parent.sequence_id in self._unshared:
+            self._unshared.add(child.sequence_id)
+
+    def swap_out(self, sequences: Sequence[CachedSequence]) -> bool:
+        """Move all blocks of `sequences` to the host's pool, what they share once; False if there is no room."""
+        blocks = self._unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences)
+        if not blocks or len(blocks) > self.host.pool.num_free:
+            return False
+        places = dict(zip(blocks, self.host.swap_out(blocks.values()), strict=True))
+        swapped = {
+            sequence.sequence_id: [
+                [NO_BLOCK if block is NO_BLOCK else places[block.block_id] for block in table] for table in tables
+            ]
+            for sequence in sequences
+            if (tables := self._tables.get(sequence.sequence_id)) is not None
+        }
+        unshared = self._unshared.intersection(swapped)
+        for sequence in sequences:
+            self.free(sequence)
+        self._swapped |= swapped
+        self._unshared |= unshared
+        # A host block has one reference for each table that holds it, like any other; it was taken with one.
+        held = [block for tables in swapped.values() for table in tables for block in table if block is not NO_BLOCK]
+        self.host.pool.touch(held)
+        self.host.pool.free(places.values())
+        return True
+
+    def num_blocks_to_swap_in(self, sequences: Iterable[CachedSequence]) -> int:
+        """Return how many device blocks `swap_in` takes, and one more for each sequence to go on with."""
+        tables = [self._swapped[s.sequence_id] for s in sequences if s.sequence_id in self._swapped]
+        return len(self._unique(tables)) + len(tables) * len(self.windows)
+
+    def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
+        """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""
+        places: dict[int, Block] = {}
+        for sequence in sequences:
+            swapped = self._swapped.pop(sequence.sequence_id, None)
+            if swapped is None:
+                continue
+            tables: list[list[Block]] = []
+            for table in swapped:
+                row: list[Block] = []
+                for source in table:
+                    if source is NO_BLOCK:
+                        row.append(NO_BLOCK)
+                        continue
+                    if source.block_id in places:
+                        self.pool.touch((places[source.block_id],))
+                    else:
+                        (places[source.block_id],) = self.pool.get_new_blocks(1)
+                        self.host.restore(source, places[source.block_id])
+                    row.append(places[source.block_id])
+                    self.host.pool.free((source,))
+                tables.append(row)
+            self._tables[sequence.sequence_id] = tables
+            self._register(sequence, tables, 0, sequence.num_computed_tokens)
+
+    def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
+        """Give back all blocks of `sequence`, last one first, so that the ends of prefixes are reused before the starts.
+
+        With `forget` their content cannot be found any more: it is known to be bad. No blocks held is no error.
+        """
+        swapped = self._swapped.pop(sequence.sequence_id, None)
+        if swapped is not None:
+            self.host.pool.free(block for table in swapped for block in reversed(table) if block is not NO_BLOCK)
+        tables = self._tables.pop(sequence.sequence_id, None)
+        if tables is None:
+            self._unshared.discard(sequence.sequence_id)
+            return
+        if forget:
+            for block in (block for table in tables for block in table if block is not NO_BLOCK):
+                self.pool.unregister(block)
+        elif len(tables) == 1:
+            self._name_tail(sequence, tables[0])
+        self._unshared.discard(sequence.sequence_id)
+        for table in tables:
+            self._free([block for block in reversed(table) if block is not NO_BLOCK])
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        self.pool.free(blocks)
+        if self._has_disk:
+            for block in blocks:
+                if block.ref_count == 0 and block.block_hash is not None and len(block.token_ids) == self.block_size:
+                    self._unsaved[block.block_id] = block
+
+    def _name_tail(self, sequence: CachedSequence, table: list[Block]) -> None:
+        """Let the last block, half full, be found by prompts that go on from it."""
+        index, count = divmod(sequence.num_computed_tokens, self.block_size)
+        if not count or index >= len(table) or self._match_unit >= self.block_size or not self.enable_prefix_caching:
+            return
+        block = table[index]
+        if block.ref_count > 1 or block.block_hash is not None or sequence.sequence_id in self._unshared:
+            return
+        start = index * self.block_size
+        tokens = sequence.token_ids[start : start + count]
+        parent = self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+        name = self._hasher.extend(parent, tokens)
+        if self.pool.lookup(name) is None:
+            self.pool.register(block, name, parent, tokens, self._step - 1)
+
+    def _forgotten(self, block: Block) -> None:
+        """`block` is about to lose its name."""
+        self.tree.remove(block)
+        self._unsaved.pop(block.block_id, None)
+
+    def _keep(self, block: Block) -> None:
+        """The device is about to reuse `block`: let its content live on in the next tier."""
+        if self._unsaved.pop(block.block_id, None) is not None:
+            self.disk.keep(block)
+        if self.host.pool.num_blocks:
+            self.host.keep(block)
+
+    # ---- disk ----
+
+    def start_loads(self, hit: PrefixHit) -> list[int]:
+        """Begin to read what `hit.loads` names, as much as there are free blocks for; return the ids of these."""
+        started = []
+        for name in hit.loads:
+            if not self.pool.num_free:
+                break
+            (block,) = self.pool.get_new_blocks(1)  # whose content may go to disk, in the place of an older record
+            if self.disk.find(name) is None:
+                self.pool.free((block,))
+                continue
+            header = self.disk.header(name)
+            self.disk.load(name, block)
+            self._loading[block.block_id] = (block, name, header.parent, header.token_ids)
+            started.append(block.block_id)
+        return started
+
+    def finish_load(self, block_id: int, sound: bool) -> None:
+        """Take note that a load has ended; a damaged record is forgotten, and its tokens are computed again."""
+        block, name, parent, token_ids = self._loading.pop(block_id)
+        if name and not sound:
+            self.disk.drop(name)
+        elif name and self.pool.lookup(name) is None:
+            self.pool.register(block, name, parent, token_ids, self._step - 1)
+        self.pool.free((block,))
+
+    @property
+    def num_loading(self) -> int:
+        """Blocks that are being read from disk."""
+        return len(self._loading)
+
+    def save_all(self) -> None:
+        """Write everything worth keeping to disk, before the engine ends."""
+        if self._has_disk:
+            for block in self.pool.blocks:
+                if block.block_hash is not None and len(block.token_ids) == self.block_size:
+                    self.disk.keep(block)
+
+    # ---- being watched ----
 
     def num_tables(self) -> int:
-        """Sequences that hold blocks."""
+        """Sequences that hold device blocks."""
         return len(self._tables)
 
-    def _block_hash(self, request: CachedSequence, index: int) -> bytes:
-        """Return the name of block `index`, which is full; blocks are asked for in order, each hashed once."""
-        hashes = request.block_hashes
-        if index == len(hashes):
-            parent = hashes[-1] if hashes else self._hasher.root(request.cache_salt)
-            start = index * self.block_size
-            hashes.append(self._hasher.extend(parent, request.token_ids[start : start + self.block_size]))
-        return hashes[index]
+    def check_integrity(self) -> None:
+        """Raise `QuireError` on a broken invariant of tables, reference counts, free queues, or hash maps; O(blocks)."""
+        counts = [0] * self.pool.num_blocks
+        for sequence_id, tables in self._tables.items():
+            for table in tables:
+                ids = [block.block_id for block in table if block is not NO_BLOCK]
+                if not table or len(set(ids)) != len(ids):
+                    raise QuireError(f"block table of {sequence_id!r} is empty or holds a block twice")
+                for block_id in ids:
+                    counts[block_id] += 1
+        for block_id in self._loading:
+            counts[block_id] += 1
+        self.pool.check_integrity(counts)
+        host_counts = [0] * self.host.pool.num_blocks
+        for tables in self._swapped.values():
+            for block in (block for table in tables for block in table if block is not NO_BLOCK):
+                host_counts[block.block_id] += 1
+        self.host.pool.check_integrity(host_counts)
+
+    def _unique(self, tables_of_sequences: Iterable[list[list[Block]]]) -> dict[int, Block]:
+        """Return the distinct blocks of some sequences by id, in the order of their tables."""
+        return {
+            block.block_id: block
+            for tables in tables_of_sequences
+            for table in tables
+            for block in table
+            if block is not NO_BLOCK
+        }
+
+    def _name(self, sequence: CachedSequence, index: int, group: int) -> bytes:
+        """Return the name of block `index`, which is full; each is hashed once. Groups after the first add a byte."""
+        hashes = sequence.block_hashes
+        while index >= len(hashes):
+            parent = hashes[-1] if hashes else self._hasher.root(sequence.cache_salt)
+            start = len(hashes) * self.block_size
+            hashes.append(self._hasher.extend(parent, sequence.token_ids[start : start + self.block_size]))
+        return hashes[index] if group == 0 else hashes[index] + bytes((group,))

@@ -1,79 +1,153 @@
 """Who comes first: scheduling policies, and the queue of waiting requests that they order.
 
-A policy is a function from a request and its number of arrival to a sort key. The same key orders the waiting queue and
-the running sequences, and the last running sequence is the one that is preempted; so a preempted request returns to
-where it belongs without being remembered as a special case.
+A policy gives each request a key when it arrives. The same key orders the waiting queue and the running requests, and
+the last running one is the one that is preempted; so a preempted request returns to where it belongs without being
+remembered as a special case.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
-from quire.scheduler.request import Request
+from quire.errors import ConfigError, echo
+from quire.scheduler.request import Request, RequestStatus
 
-Policy = Callable[[Request, int], tuple[float, ...]]
-
-
-def fcfs(request: Request, number: int) -> tuple[float, ...]:
-    """First come, first served."""
-    return (request.arrival_time, number)
+BY_ORDER = attrgetter("order_key")
 
 
-def priority(request: Request, number: int) -> tuple[float, ...]:
-    """Lower `priority` first; among equals, first come, first served."""
-    return (request.priority, request.arrival_time, number)
+class Policy:
+    """First come, first served; others build on it.
+
+    Attributes:
+        preempts: whether a waiting request may take the place of a running one of lower rank (higher `priority`).
+        longest_prefix_first: whether, of the first waiting requests, those with more tokens in the cache go first.
+    """
+
+    preempts = False
+    longest_prefix_first = False
+
+    def key(self, request: Request, number: int) -> tuple[float, ...]:
+        """Return the sort key of a request, the `number`-th to arrive; smaller is earlier."""
+        return (request.arrival_time, number)
+
+    def admitted(self, request: Request) -> None:
+        """`request` begins to run."""
+
+    def ended(self, request: Request) -> None:
+        """`request` has ended."""
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+class PriorityPolicy(Policy):
+    """Lower `priority` first; among equals, first come, first served.
+
+    With `ageing` [s] a request gains one rank for each such time that it waits, so that nobody waits for ever. Since
+    all gain at the same rate, their order never changes and the key stays what it was at arrival.
+    """
+
+    preempts = True
+
+    def __init__(self, ageing: float = 0.0) -> None:
+        self._ageing = ageing
+
+    def key(self, request: Request, number: int) -> tuple[float, ...]:
+        """See `Policy.key`."""
+        if self._ageing > 0:
+            return (request.priority + request.arrival_time / self._ageing, request.arrival_time, number)
+        return (request.priority, request.arrival_time, number)
+
+
+class PrefixPolicy(Policy):
+    """First come, first served, but whose prompt is cached for longest goes first (Zheng et al. 2024, section 3)."""
+
+    longest_prefix_first = True
+
+
+class FairPolicy(Policy):
+    """Tenants share by weight; within a tenant, first come, first served.
+
+    Start-time fair queueing (Goyal et al. 1996, section 2): a request's tag is the later of the virtual time and its
+    tenant's last tag plus what that cost; work costs its tokens over the tenant's weight. Generated tokens are charged
+    when they are known.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+        self._now = 0.0
+        self._next: dict[str, float] = {}
+
+    def key(self, request: Request, number: int) -> tuple[float, ...]:
+        """See `Policy.key`."""
+        tag = max(self._now, self._next.get(request.tenant, 0.0))
+        self._charge(request.tenant, tag, request.num_prompt_tokens)
+        return (tag, request.arrival_time, number)
+
+    def _charge(self, tenant: str, start: float, num_tokens: int) -> None:
+        self._next[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
+
+    def admitted(self, request: Request) -> None:
+        """See `Policy.admitted`."""
+        self._now = max(self._now, request.order_key[0])
+
+    def ended(self, request: Request) -> None:
+        """See `Policy.ended`; tenants whose debt is past are forgotten."""
+        self._charge(request.tenant, self._next.get(request.tenant, self._now), request.num_output_tokens)
+        if len(self._next) > 1000:
+            self._next = {tenant: tag for tenant, tag in self._next.items() if tag > self._now}
+
+
+POLICIES = ("fcfs", "priority", "lpm", "fair")
+
+
+def make_policy(name: str, *, ageing: float = 0.0, weights: Mapping[str, float] | None = None) -> Policy:
+    """Return the policy called `name`, one of POLICIES; see `PriorityPolicy` and `FairPolicy` for the others.
+
+    Raises `ConfigError` for another name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(
+            f"scheduling_policy must be one of {', '.join(POLICIES)}, got {echo(name)}", param="scheduling_policy"
+        )
+    if name == "priority":
+        return PriorityPolicy(ageing)
+    if name == "fair":
+        return FairPolicy(weights or {})
+    return PrefixPolicy() if name == "lpm" else Policy()
 
 
 class WaitingQueue:
-    """Requests in the order of their `order_key`; O(log n) to push and pop, O(1) to remove.
+    """Requests sorted by their `order_key`, which no two share."""
 
-    A removed request stays in the heap, marked dead by its finished status, until it surfaces or the dead outnumber
-    the living.
-    """
-
-    __slots__ = ("_heap", "_num_dead")
+    __slots__ = ("_requests", "num_swapped")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, ...], Request]] = []
-        self._num_dead = 0
+        self._requests: list[Request] = []
+        self.num_swapped = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_dead
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the waiting requests, in no particular order."""
-        return (request for _, request in self._heap if not request.status.finished)
+        """Yield the waiting requests in order."""
+        return iter(self._requests)
 
     def push(self, request: Request) -> None:
         """Add a request whose `order_key` is set."""
-        heapq.heappush(self._heap, (request.order_key, request))
+        insort(self._requests, request, key=BY_ORDER)
+        self.num_swapped += request.status is RequestStatus.SWAPPED
+
+    def first(self, count: int) -> list[Request]:
+        """Return the first `count` requests."""
+        return self._requests[:count]
 
     def peek(self) -> Request | None:
         """Return the first request, or None."""
-        while self._heap:
-            request = self._heap[0][1]
-            if not request.status.finished:
-                return request
-            heapq.heappop(self._heap)
-            self._num_dead -= 1
-        return None
+        return self._requests[0] if self._requests else None
 
-    def pop(self) -> Request | None:
-        """Remove and return the first request, or None."""
-        request = self.peek()
-        if request is not None:
-            heapq.heappop(self._heap)
-        return request
-
-    def discard(self, request: Request) -> None:
-        """Take out a request of this queue whose status is a finished one already."""
-        assert request.status.finished
-        self._num_dead += 1
-        if self._num_dead > 16 and 2 * self._num_dead > len(self._heap):
-            self._heap = [entry for entry in self._heap if not entry[1].status.finished]
-            heapq.heapify(self._heap)
-            self._num_dead = 0
+    def remove(self, request: Request) -> None:
+        """Take out a request, whose status is still what it was when it came."""
+        index = bisect_left(self._requests, request.order_key, key=BY_ORDER)
+        assert self._requests[index] is request
+        del self._requests[index]
+        self.num_swapped -= request.status is RequestStatus.SWAPPED

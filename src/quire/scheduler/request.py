@@ -1,27 +1,41 @@
-"""`Request`: one sequence from arrival to end, as the control plane sees it: tokens, counts, and a status."""
+"""`Request` and `Sequence`: what was asked for, and each text that grows from it, as the control plane sees them.
+
+A request has one prompt. It begins as one sequence; when the prompt is computed it becomes as many as were asked for
+(`n`, `best_of`, or the beams of a search), which share the prompt's blocks. It is scheduled, preempted and resumed as
+a whole.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 from quire.errors import RequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.scheduler.beam import BeamSearch
+from quire.step import TokenTopLogprobs
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. Waiting or preempted ones hold no blocks and are unknown to the worker."""
+    """Where a request stands, and how a sequence ended.
+
+    Waiting and preempted requests hold no blocks; those of a swapped one are in the host's pool; for a loading one,
+    blocks are read from disk. None of these are known to the worker.
+    """
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    SWAPPED = 3
+    LOADING = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
+    FINISHED_IGNORED = 9
 
     @property
     def finished(self) -> bool:
-        """Whether the request has ended, one way or another."""
+        """Whether it has ended, one way or another."""
         return self >= RequestStatus.FINISHED_STOPPED
 
     @property
@@ -35,35 +49,113 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_IGNORED: "error",
 }
 
 
-class Request:
-    """A sequence to generate. There is no prefill or decode phase: it just has tokens that are not computed yet.
-
-    The arguments are the fields of `engine.messages.AddRequest`; the prompt is copied. Raises `RequestError` for an
-    empty prompt.
+class Sequence:
+    """One text that grows. There is no prefill or decode phase: it just has tokens that are not computed yet.
 
     Attributes:
-        token_ids: prompt, then output. num_computed_tokens: how many of them have KV in the block table.
+        token_ids: prompt, then output. num_computed_tokens: how many of them have KV in the block tables.
         block_hashes: owned by `kvcache.manager`.
+        known: whether the worker has it. unsent: tokens the worker, which has it, was not told of (beams).
+        has_output: whether any output was sent.
+        candidates: a beam's most likely next tokens, until those of all beams of the search are there.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "candidates",
+        "has_output",
+        "known",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "request",
+        "seed",
+        "sequence_id",
+        "token_ids",
+        "unsent",
+    )
+
+    def __init__(self, request: Request, sequence_id: str, seed: int, token_ids: list[int]) -> None:
+        self.request = request
+        self.sequence_id = sequence_id
+        self.seed = seed
+        self.token_ids = token_ids
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.block_hashes: list[bytes] = []
+        self.known = False
+        self.unsent: list[int] = []
+        self.has_output = False
+        self.candidates: TokenTopLogprobs | None = None
+
+    def fork(self, sequence_id: str, seed: int) -> Sequence:
+        """Return a sequence that has come as far as this one."""
+        child = Sequence(self.request, sequence_id, seed, self.token_ids.copy())
+        child.num_computed_tokens = self.num_computed_tokens
+        child.block_hashes = self.block_hashes.copy()
+        return child
+
+    @property
+    def cache_salt(self) -> str | None:
+        """That of its request."""
+        return self.request.cache_salt
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """False while prompt log-probabilities are owed: they need the logits of every prompt position."""
+        request = self.request
+        return not request.wants_prompt_logprobs or request.num_prompt_logprobs >= request.num_prompt_tokens - 1
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.sequence_id!r}, {self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+
+
+class Request:
+    """What was asked for. The arguments are the fields of `engine.messages.AddRequest`; the prompt is copied.
+
+    Raises `RequestError` for an empty prompt.
+
+    Attributes:
+        sequences: those that have not ended; the one that computes the prompt comes first.
+        forked: whether the sequences after the first exist yet.
+        dropped: ids of sequences that were aborted before that.
         order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
-        first_scheduled_time: seconds of the scheduler's clock. has_output: whether any output was sent.
+        first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
+        loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
     """
 
     __slots__ = (
         "arrival_time",
         "bad_words_ids",
-        "block_hashes",
+        "beam",
+        "beam_params",
+        "blocked_since",
         "cache_salt",
+        "dropped",
         "first_scheduled_time",
-        "has_output",
+        "forked",
+        "loaded",
+        "loading",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
+        "num_forks",
+        "num_output_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -71,10 +163,12 @@ class Request:
         "priority",
         "request_id",
         "sampling_params",
-        "seed",
+        "seeds",
+        "sequence_ids",
+        "sequences",
         "status",
         "stop_ids",
-        "token_ids",
+        "tenant",
         "wants_prompt_logprobs",
     )
 
@@ -84,56 +178,61 @@ class Request:
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         arrival_time: float,
-        seed: int,
         stop_ids: list[int],
         max_tokens: int,
+        sequence_ids: list[str] | None = None,
+        seeds: list[int] | None = None,
         bad_words_ids: list[list[int]] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        beam: BeamSearchParams | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
         self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
+        self.sequence_ids = sequence_ids or [request_id]
+        self.seeds = seeds or [0] * len(self.sequence_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
-        self.seed = seed
         self.stop_ids = frozenset(stop_ids)
         self.max_tokens = max_tokens
         self.min_tokens = sampling_params.min_tokens
         self.bad_words_ids = bad_words_ids or []
         self.priority = priority
         self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.beam_params = beam
+        self.beam: BeamSearch | None = None
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
 
         self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.block_hashes: list[bytes] = []
         self.order_key: tuple[float, ...] = ()
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_output_tokens = 0
         self.first_scheduled_time: float | None = None
-        self.has_output = False
+        self.blocked_since: float | None = None
         self.num_prompt_logprobs = 0
+        self.forked = len(self.sequence_ids) == 1
+        self.num_forks = 0
+        self.dropped: set[str] = set()
+        self.loading: set[int] = set()
+        self.loaded = False
+        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens."""
-        return len(self.token_ids)
+    def num_seats(self) -> int:
+        """Most sequences it will have side by side from now on."""
+        if self.beam_params is not None:
+            return self.beam_params.beam_width
+        return len(self.sequences) if self.forked else len(self.sequence_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Generated tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """False while prompt log-probabilities are owed: they need the logits of every prompt position."""
-        return not self.wants_prompt_logprobs or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+    def num_left(self) -> int:
+        """Known tokens of all its sequences that are not computed."""
+        return sum(sequence.num_left for sequence in self.sequences)
 
     def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.status.name}, {self.num_computed_tokens} of {self.num_tokens} tokens "
-            f"computed)"
-        )
+        return f"Request({self.request_id!r}, {self.status.name}, {self.sequences})"

@@ -1,434 +1,277 @@
 """`Scheduler`: who computes how many tokens in the next step.
 
 One token budget a step, shared by prefill chunks and decodes alike: a sequence is given some of the tokens it has not
-computed yet. Running sequences come first, in policy order, then waiting ones. When blocks run out, the last running
-sequence is preempted: it gives everything back and later computes its tokens again, helped by the prefix cache.
+computed yet. Running requests come first, in policy order, then waiting ones. When blocks run out, the last running
+request is preempted: it gives everything back and later computes its tokens again, helped by the prefix cache, or has
+its blocks swapped to the host and back.
 
-Why it cannot livelock: running sequences are kept in policy order and served in that order, only the last one is ever
-preempted, and none is admitted in a step that preempted. So the first one always advances, and one that could outgrow
-the whole pool is ended before it does.
+Prompts share the budget: of those under way and those that wait, the shortest go first, and a fourth is kept for the
+oldest (`share.py`). So a long prompt neither keeps others waiting nor is it kept waiting itself.
 
-`schedule` and `update_from_output` alternate. Cost is linear in the sequences scheduled and independent of the number
-waiting and of how many tokens each has.
+Why it cannot livelock: running requests are kept in policy order and served in that order, only the last one is ever
+preempted, and none is admitted in a step that preempted for want of blocks. So the first one always advances, and one
+that could outgrow the whole pool is ended before it does.
+
+Cost is linear in the sequences scheduled and independent of the number waiting and of how many tokens each has.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import insort
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from typing import Any
 
-from quire.errors import ConfigError, QuireError, RequestError, echo
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.policy import POLICIES, WaitingQueue
-from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.stop import check_stop, stop_reason
-from quire.step import (
-    ContinuingSequenceData,
-    ModelOutput,
-    NewSequenceData,
-    SchedulerOutput,
-    SchedulerStats,
-    SequenceOutput,
-    TokenTopLogprobs,
-)
+from quire.scheduler.base import BaseScheduler
+from quire.scheduler.plan import Plan
+from quire.scheduler.request import Request, RequestStatus, Sequence
+from quire.scheduler.share import share_tokens
 
-_BY_ORDER = attrgetter("order_key")
-_RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and this one is on the path of every token
+WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
 
 
-class _Plan:
-    """A step in the making.
-
-    `num_owed_blocks` counts the blocks that prefills begun earlier, or in this step, still need for the rest of their
-    tokens.
-    """
-
-    __slots__ = ("budget", "continuing", "new_sequences", "num_owed_blocks", "num_scheduled", "preempted")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.num_owed_blocks = 0
-        self.new_sequences: list[NewSequenceData] = []
-        self.continuing: list[ContinuingSequenceData] = []
-        self.num_scheduled: dict[str, int] = {}
-        self.preempted: list[str] = []
-
-
-class Scheduler:
-    """Plans steps and takes in their results.
+class Scheduler(BaseScheduler):
+    """The unified scheduler.
 
     Args:
-        num_blocks, block_size: the KV pool; `block_size` is tokens per block.
-        max_model_len: most tokens of one sequence, prompt and output.
-        max_num_seqs: most sequences running. max_num_batched_tokens: most tokens computed in a step.
-        enable_prefix_caching: share the KV of common prefixes.
-        policy: "fcfs" or "priority".
-        long_prefill_token_threshold: most tokens one sequence may take of a step's budget; 0 means all of it.
-        watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
-        clock: seconds; used only to note when a request was first scheduled.
-        hash_key: key of the prefix hashes; None draws a random one.
-
-    Raises `ConfigError` naming the option.
+        kv: the block manager.
+        max_overtake_seconds: for so long may a waiting request that does not fit be overtaken by others that do.
+        options: those of `RequestLives`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
-        long_prefill_token_threshold: int = 0,
-        watermark: float = 0.01,
-        clock: Callable[[], float] = time.monotonic,
-        hash_key: bytes | None = None,
-    ) -> None:
-        _check_at_least("num_blocks", num_blocks, 1)
-        _check_at_least("block_size", block_size, 1)
-        _check_at_least("max_model_len", max_model_len, 1)
-        _check_at_least("max_num_seqs", max_num_seqs, 1)
-        _check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
-        _check_at_least("long_prefill_token_threshold", long_prefill_token_threshold, 0)
-        if policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {echo(policy)}", param="policy")
-        if not 0.0 <= watermark < 1.0:
-            raise ConfigError(f"watermark must be at least 0 and below 1, got {echo(watermark)}", param="watermark")
-        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_key=hash_key)
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
-        self.watermark_blocks = int(watermark * num_blocks)
-        # The last token needs no slot, but a sequence that goes on does: one token beyond the pool, and it must end.
-        self.length_limit = min(max_model_len, self.kv.capacity + 1)
-        self._order = POLICIES[policy]
-        self._clock = clock
-        self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []  # sorted by order_key
-        self._finished_ids: list[str] = []  # not yet told to the worker
-        self._refusals: list[SequenceOutput] = []
-        self._blocked: tuple[Request, int] | None = None
-        self._num_added = 0
-        self._stats = SchedulerStats(num_blocks=num_blocks)
+    def __init__(self, kv: KVCacheManager, *, max_overtake_seconds: float = 0.0, **options: Any) -> None:
+        super().__init__(kv, **options)
+        self.max_overtake_seconds = max_overtake_seconds
+        self._blocked: tuple[int, int, int] | None = None  # when nothing waiting could be admitted
 
-    # ---- requests come and go ----
+    def _plan(self, plan: Plan) -> None:
+        if self.policy.preempts:
+            self._make_room(plan)
+        shares = self._share(plan)
+        self._schedule_running(plan, shares)
+        if not plan.starved:
+            self._schedule_waiting(plan, shares)
 
-    def add_request(self, request: Request) -> None:
-        """Queue `request`. One that can never fit is answered with an "error" by the next `update_from_output`.
+    # ---- shares ----
 
-        Raises `RequestError` if a live request has the same id.
+    def _share(self, plan: Plan) -> dict[str, int] | None:
+        """Return how many tokens each prompt may compute, by sequence id; None if there is enough for all.
+
+        Of waiting requests those count that could begin in this step.
         """
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
-        problem = self._refusal(request)
-        if problem is not None:
-            request.status = RequestStatus.FINISHED_ERROR
-            self._refusals.append(SequenceOutput(request.request_id, [], finish_reason="error", error=problem))
-            return
-        request.order_key = self._order(request, self._num_added)
-        self._num_added += 1
-        self._requests[request.request_id] = request
-        self._waiting.push(request)
+        num_decodes = 0
+        prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
+        for request in self._running:
+            for sequence in request.sequences:
+                num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+                if num_left == 1:
+                    num_decodes += 1
+                elif num_left:
+                    prompts.append((sequence.sequence_id, num_left))
+        budget = max(plan.budget - num_decodes, 1)
+        num_running = len(prompts)
+        if self._waiting and self._blocked != self._state():
+            num_seats = self._num_seats
+            for request in self._candidates():
+                num_seats += request.num_seats
+                if num_seats > self.max_num_seqs:
+                    break
+                if request.status is not RequestStatus.SWAPPED:
+                    first = request.sequences[0]
+                    prompts.append((first.sequence_id, first.num_tokens))
+        if sum(wanted for _, wanted in prompts) <= budget or len(prompts) < 2:
+            return None
+        # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
+        for index in range(num_running, len(prompts)):
+            name, wanted = prompts[index]
+            prompts[index] = (name, wanted - self.kv.find_prefix(self._sequences[name]).num_tokens)
+        shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit)
+        return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests and free their blocks at once; ids that are not live are ignored. Yields no output."""
-        aborted = set(request_ids)
-        for request_id in aborted:
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._finish(request, RequestStatus.FINISHED_ABORTED)
-        self._refusals = [refusal for refusal in self._refusals if refusal.sequence_id not in aborted]
-        self._drop_finished_from_running()
+    def _state(self) -> tuple[int, int, int]:
+        """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
+        return self.kv.pool.num_released, self._num_added, self._num_seats
 
-    def has_unfinished(self) -> bool:
-        """Whether there is work: live requests, a refusal to be sent, or an end the worker has not been told of."""
-        return bool(self._requests or self._refusals or self._finished_ids)
+    # ---- running requests ----
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
-        return self.kv.reset_prefix_cache()
+    def _make_room(self, plan: Plan) -> None:
+        """Preempt running requests of lower rank than the first waiting one, while that has no seat or no blocks."""
+        head = self._waiting.peek()
+        while (
+            head is not None and self._running and self._running[-1].priority > head.priority and not self._fits(head)
+        ):
+            self._preempt(self._running.pop(), plan)
 
-    # ---- planning a step ----
+    def _fits(self, request: Request) -> bool:
+        if self._num_seats + request.num_seats > self.max_num_seqs:
+            return False
+        if request.status is RequestStatus.SWAPPED:
+            return self._can_swap_in(request, self.watermark_blocks) is not False
+        first = request.sequences[0]
+        num_cached = self.kv.find_prefix(first).num_tokens // self.kv.block_size
+        return self.kv.num_blocks_for(first.num_tokens) - num_cached + self.watermark_blocks <= self.kv.pool.num_free
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. An empty plan that names finished sequences must still reach the worker."""
-        plan = _Plan(self.max_num_batched_tokens)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._schedule_waiting(plan)
-        total = self.max_num_batched_tokens - plan.budget
-        self._stats.num_steps += total > 0
-        self._stats.num_scheduled_tokens += total
-        finished_ids, self._finished_ids = self._finished_ids, []
-        return SchedulerOutput(
-            new_sequences=plan.new_sequences,
-            continuing=plan.continuing,
-            num_scheduled_tokens=plan.num_scheduled,
-            total_num_scheduled_tokens=total,
-            finished_sequence_ids=finished_ids,
-            preempted_sequence_ids=plan.preempted,
-        )
-
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _schedule_running(self, plan: Plan, shares: dict[str, int] | None) -> None:
         """Give every running sequence its next tokens, preempting from the end while blocks are missing.
 
-        A prefill leaves one token of the budget to each sequence behind it, so that decodes never wait for it.
+        A prompt leaves one token of the budget to each sequence behind it, so that decodes never wait for it.
         """
         running = self._running
+        num_behind = sum(len(request.sequences) for request in running)
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
             index += 1
-            num_computed = request.num_computed_tokens
-            num_left = num_new = len(request.token_ids) - num_computed
-            if num_left > 1:
-                num_new = min(num_left, self.chunk_limit, max(plan.budget - (len(running) - index), 1))
-            new_blocks = self.kv.allocate_slots(request, num_new)
-            while new_blocks is None:
-                victim = running.pop()
-                self._preempt(victim, plan)
-                if victim is request:
+            if len(request.sequences) > 1 and not self._secure(request, plan):
+                index -= 1  # it was preempted or ended
+                continue
+            for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
+                num_behind -= 1
+                num_left = num_new = len(sequence.token_ids) - sequence.num_computed_tokens
+                if num_left == 0 or plan.budget <= 0:
+                    continue
+                if num_left > 1:
+                    most = max(plan.budget - num_behind, 1)
+                    num_new = min(num_left, self.chunk_limit, most)
+                    if shares is not None:
+                        num_new = min(num_new, shares.get(sequence.sequence_id, num_new))
+                    if num_new == 0:
+                        plan.num_owed_blocks += self._num_blocks_after(sequence, sequence.num_computed_tokens)
+                        continue
+                if not self._continue(sequence, num_new, plan):
                     return
-                new_blocks = self.kv.allocate_slots(request, num_new)
-            if num_new < num_left:
-                plan.num_owed_blocks += self._num_blocks_after(request, num_computed + num_new)
-            new_block_ids = [[block.block_id for block in new_blocks]] if new_blocks else []
-            plan.continuing.append(ContinuingSequenceData(request.request_id, new_block_ids, num_computed))
-            plan.num_scheduled[request.request_id] = num_new
-            plan.budget -= num_new
+                if num_new < num_left:
+                    num_done = sequence.num_computed_tokens + plan.num_scheduled.get(sequence.sequence_id, 0)
+                    plan.num_owed_blocks += self._num_blocks_after(sequence, num_done)
 
-    def _schedule_waiting(self, plan: _Plan) -> None:
-        """Admit waiting requests in order while there are seats, budget and blocks.
-
-        The first one that does not fit blocks the rest, and is not looked at again before a block was released.
-        """
-        while plan.budget > 0 and len(self._running) < self.max_num_seqs:
-            request = self._waiting.peek()
-            if request is None or self._blocked == (request, self.kv.pool.num_released):
-                return
-            if not self._admit(request, plan):
-                self._blocked = (request, self.kv.pool.num_released)
-                return
-
-    def _admit(self, request: Request, plan: _Plan) -> bool:
-        """Start or resume `request` if all its known tokens fit beside what others were promised; say whether."""
-        computed_blocks, num_computed = self.kv.get_computed_blocks(request)
-        num_new = min(len(request.token_ids) - num_computed, plan.budget, self.chunk_limit)
-        num_later = self._num_blocks_after(request, num_computed + num_new)
-        num_reserved = num_later
-        if self._running:
-            num_reserved += plan.num_owed_blocks + self.watermark_blocks
-        if self.kv.allocate_slots(request, num_new, computed_blocks, num_reserved) is None:
-            return False
-        self._waiting.pop()
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_computed
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_computed
-            request.first_scheduled_time = self._clock()
-            self._stats.prefix_cache_queries += request.num_tokens
-            self._stats.prefix_cache_hits += num_computed
-        insort(self._running, request, key=_BY_ORDER)
-        plan.new_sequences.append(self._describe(request))
-        plan.num_scheduled[request.request_id] = num_new
-        plan.num_owed_blocks += num_later
-        plan.budget -= num_new
+    def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
+        """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted."""
+        request = sequence.request
+        give = self._give if self.kv.holds_blocks(sequence) else self._begin
+        while not give(sequence, num_new, plan):
+            if len(request.sequences) > 1 and self._running[-1] is request:
+                # `_secure` has seen to one token each; one that was preempted and has more to compute waits for the
+                # others to end, if these go on.
+                if self._is_alone(request) and not any(s.sequence_id in plan.num_scheduled for s in request.sequences):
+                    self._infeasible(request, self.kv.num_blocks_for(sequence.num_tokens))
+                    return False
+                return True
+            victim = self._running.pop()
+            plan.starved = True
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
         return True
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
-        """Take everything from `request`, already off the running list, and put it back in line."""
-        self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self._stats.num_preemptions += 1
-        self._waiting.push(request)
-        plan.preempted.append(request.request_id)
+    def _is_alone(self, request: Request) -> bool:
+        """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
+        held = self.kv.num_held(request.sequences)
+        return self._running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
 
-    def _num_blocks_after(self, request: Request, num_tokens: int) -> int:
-        """Blocks that the known tokens of `request` need beyond those for its first `num_tokens`."""
-        return self.kv.num_blocks_for(len(request.token_ids)) - self.kv.num_blocks_for(num_tokens)
+    def _secure(self, request: Request, plan: Plan) -> bool:
+        """See to it that each sequence of `request` could take a block, preempting others; False if that failed.
 
-    def _describe(self, request: Request) -> NewSequenceData:
-        return NewSequenceData(
-            sequence_id=request.request_id,
-            token_ids=list(request.token_ids),  # the worker appends to its own
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
-            seed=request.seed,
-            stop_ids=sorted(request.stop_ids),
-            bad_words_ids=request.bad_words_ids,
-            block_ids=[self.kv.block_ids(request.request_id)],
-            num_computed_tokens=request.num_computed_tokens,
-        )
-
-    # ---- taking in the results ----
-
-    def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[SequenceOutput]:
-        """Take in what the model made of `plan`; return the news, one entry per sequence that has any.
-
-        Results of requests aborted meanwhile are dropped. Raises `QuireError` if the model left out a token it owed.
+        Its sequences advance together or not at all, so this is settled before the first of them gets a token. A
+        request that has the pool to itself and still lacks blocks is ended.
         """
-        news, self._refusals = self._refusals, []
-        any_finished = False
-        for request_id, num_scheduled in plan.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or request.status is not _RUNNING:
+        needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(self.kv.windows)
+        while self.kv.pool.num_free < needed:
+            if self._is_alone(request):
+                self._infeasible(request, needed)
+                return False
+            victim = self._running.pop()
+            plan.starved = True
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        return True
+
+    # ---- waiting requests ----
+
+    def _candidates(self) -> list[Request]:
+        """Return the waiting requests that may be next, in the order in which they are tried."""
+        window = self._waiting.first(WINDOW)
+        if self.policy.longest_prefix_first and len(window) > 1:
+            now = self.clock()
+            overdue = [request for request in window if now - request.arrival_time > self.max_overtake_seconds]
+            others = [request for request in window if now - request.arrival_time <= self.max_overtake_seconds]
+            others.sort(key=lambda request: -self.kv.find_prefix(request.sequences[0]).num_tokens)
+            return overdue + others
+        return window
+
+    def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
+        """Admit waiting requests in order while there are seats, budget and blocks.
+
+        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`.
+        """
+        if not self._waiting or self._blocked == self._state():
+            return
+        blocked, all_tried = False, True
+        for request in self._candidates():
+            if plan.budget <= 0 or self._num_seats >= self.max_num_seqs:
+                return
+            if request.request_id in plan.left:
                 continue
-            entry = self._advance(request, num_scheduled, output)
-            if entry is not None:
-                news.append(entry)
-                any_finished |= entry.finish_reason is not None
-        if any_finished:
-            self._drop_finished_from_running()
-        return news
+            if shares is not None and shares.get(request.sequences[0].sequence_id) == 0:
+                all_tried = False
+                continue
+            outcome = self._admit(request, plan, shares)
+            if outcome is None:
+                continue
+            if not outcome:
+                blocked = True
+                now = self.clock()
+                if request.blocked_since is None:
+                    request.blocked_since = now
+                if now - request.blocked_since >= self.max_overtake_seconds:
+                    break
+        if blocked and all_tried:
+            self._blocked = self._state()
 
-    def _advance(self, request: Request, num_scheduled: int, output: ModelOutput) -> SequenceOutput | None:
-        """Apply one sequence's results; return its news, or None if the chunk brought none."""
-        request_id = request.request_id
-        if output.errors and request_id in output.errors:
-            self._finish(request, RequestStatus.FINISHED_ERROR)
-            return self._news(request, [], error=output.errors[request_id])
-        start = request.num_computed_tokens
-        request.num_computed_tokens = start + num_scheduled
-        prompt_logprobs = None
-        if request.wants_prompt_logprobs:
-            prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs.get(request_id, []))
-        sampled = output.sampled_token_ids.get(request_id, [])
-        if bool(sampled) != (request.num_computed_tokens == len(request.token_ids)):
-            raise QuireError(f"the model returned {len(sampled)} tokens for {request!r}")
-        status = None
-        num_taken = 0
-        for token_id in sampled:
-            request.token_ids.append(token_id)
-            num_taken += 1
-            status = check_stop(request, token_id, self.length_limit)
-            if status is not None:
-                self._finish(request, status)
-                break
-        if not num_taken and not prompt_logprobs:
-            return None
-        logprobs = output.logprobs.get(request_id) if output.logprobs else None
-        if num_taken < len(sampled):
-            sampled = sampled[:num_taken]
-            logprobs = logprobs[:num_taken] if logprobs is not None else None
-        return self._news(request, sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    def _admit(self, request: Request, plan: Plan, shares: dict[str, int] | None) -> bool | None:
+        """Start or resume `request` if all its known tokens fit beside what others were promised.
 
-    def _new_prompt_logprobs(
-        self, request: Request, start: int, entries: list[TokenTopLogprobs]
-    ) -> list[TokenTopLogprobs] | None:
-        """Return those of `entries`, which begin at prompt position `start + 1`, that were not sent before.
-
-        A sequence preempted within its prompt computes its first positions twice.
+        Returns whether it did; None if it is not its fault: it waits for the disk, or was ended.
         """
-        fresh = entries[max(request.num_prompt_logprobs - start, 0) :]
-        request.num_prompt_logprobs += len(fresh)
-        return fresh or None
+        if self._num_seats + request.num_seats > self.max_num_seqs:
+            return False
+        num_reserved = (request.num_seats - 1) * len(self.kv.windows)
+        if self._running:
+            num_reserved += plan.num_owed_blocks + self.watermark_blocks
+        if request.status is RequestStatus.SWAPPED:
+            return self._swap_in(request, plan, num_reserved)
+        first = request.sequences[0]
+        hit = self.kv.find_prefix(first)
+        if (hit.loads or hit.loading) and not request.loaded and (hit.loading or self._start_loading(request, hit)):
+            return None
+        most = min(plan.budget, self.chunk_limit)
+        if shares is not None:
+            most = min(most, shares.get(first.sequence_id, most))
+        num_new = self._begin(first, most, plan, num_reserved, hit)
+        if not num_new:
+            if self._is_alone(request):
+                self._infeasible(request, self.kv.num_blocks_for(first.num_tokens) + num_reserved)
+                return None
+            return False
+        self._waiting.remove(request)
+        self._run(request)
+        plan.num_owed_blocks += self._num_blocks_after(first, first.num_computed_tokens + num_new)
+        for sibling in request.sequences[1:]:
+            if plan.budget > 0 and not sibling.known and sibling.num_computed_tokens == 0:
+                self._begin(sibling, min(plan.budget, self.chunk_limit), plan)
+        return True
 
-    def _news(
-        self,
-        request: Request,
-        new_token_ids: list[int],
-        logprobs: list[TokenTopLogprobs] | None = None,
-        prompt_logprobs: list[TokenTopLogprobs] | None = None,
-        error: str | None = None,
-    ) -> SequenceOutput:
-        news = SequenceOutput(
-            request.request_id,
-            new_token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_preemptions=request.num_preemptions,
-            error=error,
-        )
-        if not request.has_output:
-            request.has_output = True
-            news.num_cached_tokens = request.num_cached_tokens
-            news.first_scheduled_time = request.first_scheduled_time
-        if request.status is not _RUNNING:
-            news.finish_reason = request.status.finish_reason
-            if request.status is RequestStatus.FINISHED_STOPPED:
-                news.stop_reason = stop_reason(request)
-        return news
-
-    # ---- ends ----
-
-    def _refusal(self, request: Request) -> str | None:
-        """Return why `request` can never run, or None. One token beyond the prompt must fit, else it yields nothing."""
-        num_tokens = request.num_prompt_tokens + 1
-        if num_tokens > self.max_model_len:
-            return (
-                f"the prompt has {request.num_prompt_tokens} tokens; with one token to generate that exceeds the "
-                f"context of {self.max_model_len} tokens"
-            )
-        if not self.kv.can_ever_fit(num_tokens):
-            return (
-                f"the prompt and one token more need {self.kv.num_blocks_for(num_tokens)} KV blocks, but the whole "
-                f"pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens"
-            )
-        return None
-
-    def _finish(self, request: Request, status: RequestStatus) -> None:
-        """End `request` and free its blocks. The caller drops it from the running list afterwards."""
-        was_running = request.status is RequestStatus.RUNNING
-        request.status = status
-        del self._requests[request.request_id]
-        if was_running:
-            # After an error the KV itself may be bad (not finite): nobody may find it.
-            self.kv.free(request, forget=status is RequestStatus.FINISHED_ERROR)
-            self._finished_ids.append(request.request_id)
-        else:
-            self._waiting.discard(request)
-
-    def _drop_finished_from_running(self) -> None:
-        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-
-    # ---- being watched ----
-
-    def stats(self) -> SchedulerStats:
-        """Return a snapshot; O(1)."""
-        stats = self._stats
-        return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_blocks=stats.num_blocks,
-            num_free_blocks=self.kv.pool.num_free,
-            num_preemptions=stats.num_preemptions,
-            prefix_cache_queries=stats.prefix_cache_queries,
-            prefix_cache_hits=stats.prefix_cache_hits,
-            num_steps=stats.num_steps,
-            num_scheduled_tokens=stats.num_scheduled_tokens,
-        )
-
-    def check_integrity(self) -> None:
-        """Raise `QuireError` on a broken invariant, between steps; costs O(blocks + requests)."""
-        running, waiting = self._running, list(self._waiting)
-        if sorted(running, key=_BY_ORDER) != running or len(running) > self.max_num_seqs:
-            raise QuireError("running sequences are out of order or too many")
-        if {id(r) for r in running} | {id(r) for r in waiting} != {id(r) for r in self._requests.values()}:
-            raise QuireError("live requests are not the running and the waiting ones")
-        if len(running) + len(waiting) != len(self._requests) or len(waiting) != len(self._waiting):
-            raise QuireError("a request stands in two queues, or the waiting queue miscounts")
-        for request in running:
-            num_slots = len(self.kv.block_ids(request.request_id)) * self.kv.block_size
-            if request.status is not RequestStatus.RUNNING or num_slots < request.num_computed_tokens:
-                raise QuireError(f"{request!r} runs with {num_slots} slots")
-            if request.num_computed_tokens >= request.num_tokens:
-                raise QuireError(f"{request!r} has nothing to compute")
-        for request in waiting:
-            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.num_computed_tokens:
-                raise QuireError(f"{request!r} waits")
-        if self.kv.num_tables() != len(running):
-            raise QuireError(f"{self.kv.num_tables()} block tables for {len(running)} running sequences")
-        self.kv.check_integrity()
-
-
-def _check_at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{name} must be at least {low}, got {echo(value)}", param=name)
+    def _swap_in(self, request: Request, plan: Plan, num_reserved: int) -> bool | None:
+        """Bring back a swapped request, if there is room for it and for a token of each of its sequences."""
+        fits = self._can_swap_in(request, num_reserved if self._running else 0)
+        if fits is None:
+            self._infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
+            return None
+        if not fits or plan.budget < sum(sequence.num_left > 0 for sequence in request.sequences):
+            return False
+        self._waiting.remove(request)
+        self.kv.swap_in(request.sequences)
+        self._run(request)
+        unfinished = [sequence for sequence in request.sequences if sequence.num_left]
+        for number, sequence in enumerate(unfinished, 1):
+            num_behind = len(unfinished) - number
+            self._give(sequence, min(sequence.num_left, plan.budget - num_behind, self.chunk_limit), plan)
+        return True

@@ -41,6 +41,7 @@ class ModelRunner:
     """Executes steps of one model on one backend.
 
     Args:
+        groups: of layers that share block tables; by default those that `max_model_len` gives.
         num_blocks, block_size: of the KV cache; `num_host_blocks` of the pool in host memory.
         store: an open disk store for blocks, or None; it is closed by `close`.
 
@@ -58,13 +59,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        groups: list[KVCacheGroup] | None = None,
         num_host_blocks: int = 0,
         store: DiskStore | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.sampler = Sampler(backend)
-        groups = model.kv_cache_spec().groups(max_model_len)
+        groups = groups or model.kv_cache_spec().groups(max_model_len)
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

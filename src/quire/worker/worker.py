@@ -11,7 +11,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
-from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, SchedulerOutput
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
 from quire.worker.model_runner import ModelRunner
@@ -88,6 +88,7 @@ class Worker:
                 max_num_seqs=self.config.scheduler.max_num_seqs,
                 max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
                 max_model_len=max_model_len,
+                groups=self._groups(),
                 num_host_blocks=num_host_blocks,
                 store=self._store,
             )
@@ -121,6 +122,11 @@ class Worker:
         self.runner = None
         del self.model
 
+    def _groups(self) -> list[KVCacheGroup]:
+        """Return the groups of layers, as the engine counted them: by the context settled before memory was looked at."""
+        assert self.config.model.max_model_len is not None, "settled by the engine"
+        return self.kv_cache_spec().groups(self.config.model.max_model_len)
+
     def _open_store(self, max_model_len: int) -> DiskStore | None:
         """Open the disk tier, if the config asks for one."""
         cache, model = self.config.cache, self.config.model
@@ -138,10 +144,10 @@ class Worker:
             seed=model.seed,
             block_size=cache.block_size,
             model_len=model.max_model_len,
-            max_model_len=max_model_len,
+            max_model_len=model.max_model_len,
             notes=folder / "weights.json",
         )
-        largest = max(spec.groups(max_model_len), key=lambda group: len(group.layers))
+        largest = max(self._groups(), key=lambda group: len(group.layers))
         layers = [spec.layers[index] for index in largest.layers]
         samples = [self.backend.new_kv_cache(1, cache.block_size, at.num_kv_heads, at.head_size) for at in layers]
         geometry = StoreGeometry(

@@ -1,0 +1,137 @@
+"""`PrefixHit`: what the caches hold of a sequence's beginning, and the search for it over several groups of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.kvcache.block import Block
+
+
+class HostBlock:
+    """A block whose content is in the host's pool and is to be copied to the device."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+
+class DiskRecord:
+    """A block whose content is on disk."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+
+Found = Block | HostBlock | DiskRecord
+
+NO_BLOCK = Block(0)
+"""Stands in a block table where a window has moved on: the worker never reads there, so any valid id will do."""
+
+
+class PrefixHit:
+    """The longest cached beginning of a sequence.
+
+    Takes no references: use it for allocating before anything else is allocated.
+
+    Attributes:
+        tables: for each group of layers the blocks from the first on; `NO_BLOCK` where the group's window is past.
+        num_tokens: tokens that need not be computed, those of `partial` included.
+        partial, num_partial: a block whose first tokens are those after the whole blocks, and how many; to be copied.
+        loads: names on disk that would make the hit longer.
+        loading: whether some of these are being read already, for another sequence.
+    """
+
+    __slots__ = ("loading", "loads", "num_partial", "num_tokens", "partial", "tables")
+
+    def __init__(self, tables: list[list[Found]], num_tokens: int) -> None:
+        self.tables = tables
+        self.num_tokens = num_tokens
+        self.partial: Block | None = None
+        self.num_partial = 0
+        self.loads: list[bytes] = []
+        self.loading = False
+
+    def add_partial(self, block: Block, num_tokens: int) -> None:
+        """Let the hit go on for `num_tokens` tokens into `block`."""
+        self.partial, self.num_partial = block, num_tokens
+        self.num_tokens += num_tokens
+
+    def drop_partial(self) -> None:
+        """End the hit with its last whole block: there is no memory for a copy."""
+        self.num_tokens -= self.num_partial
+        self.partial, self.num_partial = None, 0
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many device blocks the hit takes out of the free queue, and how many blocks must be copied in."""
+        num_woken = num_restored = 0
+        for table in self.tables:
+            for found in table:
+                if isinstance(found, Block):
+                    num_woken += found.ref_count == 0 and found is not NO_BLOCK
+                else:
+                    num_restored += 1
+        return num_woken, num_restored
+
+    def num_host_tokens(self, block_size: int) -> int:
+        """Tokens that come from the host's pool, by the first group of layers."""
+        return sum(isinstance(found, HostBlock) for found in self.tables[0]) * block_size
+
+
+def longest_hit(
+    windows: list[int | None], block_size: int, limit: int, find: Callable[[int, int], Found | None]
+) -> list[list[Found]]:
+    """Return for each group the blocks of the longest beginning, at most `limit` blocks, that all groups hold.
+
+    A group without a window must hold all blocks of it; one with a window, those that the next token sees.
+
+    Args:
+        find: returns block `index` of group `group`, `find(group, index)`, or None.
+    """
+    if windows == [None]:
+        table: list[Found] = []
+        for index in range(limit):
+            found = find(0, index)
+            if found is None:
+                break
+            table.append(found)
+        return [table]
+    columns: list[list[Found | None]] = [[] for _ in windows]
+    for group, window in enumerate(windows):
+        if window is None:
+            for index in range(limit):
+                found = find(group, index)
+                if found is None:
+                    limit = index
+                    break
+                columns[group].append(found)
+    runs: dict[int, list[int]] = {}  # for each windowed group: how many blocks in a row end at each index
+    for group, window in enumerate(windows):
+        if window is not None:
+            columns[group] = [find(group, index) for index in range(limit)]
+            run, lengths = 0, []
+            for column in columns[group]:
+                run = run + 1 if column is not None else 0
+                lengths.append(run)
+            runs[group] = lengths
+    while limit and not all(
+        lengths[limit - 1] >= limit - first_seen(limit * block_size, windows[group] or 0, block_size)
+        for group, lengths in runs.items()
+    ):
+        limit -= 1
+    tables: list[list[Found]] = []
+    for group, window in enumerate(windows):
+        first = 0 if window is None else first_seen(limit * block_size, window, block_size)
+        row: list[Found] = [NO_BLOCK] * min(first, limit)
+        for found in columns[group][first:limit]:
+            assert found is not None
+            row.append(found)
+        tables.append(row)
+    return tables
+
+
+def first_seen(position: int, window: int, block_size: int) -> int:
+    """Return the index of the first block that a query at `position` sees through `window`."""
+    return max(position - window + 1, 0) // block_size

@@ -1,0 +1,165 @@
+"""Where blocks go when the device has no room: a pool in host memory, and records on disk. Ids and names only.
+
+Both tiers hold content under its name (`block_hash`) and answer the same two questions: `find` says whether a name is
+there, `keep` takes in a device block that is about to lose its content, or just became free. They differ in how content
+comes back: from the host within the step (`HostTier.restore`), from disk some steps later (`DiskTier.load`). The host's
+pool also holds the blocks of sequences that were swapped out, which nobody else finds.
+
+What is to be moved is noted in `Movements`, in order, and leaves with the next plan.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from quire.kvcache.block import Block
+from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.disk_index import RecordHeader
+from quire.step import BlockLoad, BlockSave, TransferKind
+
+
+class Movements:
+    """What the worker will be told to move, in the order decided.
+
+    Saves happen before transfers: their sources are read before anything of this step overwrites them.
+    """
+
+    __slots__ = ("loads", "saves", "transfers")
+
+    def __init__(self) -> None:
+        self.transfers: list[tuple[int, int, int]] = []
+        self.saves: list[BlockSave] = []
+        self.loads: list[BlockLoad] = []
+
+    def copy(self, source: Block, destination: Block) -> None:
+        """Copy a block within the device."""
+        self.transfers.append((int(TransferKind.COPY), source.block_id, destination.block_id))
+
+    def take(self) -> tuple[list[tuple[int, int, int]], list[BlockSave], list[BlockLoad]]:
+        """Return transfers, saves and loads, and start afresh."""
+        taken = self.transfers, self.saves, self.loads
+        self.transfers, self.saves, self.loads = [], [], []
+        return taken
+
+
+class HostTier:
+    """Blocks in host memory: a pool like the device's, whose free blocks keep their content until reused.
+
+    Attributes:
+        pool: ids are indices into the worker's host memory.
+    """
+
+    def __init__(self, num_blocks: int, movements: Movements) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._movements = movements
+
+    def find(self, name: bytes) -> Block | None:
+        """Return the host block with this content, or None."""
+        return self.pool.lookup(name)
+
+    def keep(self, block: Block) -> None:
+        """Copy a device block's content out, reusing the least recently used host block; no room is no error."""
+        assert block.block_hash is not None
+        known = self.pool.lookup(block.block_hash)
+        if known is not None:
+            self.pin(known)  # counts as a use
+        elif self.pool.num_free:
+            (known,) = self.swap_out([block])
+            self.pool.register(known, block.block_hash, block.parent_hash, block.token_ids)
+        else:
+            return
+        self.unpin(known)
+
+    def pin(self, block: Block) -> None:
+        """Protect a host block from reuse until `unpin`."""
+        self.pool.touch((block,))
+
+    def unpin(self, block: Block) -> None:
+        """Undo `pin`; the block becomes the last to be reused."""
+        self.pool.free((block,))
+
+    def restore(self, source: Block, destination: Block) -> None:
+        """Copy a host block's content to a device block."""
+        self._movements.transfers.append((int(TransferKind.IN), source.block_id, destination.block_id))
+
+    def swap_out(self, blocks: Iterable[Block]) -> list[Block]:
+        """Copy device blocks to host blocks with one reference each; the caller has checked that so many are free."""
+        sources = list(blocks)
+        places = self.pool.get_new_blocks(len(sources))
+        for source, place in zip(sources, places, strict=True):
+            self._movements.transfers.append((int(TransferKind.OUT), source.block_id, place.block_id))
+        return places
+
+
+class DiskTier:
+    """Records on disk by name, least recently used first.
+
+    Args:
+        num_slots: records there is room for.
+        stored: (slot, header) of what the store held when it was opened; headers that make no sense are ignored.
+    """
+
+    def __init__(self, num_slots: int, stored: Iterable[tuple[int, bytes]], movements: Movements) -> None:
+        self._movements = movements
+        self._records: OrderedDict[bytes, int] = OrderedDict()
+        self._headers: dict[bytes, bytes] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        taken = set()
+        for slot, data in stored:
+            header = RecordHeader.decode(data)
+            if header is not None and 0 <= slot < num_slots and header.name not in self._records:
+                self._records[header.name] = slot
+                self._headers[header.name] = data
+                taken.add(slot)
+        if taken:
+            self._free = [slot for slot in self._free if slot not in taken]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, name: bytes) -> int | None:
+        """Return the slot of the record with this content, or None."""
+        return self._records.get(name)
+
+    def header(self, name: bytes) -> RecordHeader:
+        """Return what is known of a record that `find` found."""
+        header = RecordHeader.decode(self._headers[name])
+        assert header is not None, "checked when it came"
+        return header
+
+    def keep(self, block: Block) -> None:
+        """Write a device block's content, reusing the least recently used record if there is no free one."""
+        assert block.block_hash is not None
+        name = block.block_hash
+        if name in self._records:
+            self._records.move_to_end(name)
+            return
+        if not self._free:
+            if not self._records:
+                return
+            self.drop(next(iter(self._records)))
+        slot = self._free.pop()
+        header = RecordHeader(name, block.parent_hash, block.token_ids).encode()
+        self._records[name] = slot
+        self._headers[name] = header
+        self._movements.saves.append(BlockSave(block.block_id, slot, header))
+
+    def load(self, name: bytes, destination: Block) -> None:
+        """Begin to read a record into a device block; `ModelOutput.loaded` will tell how it went."""
+        self._records.move_to_end(name)
+        self._movements.loads.append(BlockLoad(destination.block_id, self._records[name], self._headers[name]))
+
+    def drop(self, name: bytes) -> None:
+        """Forget a record: its slot is needed, or it is damaged."""
+        slot = self._records.pop(name, None)
+        if slot is not None:
+            del self._headers[name]
+            self._free.append(slot)
+
+    def clear(self) -> int:
+        """Forget all records; return how many there were."""
+        count = len(self._records)
+        for name in list(self._records):
+            self.drop(name)
+        return count

@@ -1,0 +1,254 @@
+"""`BaseScheduler`: the two halves of a step that all schedulers share: sending off a plan, and taking in its results.
+
+`schedule` and `update_from_output` alternate. What goes into a plan is decided in the subclasses:
+`scheduler.Scheduler` and `prefill_first.PrefillFirstScheduler`.
+"""
+
+from __future__ import annotations
+
+from quire.errors import QuireError
+from quire.scheduler.beam import place
+from quire.scheduler.lives import RequestLives
+from quire.scheduler.plan import Plan
+from quire.scheduler.policy import BY_ORDER
+from quire.scheduler.request import Request, RequestStatus, Sequence
+from quire.scheduler.stop import check_stop, stop_reason
+from quire.step import ForkData, ModelOutput, SchedulerOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
+
+_RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and this one is on the path of every token
+
+
+class BaseScheduler(RequestLives):
+    """Plans steps and takes in their results; see `RequestLives` for the arguments."""
+
+    # ---- sending off ----
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. One that is not empty must reach the worker."""
+        self.kv.start_step()
+        plan = Plan(self.max_num_batched_tokens)
+        self._plan(plan)
+        total = plan.most_tokens - plan.budget
+        self._stats.num_steps += total > 0
+        self._stats.num_scheduled_tokens += total
+        finished_ids, self._finished_ids = self._finished_ids, []
+        forks, self._forks = self._forks, []
+        return plan.finish(finished_ids, forks, self.kv.movements.take(), loading=self.kv.num_loading > 0)
+
+    def _plan(self, plan: Plan) -> None:
+        """Decide who computes how many tokens."""
+        raise NotImplementedError
+
+    def closing_plan(self) -> SchedulerOutput:
+        """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""
+        self.kv.save_all()
+        plan = Plan(self.max_num_batched_tokens)
+        return plan.finish([], [], self.kv.movements.take(), loading=False)
+
+    # ---- taking in the results ----
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[SequenceOutput]:
+        """Take in what the model made of `plan`; return the news, one entry per sequence that has any.
+
+        Results of requests aborted meanwhile are dropped. Raises `QuireError` if the model left out a token it owed.
+        """
+        if output.loaded:
+            self._finish_loads(output.loaded)
+        news: list[SequenceOutput] = []
+        for sequence_id, num_scheduled in plan.num_scheduled_tokens.items():
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None and sequence.request.status is _RUNNING:
+                self._advance(sequence, num_scheduled, output, news)
+        for fork in plan.forks:
+            if fork.samples:
+                sequence = self._sequences.get(fork.sequence_id)
+                if sequence is not None and sequence.request.status is _RUNNING:
+                    self._advance(sequence, 0, output, news)
+        if self._news:
+            news, self._news = self._news + news, []
+        return news
+
+    def _finish_loads(self, loaded: dict[int, bool]) -> None:
+        for block_id, sound in loaded.items():
+            self._stats.disk_cache_hits += self.kv.block_size * sound
+            self.kv.finish_load(block_id, sound)
+            for request in self._loading:
+                request.loading.discard(block_id)
+        for request in [request for request in self._loading if not request.loading]:
+            self._loading.remove(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+
+    def _advance(self, sequence: Sequence, num_scheduled: int, output: ModelOutput, news: list[SequenceOutput]) -> None:
+        """Apply one sequence's results, and append what there is to tell to `news`."""
+        request, sequence_id = sequence.request, sequence.sequence_id
+        if output.errors and sequence_id in output.errors:
+            self._fail(sequence, output.errors[sequence_id], news)
+            return
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + num_scheduled
+        if request.beam is not None:
+            self._advance_beam(sequence, output, news)
+            return
+        prompt_logprobs = None
+        if request.wants_prompt_logprobs and sequence_id in output.prompt_logprobs:
+            prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
+        sampled = output.sampled_token_ids.get(sequence_id, [])
+        if bool(sampled) != (sequence.num_computed_tokens == len(sequence.token_ids)):
+            raise QuireError(f"the model returned {len(sampled)} tokens for {sequence!r}")
+        status = None
+        num_taken = 0
+        for token_id in sampled:
+            sequence.token_ids.append(token_id)
+            num_taken += 1
+            status = check_stop(sequence, token_id, self.length_limit)
+            if status is not None:
+                break
+        if request.dropped and sequence_id in request.dropped and sampled:
+            self._end_sequence(sequence)  # it was aborted, but the others needed it to compute their prompt
+            return
+        if num_taken or prompt_logprobs:
+            logprobs = output.logprobs.get(sequence_id) if output.logprobs else None
+            if num_taken < len(sampled):
+                sampled = sampled[:num_taken]
+                logprobs = logprobs[:num_taken] if logprobs is not None else None
+            entry = self._tell(sequence, sampled)
+            entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
+            if status is not None:
+                entry.finish_reason = status.finish_reason
+                if status is RequestStatus.FINISHED_STOPPED:
+                    entry.stop_reason = stop_reason(sequence)
+            news.append(entry)
+        if status is not None:
+            self._end_sequence(sequence)
+
+    def _fail(self, sequence: Sequence, error: str, news: list[SequenceOutput]) -> None:
+        """The logits of `sequence` were not finite: it ends, and with it all that depends on it."""
+        request = sequence.request
+        if request.beam is not None or not request.forked:
+            for beam in request.sequences:  # the KV may be bad, not only this one's: nobody may find it
+                self.kv.free(beam, forget=True)
+            self._end(request, RequestStatus.FINISHED_ERROR, error)
+            return
+        entry = self._tell(sequence, [])
+        entry.finish_reason, entry.error = "error", error
+        news.append(entry)
+        self._end_sequence(sequence, failed=True)
+
+    def _new_prompt_logprobs(
+        self, request: Request, start: int, entries: list[TokenTopLogprobs]
+    ) -> list[TokenTopLogprobs] | None:
+        """Return those of `entries`, which begin at prompt position `start + 1`, that were not sent before.
+
+        A sequence preempted within its prompt computes its first positions twice.
+        """
+        fresh = entries[max(request.num_prompt_logprobs - start, 0) :]
+        request.num_prompt_logprobs += len(fresh)
+        return fresh or None
+
+    def _tell(self, sequence: Sequence, new_token_ids: list[int], name: str | None = None) -> SequenceOutput:
+        """Return news of `sequence`, the first with what is known since it was scheduled."""
+        request = sequence.request
+        entry = SequenceOutput(name or sequence.sequence_id, new_token_ids, num_preemptions=request.num_preemptions)
+        if not sequence.has_output:
+            sequence.has_output = True
+            entry.num_cached_tokens = request.num_cached_tokens
+            entry.first_scheduled_time = request.first_scheduled_time
+        return entry
+
+    def _advance_beam(self, sequence: Sequence, output: ModelOutput, news: list[SequenceOutput]) -> None:
+        """Keep the candidates of one beam; once those of all are there, let the search choose how it goes on."""
+        request = sequence.request
+        assert request.beam is not None
+        if sequence.num_left:
+            return
+        found = output.candidates.get(sequence.sequence_id)
+        if found is None:
+            raise QuireError(f"the model returned no candidates for {sequence!r}")
+        sequence.candidates = found
+        candidates = [
+            (beam.candidates.token_ids[1:], beam.candidates.logprobs[1:])
+            for beam in request.sequences
+            if beam.candidates is not None
+        ]
+        if len(candidates) < len(request.sequences):
+            return
+        step = request.beam.advance(candidates)
+        if step.over:
+            beams = request.beam.beams()
+            entry = self._tell(request.sequences[0], [], request.request_id)
+            entry.beams, entry.finish_reason = beams, beams[0].finish_reason
+            news.append(entry)
+            request.num_output_tokens = max(len(beam.token_ids) for beam in beams) * len(beams)
+            self._end(request, RequestStatus.FINISHED_STOPPED)
+        else:
+            self._place_beams(request, step.running)
+
+    def _place_beams(self, request: Request, running: list[tuple[int, int]]) -> None:
+        """Make the sequences of `request` the beams of `running` (parent, token): best children in place, others forked."""
+        parents = list(request.sequences)
+        placement = place(running, len(parents))
+        children: dict[int, Sequence] = {}
+        for parent, child in placement.forks:
+            request.num_forks += 1
+            source = parents[parent]
+            copy = source.fork(f"{request.request_id}#{request.num_forks}", source.seed)
+            self.kv.fork(source, copy)
+            self._sequences[copy.sequence_id] = copy
+            copy.known = source.known
+            self._forks.append(ForkData(source.sequence_id, copy.sequence_id, copy.seed))
+            children[child] = copy
+        for parent, child in placement.in_place:
+            children[child] = parents[parent]
+        for parent in placement.ended:
+            self._forget(parents[parent], failed=False)
+        request.sequences = [children[child] for child in range(len(running))]
+        for beam, (_, token_id) in zip(request.sequences, running, strict=True):
+            beam.candidates = None
+            beam.token_ids.append(token_id)
+            beam.unsent.append(token_id)
+
+    # ---- being watched ----
+
+    def stats(self) -> SchedulerStats:
+        """Return a snapshot; O(running)."""
+        stats = self._stats
+        stats.num_running = sum(len(request.sequences) for request in self._running)
+        stats.num_waiting = len(self._waiting) + len(self._loading)
+        stats.num_swapped = self._waiting.num_swapped
+        stats.num_free_blocks = self.kv.pool.num_free
+        stats.num_free_host_blocks = self.kv.host.pool.num_free
+        return SchedulerStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+
+    def check_integrity(self) -> None:
+        """Raise `QuireError` on a broken invariant, between steps; costs O(blocks + requests)."""
+        running, waiting = self._running, list(self._waiting)
+        if sorted(running, key=BY_ORDER) != running or sorted(waiting, key=BY_ORDER) != waiting:
+            raise QuireError("running or waiting requests are out of order")
+        everyone = [*running, *waiting, *self._loading]
+        if {id(r) for r in everyone} != {id(r) for r in self._requests.values()} or len(everyone) != len(
+            self._requests
+        ):
+            raise QuireError("live requests are not the running, waiting and loading ones")
+        num_seats = sum(request.num_seats for request in running)
+        if num_seats != self._num_seats or num_seats > self.max_num_seqs:
+            raise QuireError(f"{self._num_seats} seats counted, {num_seats} taken, {self.max_num_seqs} there are")
+        num_tables = 0
+        for request in running:
+            if request.status is not RequestStatus.RUNNING or not request.sequences:
+                raise QuireError(f"{request!r} runs")
+            for sequence in request.sequences:
+                num_slots = len(self.kv.block_ids(sequence.sequence_id)[0]) * self.kv.block_size
+                num_tables += num_slots > 0
+                if num_slots < sequence.num_computed_tokens:
+                    raise QuireError(f"{sequence!r} has {num_slots} slots")
+            if request.num_left == 0:
+                raise QuireError(f"{request!r} has nothing to compute")
+        for request in waiting:
+            if request.status is not RequestStatus.SWAPPED and any(s.num_computed_tokens for s in request.sequences):
+                raise QuireError(f"{request!r} waits with tokens computed")
+        if any(s.known for request in (*waiting, *self._loading) for s in request.sequences):
+            raise QuireError("the worker has sequences that do not run")
+        if self.kv.num_tables() != num_tables:
+            raise QuireError(f"{self.kv.num_tables()} block tables for {num_tables} running sequences")
+        self.kv.check_integrity()

@@ -1,0 +1,385 @@
+"""`RequestLives`: how requests come, begin, fork, are preempted and resumed, and end, in whatever order they are served.
+
+`base.BaseScheduler` makes steps of it; which request gets how many tokens is decided further up.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from quire.errors import ConfigError, RequestError, echo
+from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.prefix_hit import PrefixHit
+from quire.scheduler.beam import BeamSearch
+from quire.scheduler.plan import Plan
+from quire.scheduler.policy import BY_ORDER, Policy, WaitingQueue
+from quire.scheduler.request import Request, RequestStatus, Sequence
+from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerStats, SequenceOutput
+
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+
+
+class RequestLives:
+    """The queues, and all that moves a request between them.
+
+    Args:
+        kv: the block manager.
+        max_model_len: most tokens of one sequence, prompt and output.
+        max_num_seqs: most sequences running. max_num_batched_tokens: most tokens computed in a step.
+        policy: who comes first.
+        long_prefill_token_threshold: most tokens one sequence may take of a step's budget; 0 means all of it.
+        watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
+        preemption_mode: "recompute", "swap", or "auto": swap requests of several sequences, whose KV costs more to
+            compute again than that of one (Kwon et al. 2023, section 4.5).
+        clock: seconds.
+
+    Raises `ConfigError` naming the option.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy | None = None,
+        long_prefill_token_threshold: int = 0,
+        watermark: float = 0.01,
+        preemption_mode: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_at_least("max_model_len", max_model_len, 1)
+        _check_at_least("max_num_seqs", max_num_seqs, 1)
+        _check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
+        _check_at_least("long_prefill_token_threshold", long_prefill_token_threshold, 0)
+        if not 0.0 <= watermark < 1.0:
+            raise ConfigError(f"watermark must be at least 0 and below 1, got {echo(watermark)}", param="watermark")
+        if preemption_mode not in PREEMPTION_MODES:
+            allowed = ", ".join(PREEMPTION_MODES)
+            raise ConfigError(
+                f"preemption_mode must be one of {allowed}, got {echo(preemption_mode)}", param="preemption_mode"
+            )
+        self.kv = kv
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self.watermark_blocks = int(watermark * kv.pool.num_blocks)
+        # The last token needs no slot, but a sequence that goes on does: one token beyond the pool, and it must end.
+        self.length_limit = min(max_model_len, kv.longest_sequence(max_model_len) + 1)
+        self.policy = policy or Policy()
+        self.preemption_mode = preemption_mode
+        self.clock = clock
+        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []  # sorted by order_key
+        self._loading: list[Request] = []
+        self._num_seats = 0  # taken by running requests
+        self._finished_ids: list[str] = []  # not yet told to the worker
+        self._forks: list[ForkData] = []  # not yet told to the worker
+        self._news: list[SequenceOutput] = []  # of requests that ended outside of a step
+        self._num_added = 0
+        self._stats = SchedulerStats(num_blocks=kv.pool.num_blocks, num_host_blocks=kv.host.pool.num_blocks)
+
+    # ---- requests come and go ----
+
+    def add_request(self, request: Request) -> None:
+        """Queue `request`. One that can never fit is answered with an "error" by the next `update_from_output`.
+
+        Raises `RequestError` if a live request, or sequence, has the same id.
+        """
+        taken = [name for name in request.sequence_ids if name in self._sequences]
+        if request.request_id in self._requests or taken:
+            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
+        problem = self._refusal(request)
+        if problem is not None:
+            request.status = RequestStatus.FINISHED_IGNORED
+            for sequence_id in request.sequence_ids:
+                self._news.append(SequenceOutput(sequence_id, [], finish_reason="error", error=problem))
+            return
+        if request.beam_params is not None:
+            most = min(request.max_tokens, self.length_limit - request.num_prompt_tokens)
+            request.beam = BeamSearch(request.beam_params, stop_ids=request.stop_ids, max_tokens=most)
+        request.order_key = self.policy.key(request, self._num_added)
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        for sequence_id in request.sequence_ids:  # those to come answer to their names already
+            self._sequences[sequence_id] = request.sequences[0]
+        self._waiting.push(request)
+
+    def _refusal(self, request: Request) -> str | None:
+        """Return why `request` can never run, or None. One token beyond the prompt must fit, else it yields nothing."""
+        num_tokens = request.num_prompt_tokens + 1
+        if num_tokens > self.max_model_len:
+            return (
+                f"the prompt has {request.num_prompt_tokens} tokens; with one token to generate that exceeds the "
+                f"context of {self.max_model_len} tokens"
+            )
+        if not self.kv.can_ever_fit(num_tokens):
+            return (
+                f"the prompt and one token more need {self.kv.num_blocks_for(num_tokens)} KV blocks, but the whole "
+                f"pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens"
+            )
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if request.num_seats > most:
+            return (
+                f"the request has {request.num_seats} sequences side by side, but max_num_seqs is {self.max_num_seqs} "
+                f"and max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
+        return None
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests, or single sequences of them, and free their blocks at once.
+
+        Ids that are not live are ignored. Yields no output.
+        """
+        aborted = set(request_ids)
+        for name in aborted:
+            sequence = self._sequences.get(name)
+            if name in self._requests:
+                self._end(self._requests[name], RequestStatus.FINISHED_ABORTED)
+            elif sequence is not None:
+                self._abort_sequence(sequence, name)
+        self._news = [news for news in self._news if news.sequence_id not in aborted]
+
+    def _abort_sequence(self, sequence: Sequence, sequence_id: str) -> None:
+        request = sequence.request
+        if not request.forked:
+            request.dropped.add(sequence_id)
+            if request.dropped.issuperset(request.sequence_ids):
+                self._end(request, RequestStatus.FINISHED_ABORTED)
+        else:
+            self._end_sequence(sequence)
+
+    def has_unfinished(self) -> bool:
+        """Whether there is work: live requests, a refusal to be sent, or an end the worker has not been told of."""
+        return bool(self._requests or self._news or self._finished_ids or self.kv.num_loading)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
+        return self.kv.reset_prefix_cache()
+
+    # ---- planning: what schedulers share ----
+
+    def _give(
+        self, sequence: Sequence, num_new: int, plan: Plan, hit: PrefixHit | None = None, num_reserved: int = 0
+    ) -> bool:
+        """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted, if there are slots."""
+        allocation = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
+        if allocation is None:
+            return False
+        request = sequence.request
+        if hit is not None:
+            sequence.num_computed_tokens = hit.num_tokens
+        if sequence.known:
+            new_block_ids, replaced = allocation
+            plan.continuing.append(
+                ContinuingSequenceData(
+                    sequence.sequence_id, new_block_ids, sequence.num_computed_tokens, replaced, sequence.unsent
+                )
+            )
+            if sequence.unsent:
+                sequence.unsent = []
+        else:
+            plan.new_sequences.append(self._describe(sequence))
+        plan.num_scheduled[sequence.sequence_id] = num_new
+        plan.budget -= num_new
+        if not request.forked and request.beam is None and num_new == sequence.num_left:
+            self._fork_samples(sequence)
+        return True
+
+    def _begin(
+        self, sequence: Sequence, most: int, plan: Plan, num_reserved: int | None = None, hit: PrefixHit | None = None
+    ) -> int:
+        """Let a sequence without blocks begin: with what is cached of it, and up to `most` tokens to compute.
+
+        Returns how many, 0 if there are no slots. `num_reserved` blocks, and those for the rest of its tokens, must
+        remain free; with None none need. `hit` is fresh from `find_prefix`, if that was asked already.
+        """
+        hit = hit or self.kv.find_prefix(sequence)
+        while True:
+            num_new = min(sequence.num_tokens - hit.num_tokens, most)
+            reserved = 0
+            if num_reserved is not None:
+                reserved = num_reserved + self._num_blocks_after(sequence, hit.num_tokens + num_new)
+            if self._give(sequence, num_new, plan, hit, reserved):
+                self._note_hit(sequence, hit)
+                return num_new
+            if hit.partial is None:
+                return 0
+            hit.drop_partial()
+
+    def _note_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
+        request = sequence.request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+            self._stats.prefix_cache_queries += sequence.num_tokens
+            self._stats.prefix_cache_hits += hit.num_tokens
+        self._stats.host_cache_hits += hit.num_host_tokens(self.kv.block_size)
+
+    def _num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that the known tokens of `sequence` need beyond those for its first `num_tokens`."""
+        return self.kv.num_blocks_for(sequence.num_tokens) - self.kv.num_blocks_for(num_tokens)
+
+    def _fork_samples(self, parent: Sequence) -> None:
+        """The prompt ends in this step: the other samples begin, sharing its blocks, and draw their first tokens."""
+        request = parent.request
+        request.forked = True
+        for sequence_id, seed in zip(request.sequence_ids[1:], request.seeds[1:], strict=True):
+            if sequence_id in request.dropped:
+                del self._sequences[sequence_id]
+                self._num_seats -= request.status is RequestStatus.RUNNING
+                continue
+            child = parent.fork(sequence_id, seed)
+            child.num_computed_tokens = child.num_tokens
+            child.known = True
+            self.kv.fork(parent, child)
+            request.sequences.append(child)
+            self._sequences[sequence_id] = child
+            self._forks.append(ForkData(parent.sequence_id, sequence_id, seed, samples=True))
+
+    def _describe(self, sequence: Sequence) -> NewSequenceData:
+        request = sequence.request
+        sequence.known = True
+        sequence.unsent = []
+        return NewSequenceData(
+            sequence_id=sequence.sequence_id,
+            token_ids=list(sequence.token_ids),  # the worker appends to its own
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            seed=sequence.seed,
+            stop_ids=sorted(request.stop_ids),
+            bad_words_ids=request.bad_words_ids,
+            block_ids=self.kv.block_ids(sequence.sequence_id),
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_candidates=0 if request.beam is None else request.beam.num_candidates,
+        )
+
+    # ---- from one queue to another ----
+
+    def _run(self, request: Request) -> None:
+        """`request`, taken from the waiting queue, runs from now on."""
+        request.status = RequestStatus.RUNNING
+        request.blocked_since = None
+        self._num_seats += request.num_seats
+        insort(self._running, request, key=BY_ORDER)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self.clock()
+        self.policy.admitted(request)
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        """Take the blocks of `request`, already off the running list, and put it back in line.
+
+        None of its sequences may have been scheduled in this step.
+        """
+        self._num_seats -= request.num_seats
+        swap = self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
+        if swap and self.kv.swap_out(request.sequences):
+            request.status = RequestStatus.SWAPPED
+            self._stats.num_swapped_out += 1
+        else:
+            request.status = RequestStatus.PREEMPTED
+            for sequence in request.sequences:
+                self.kv.free(sequence)
+                sequence.num_computed_tokens = 0
+                sequence.candidates = None
+        for sequence in request.sequences:
+            if self._leave(sequence):
+                plan.preempted.append(sequence.sequence_id)
+        plan.left.add(request.request_id)
+        request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        self._waiting.push(request)
+
+    def _can_swap_in(self, request: Request, num_reserved: int) -> bool | None:
+        """Return whether a swapped request fits now (True), later (False), or never (None)."""
+        needed = self.kv.num_blocks_to_swap_in(request.sequences)
+        if needed > self.kv.pool.num_blocks:
+            return None
+        return needed + num_reserved <= self.kv.pool.num_free
+
+    def _start_loading(self, request: Request, hit: PrefixHit) -> bool:
+        """Begin to read from disk what `request` could use of it; say whether there was anything to read."""
+        request.loaded = True
+        request.loading = set(self.kv.start_loads(hit))
+        if not request.loading:
+            return False
+        self._waiting.remove(request)
+        request.status = RequestStatus.LOADING
+        self._loading.append(request)
+        return True
+
+    def _infeasible(self, request: Request, num_more: int) -> None:
+        """End a request whose sequences, side by side, do not fit even alone; they would need `num_more` blocks."""
+        held = self.kv.num_held(request.sequences)
+        self._end(
+            request,
+            RequestStatus.FINISHED_IGNORED,
+            f"the {request.num_seats} sequences of this request need {held + num_more} KV blocks side by side, but the "
+            f"whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer sequences "
+            "or tokens, or give the pool more memory (--kv-cache-memory-bytes)",
+        )
+
+    # ---- ends ----
+
+    def _end(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        """End `request` and free all it has. With `error` its sequences have that as their last news."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._num_seats -= request.num_seats
+        elif request.status is RequestStatus.LOADING:
+            self._loading.remove(request)
+        else:
+            self._waiting.remove(request)
+        names = [sequence.sequence_id for sequence in request.sequences]
+        if not request.forked:
+            names = [name for name in request.sequence_ids if name not in request.dropped]
+        if request.beam is not None:
+            names = [request.request_id]
+        if error is not None:
+            for name in names:
+                self._news.append(SequenceOutput(name, [], finish_reason="error", error=error))
+        for sequence in request.sequences:
+            self._forget(sequence, failed=False)
+        for name in request.sequence_ids:
+            self._sequences.pop(name, None)
+        request.sequences.clear()
+        request.forked = True
+        request.status = status
+        del self._requests[request.request_id]
+        self.policy.ended(request)
+
+    def _end_sequence(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """End one sequence, and its request with the last one. With `failed` its KV may be bad."""
+        request = sequence.request
+        if request.status is RequestStatus.RUNNING and request.beam is None:
+            self._num_seats -= 1
+        request.sequences.remove(sequence)
+        self._forget(sequence, failed=failed)
+        if not request.sequences:
+            self._end(request, RequestStatus.FINISHED_STOPPED)
+
+    def _forget(self, sequence: Sequence, *, failed: bool) -> None:
+        request = sequence.request
+        request.num_output_tokens += sequence.num_tokens - sequence.num_prompt_tokens
+        self._sequences.pop(sequence.sequence_id, None)
+        self.kv.free(sequence, forget=failed)
+        if self._leave(sequence):
+            self._finished_ids.append(sequence.sequence_id)
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """`sequence` leaves the worker; return whether that must be told. A fork it was not told of need not."""
+        was_known, sequence.known = sequence.known, False
+        kept = [fork for fork in self._forks if fork.sequence_id != sequence.sequence_id]
+        was_known &= len(kept) == len(self._forks)
+        self._forks = kept
+        return was_known
+
+
+def _check_at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {echo(value)}", param=name)
