@@ -136,7 +136,7 @@ def test_the_command_keeps_what_else_was_asked_for(folder: Path) -> None:
 
 
 def test_where_nothing_helps_a_smaller_model_does(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only a smaller one works: quire serve quire-demo$"):
+    with pytest.raises(ConfigError, match=r"only a smaller model works: quire serve quire-demo$"):
         fitted(folder, 1000)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.advice import changed, command_line, size_text
-from quire.engine.settle import Fit, Scratch, blocks_of, budget_of, fit, settle
+from quire.engine.settle import Fit, NothingHelpsError, Scratch, blocks_of, budget_of, fit, settle
 from quire.errors import ConfigError
 from quire.kernels.memory import available_memory
 from quire.step import KVCacheSpec
@@ -27,6 +27,7 @@ SMALLER_WEIGHTS: tuple[dict[str, Any], ...] = (
     {"quantization": "int8"},
     {"quantization": "int4"},
 )
+SMALL_STEPS = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,7 @@ def make_plan(
     free = available_memory() if available is None else available
     fitted, problem = None, None
     try:
-        check_weights(asked, config, info, footprint, free)
-        fitted = fit(asked, config, footprint.spec, _left(config, footprint, free), _scratch(footprint), quiet=True)
+        fitted = _check(asked, config, info, footprint, free)
     except ConfigError as error:
         problem = error.message
     scratch = footprint.step(config).total
@@ -171,45 +171,64 @@ def check_before_loading(asked: EngineConfig, config: EngineConfig, info: ModelI
     Raises:
         ConfigError: the weights, or what was asked for beside them, cannot fit into the memory that is free now.
     """
-    footprint, available = Footprint(config, info), available_memory()
-    check_weights(asked, config, info, footprint, available)
-    fit(asked, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True)
+    footprint = Footprint(config, info)
+    _check(asked, config, info, footprint, available_memory())
     return _scratch(footprint)
 
 
-def check_weights(
-    asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, available: int
-) -> None:
-    """Raise `ConfigError` if the weights do not fit beside the smallest cache and step, with what would."""
+def _check(asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, available: int) -> Fit:
+    """Return what fits beside the weights, or raise `ConfigError` with a command that works."""
     needed = footprint.weights + RUNTIME_BYTES
     if needed <= available:
-        return
-    smallest = footprint.weights
-    has = (
-        f"model: the weights need {size_text(needed)} in {_form(config)}, Python's own memory included, "
-        f"{size_text(available)} are available"
-    )
-    for changes in SMALLER_WEIGHTS:
-        now = changed(asked, changes)
-        settled = settle(now, info)
-        other = Footprint(settled, info)
-        if other.weights >= smallest:
-            continue
-        smallest = other.weights
         try:
-            fit(now, settled, other.spec, _left(settled, other, available), _scratch(other), quiet=True)
-        except ConfigError:
-            continue
+            return fit(
+                asked, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True
+            )
+        except NothingHelpsError as error:
+            problem, option = error.text, error.param
+    else:
+        problem, option = (
+            (
+                f"model: the weights need {size_text(needed)} in {_form(config)}, Python's own memory included, "
+                f"{size_text(available)} are available"
+            ),
+            "model",
+        )
+    found, smallest = _smaller_weights(asked, info, available, footprint.weights)
+    size = size_text(smallest + RUNTIME_BYTES)
+    if found is None:
         raise ConfigError(
-            f"{has}; {size_text(smallest + RUNTIME_BYTES)} would do in {_form(settled)}; this works: "
-            f"{command_line(asked, changes)}",
-            param="model",
+            f"{problem}; even the smallest form of the weights, with {size}, leaves too little, so that only a "
+            f"smaller model works: {command_line(EngineConfig(), {})}",
+            param=option,
         )
     raise ConfigError(
-        f"{has}; the smallest form of them takes {size_text(smallest + RUNTIME_BYTES)}, so that only a smaller model "
-        f"works: {command_line(EngineConfig(), {})}",
-        param="model",
+        f"{problem}; the weights would take {size} in {found.get('quantization') or found['dtype']}; this works: "
+        f"{command_line(asked, found)}",
+        param=option,
     )
+
+
+def _smaller_weights(
+    asked: EngineConfig, info: ModelInfo, available: int, most: int
+) -> tuple[dict[str, Any] | None, int]:
+    """Return options with which weights of fewer than `most` bytes fit, if there are any, and the bytes."""
+    limits = asked.scheduler
+    steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
+    for changes in SMALLER_WEIGHTS:
+        footprint = Footprint(settle(changed(asked, changes), info), info)
+        if footprint.weights >= most:
+            continue
+        most = footprint.weights
+        for found in (changes, changes | steps):
+            now = changed(asked, found)
+            config = settle(now, info)
+            try:
+                fit(now, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True)
+            except ConfigError:
+                continue
+            return found, most
+    return None, most
 
 
 def _form(config: EngineConfig) -> str:

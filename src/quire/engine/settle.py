@@ -79,6 +79,12 @@ class Fit:
     max_model_len: int
 
 
+class NothingHelpsError(ConfigError):
+    """Something does not fit, whatever options are changed that do not change the weights; `text` says what."""
+
+    text = ""
+
+
 class _Misfit(Exception):
     """Something does not fit. `changes` are options that would help, as far as one look can tell."""
 
@@ -113,10 +119,14 @@ def fit(
         found = _fit(asked, config, spec, available, scratch(config))
     except _Misfit as misfit:
         changes = _working(misfit, asked, config, spec, available, scratch)
-        advice = "no option of this model helps, so that only a smaller one works: " + command_line(EngineConfig(), {})
         if changes is not None:
-            advice = "this works: " + command_line(asked, changes)
-        raise ConfigError(f"{misfit.text}; {advice}", param=misfit.option) from None
+            advice = f"this works: {command_line(asked, changes)}"
+            raise ConfigError(f"{misfit.text}; {advice}", param=misfit.option) from None
+        error = NothingHelpsError(
+            f"{misfit.text}; only a smaller model works: {command_line(EngineConfig(), {})}", param=misfit.option
+        )
+        error.text = misfit.text
+        raise error from None
     if found.max_model_len != config.model.max_model_len and not quiet:
         logger.warning(
             "context limited to %d of %d tokens: the KV cache has %d blocks of %d",
