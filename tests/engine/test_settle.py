@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.checkpoint.hf_config import load_model_info
@@ -13,6 +14,7 @@ from quire.config import SERVER_GROUPS, CacheConfig, EngineConfig
 from quire.engine.advice import changed, command_line, size_text
 from quire.engine.settle import Fit, blocks_of, count_blocks, count_host_blocks, fit, longest_context, settle
 from quire.errors import ConfigError
+from quire.kvcache.manager import KVCacheManager
 from quire.step import KVCacheSpec, LayerKVSpec
 from tests.helpers.advice import advised
 
@@ -91,6 +93,21 @@ def test_a_window_needs_blocks_for_what_a_step_sees_only(folder: Path) -> None:
     assert longest_context(config, spec, 32 + 7) == 512
     assert longest_context(config, spec, 32 + 6) < 512
     assert fitted(folder, 2**30, spec=spec, max_num_seqs=2, **options).num_blocks == 2 * (32 + 7)
+
+
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_lengths_are_counted_as_the_block_manager_counts_them(folder: Path, size: int) -> None:
+    windowed = [msgspec.structs.replace(LAYER, sliding_window=window) for window in (7, 64)]
+    spec = KVCacheSpec([LAYER, *windowed])
+    options = {"max_num_batched_tokens": 32, "block_size": size}
+    config = settle(EngineConfig.from_kwargs(model=str(folder), **options), load_model_info(folder))
+    windows = [group.sliding_window for group in spec.groups(512)]
+    manager = KVCacheManager(600, size, windows=windows, max_step_tokens=32)
+    for length in (1, 2, 7, 31, 64, 100, 511, 512):
+        assert blocks_of(config, spec, length) == manager.num_blocks_for(length)
+    assert longest_context(config, spec, 50) == KVCacheManager(
+        50, size, windows=windows, max_step_tokens=32
+    ).longest_sequence(512)
 
 
 # What does not fit

@@ -329,16 +329,17 @@ def _any_length(config: EngineConfig) -> EngineConfig:
 def blocks_of(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
     """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers.
 
-    A windowed group needs what the queries of one step see, wherever in a block that begins.
+    A windowed group needs what the queries of one step see, wherever in a block that begins. The same as
+    `KVCacheManager.num_blocks_for`, which there is none of yet.
     """
     size, total = config.cache.block_size, 0
     step = min(length, config.scheduler.max_num_batched_tokens)
     assert config.model.max_model_len is not None
     for group in spec.groups(config.model.max_model_len):
-        tokens = length
+        blocks = -(-length // size)
         if group.sliding_window is not None:
-            tokens = min(length, group.sliding_window - 1 + step + size - 1)
-        total += -(-tokens // size)
+            blocks = min(blocks, (group.sliding_window + step - 2) // size + 2)
+        total += blocks
     return total
 
 
