@@ -195,16 +195,37 @@ def test_stop_ids_are_eos_and_the_callers() -> None:
     assert process("x", SamplingParams(stop_token_ids=[7], ignore_eos=True))[0].stop_ids == [7]
 
 
-def test_several_completions_become_several_requests() -> None:
+def test_several_completions_are_one_request() -> None:
     params = SamplingParams(n=3, seed=-5, prompt_logprobs=2, logprobs=1)
-    adds = process("x", params, priority=3, cache_salt="s")
-    assert [add.request_id for add in adds] == ["r-0", "r-1", "r-2"]
-    assert [add.seeds[0] for add in adds] == [-5, child_seed(-5, 1), child_seed(-5, 2)]
-    assert len({add.seeds[0] for add in adds}) == 3
-    assert [add.sampling_params.prompt_logprobs for add in adds] == [2, None, None]
-    assert all(add.sampling_params.n == 1 and add.sampling_params.logprobs == 1 for add in adds)
-    assert all((add.priority, add.cache_salt) == (3, "s") for add in adds)
-    assert [add.seeds[0] for add in process("x", params)] == [add.seeds[0] for add in adds]
+    [add] = process("x", params, priority=3, cache_salt="s", tenant="t")
+    assert (add.request_id, add.sequence_ids) == ("r", ["r-0", "r-1", "r-2"])
+    assert add.seeds == [-5, child_seed(-5, 1), child_seed(-5, 2)]
+    assert len(set(add.seeds)) == 3
+    own = add.sampling_params
+    assert (own.n, own.best_of, own.logprobs, own.prompt_logprobs) == (1, None, 1, 2)
+    assert (add.priority, add.cache_salt, add.tenant) == (3, "s", "t")
+    assert process("x", params)[0].seeds == add.seeds
+    [single] = process("x", params.clone(n=1))
+    assert (single.request_id, single.sequence_ids, single.seeds) == ("r", ["r"], [-5])
+
+
+def test_the_best_of_several_are_ranked_by_logprobs_that_nobody_asked_for() -> None:
+    for best_of, logprobs, expected in ((4, None, 0), (4, 3, 3), (2, None, None)):
+        [add] = process("x", SamplingParams(n=2, best_of=best_of, logprobs=logprobs))
+        assert len(add.sequence_ids) == len(add.seeds) == best_of
+        assert (add.sampling_params.logprobs, add.sampling_params.num_sequences) == (expected, 1)
+
+
+def test_more_sequences_than_run_at_a_time_are_several_requests() -> None:
+    processor = make(max_num_seqs=4)
+    params = SamplingParams(n=10, seed=3, prompt_logprobs=0)
+    adds = processor.process("x", params, "r", arrival_time=0.0)
+    assert [add.request_id for add in adds] == ["r/0", "r/1", "r/2"]
+    assert [len(add.sequence_ids) for add in adds] == [4, 4, 2]
+    assert [name for add in adds for name in add.sequence_ids] == [f"r-{index}" for index in range(10)]
+    assert [seed for add in adds for seed in add.seeds] == [child_seed(3, index) for index in range(10)]
+    assert [add.sampling_params.prompt_logprobs for add in adds] == [0, None, None]
+    assert len(processor.process("x", params.clone(n=4), "r", arrival_time=0.0)) == 1
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))

@@ -254,6 +254,36 @@ def test_tenants_are_passed_on() -> None:
     on_fake(test)
 
 
+def test_ids_of_the_parts_of_an_unfinished_request_cannot_be_taken() -> None:
+    llm, _ = fake_llm(max_num_seqs=2)
+    processor = llm._processor
+    outputs = llm._outputs
+
+    def add(request_id: str, **fields: Any) -> None:
+        params = SamplingParams(**fields)
+        outputs.add(request_id, "x", processor.process("x", params, request_id, arrival_time=0.0), params)
+
+    add("r", n=5)
+    for taken in ("r", "r/1", "r-4"):
+        with pytest.raises(RequestError) as caught:
+            add(taken)
+        assert caught.value.code == "duplicate_request_id"
+    assert outputs.abort(["r"]) == [f"r-{index}" for index in range(5)]
+    add("r/1")
+    with pytest.raises(RequestError):
+        add("r", n=5)
+
+
+def test_a_request_in_several_parts_is_one_to_its_caller() -> None:
+    llm, engine = fake_llm(max_num_seqs=2)
+    params = SamplingParams(n=5, max_tokens=4, prompt_logprobs=0)
+    [output] = llm.generate("hello you", params, use_tqdm=False)
+    assert [item.index for item in output.outputs] == [0, 1, 2, 3, 4]
+    assert len({item.text for item in output.outputs}) == 5
+    assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids)
+    assert len(engine.added) == 3
+
+
 def test_preemptions_of_a_request_are_counted_once_however_many_sequences_report_them() -> None:
     rig = Rig("x")
     params = SamplingParams(n=2)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.frontend.processor import child_seed
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.checkpoints import write_checkpoint
@@ -65,3 +66,37 @@ def test_streams_say_what_the_synchronous_engine_says(folder: Path, texts: list[
             await llm.check_health()
 
     asyncio.run(run())
+
+
+def test_completions_that_share_a_prompt_are_those_of_separate_requests(folder: Path) -> None:
+    """Also with more of them than run at a time, and whichever are returned."""
+    params = SamplingParams(n=5, seed=3, temperature=1.0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    with LLM(str(folder), device="reference", max_num_seqs=3, enable_prefix_caching=False) as llm:
+        [together] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        alone = [
+            llm.generate(PROMPTS[0], params.clone(n=1, seed=child_seed(3, index)), use_tqdm=False)[0]
+            for index in range(5)
+        ]
+        assert [item.token_ids for item in together.outputs] == [item.outputs[0].token_ids for item in alone]
+        assert len({item.text for item in together.outputs}) == 5
+        assert len(together.prompt_logprobs or []) == len(together.prompt_token_ids)
+        sums = [item.cumulative_logprob or 0.0 for item in together.outputs]
+        best = sorted(range(5), key=lambda index: -sums[index])[:2]
+        [ranked] = llm.generate(PROMPTS[0], params.clone(n=2, best_of=5, logprobs=None), use_tqdm=False)
+        assert [item.token_ids for item in ranked.outputs] == [together.outputs[index].token_ids for index in best]
+        assert ranked.num_generated_tokens == 60
+
+
+def test_a_search_with_one_beam_is_greedy_and_more_beams_come_best_first(folder: Path) -> None:
+    with LLM(str(folder), device="reference", max_num_seqs=4) as llm:
+        [greedy] = llm.generate(PROMPTS[0], PARAMS.clone(logprobs=0), use_tqdm=False)
+        params = BeamSearchParams(beam_width=1, max_tokens=24, ignore_eos=True)
+        [one] = llm.beam_search(PROMPTS[0], params)
+        assert one.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
+        assert one.sequences[0].cum_logprob == pytest.approx(greedy.outputs[0].cumulative_logprob, abs=1e-3)
+        outputs = llm.beam_search(PROMPTS, params.clone(beam_width=4))
+        for output in outputs:
+            scores = [beam.score for beam in output.sequences]
+            assert scores == sorted(scores, reverse=True)
+            assert len({tuple(beam.tokens) for beam in output.sequences}) == 4
+            assert all(beam.finish_reason == "length" for beam in output.sequences)

@@ -181,10 +181,11 @@ class Processor:
         cache_salt: str | None = None,
         tenant: str = "",
     ) -> list[AddRequest]:
-        """Return what the engine is to be told: one `AddRequest` per completion, ids "{id}" or "{id}-{i}".
+        """Return what the engine is to be told: one `AddRequest`.
 
-        The first completion uses the seed itself, the others seeds derived from it; prompt logprobs are asked for
-        once. A beam search is one sequence of the request's id.
+        Its sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed itself, the others
+        seeds derived from it. More sequences than the engine runs at a time go into several `AddRequest`s, the first
+        of which asks for prompt logprobs. A beam search is one sequence of the request's id.
         """
         self._check_options(request_id, priority, cache_salt, tenant)
         beam = None
@@ -214,18 +215,20 @@ class Processor:
             ]
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         count = params.num_sequences
+        sequence_ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
+        seeds = [child_seed(seed, index) for index in range(count)]
         first = _one_of(params)
         rest = first if first.prompt_logprobs is None else first.clone(prompt_logprobs=None)
-        ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
+        most = self.max_num_seqs
         return [
             AddRequest(
-                ids[index],
-                sampling_params=rest if index else first,
-                sequence_ids=[ids[index]],
-                seeds=[child_seed(seed, index)],
+                request_id if count <= most else f"{request_id}/{start // most}",
+                sampling_params=rest if start else first,
+                sequence_ids=sequence_ids[start : start + most],
+                seeds=seeds[start : start + most],
                 **shared,
             )
-            for index in range(count)
+            for start in range(0, count, most)
         ]
 
     def check_beam_width(self, width: int, param: str = "beam_width") -> None:
