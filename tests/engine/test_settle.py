@@ -12,7 +12,16 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import SERVER_GROUPS, CacheConfig, EngineConfig
 from quire.engine.advice import changed, command_line, size_text
-from quire.engine.settle import Fit, blocks_of, count_blocks, count_host_blocks, fit, longest_context, settle
+from quire.engine.settle import (
+    Fit,
+    allocation_refused,
+    blocks_of,
+    count_blocks,
+    count_host_blocks,
+    fit,
+    longest_context,
+    settle,
+)
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
 from quire.step import KVCacheSpec, LayerKVSpec
@@ -150,6 +159,13 @@ def test_the_command_keeps_what_else_was_asked_for(folder: Path) -> None:
     config = advised(caught.value.message)
     assert (config.scheduler.max_num_seqs, config.cache.enable_prefix_caching) == (3, False)
     assert config.model.max_model_len == 16 * 27
+
+
+def test_what_the_system_refuses_all_the_same_is_advised_to_be_half(folder: Path) -> None:
+    asked = EngineConfig.from_kwargs(model=str(folder), kv_cache_memory_bytes="8MiB", max_model_len=512)
+    message = allocation_refused(asked, Fit(8192, 0, 512), 1024, 9 * MIB).message
+    assert "8192 blocks, 8388608 bytes, could not be allocated, though 9 MiB seemed free" in message
+    assert fit_asked(advised(message), folder, 9 * MIB, 0, SPEC) == Fit(4096, 0, 512)
 
 
 def test_where_nothing_helps_a_smaller_model_does(folder: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready
-from quire.engine.settle import Scratch, fit, load_info, no_scratch, settle
+from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kvcache.block_hash import BlockHasher
@@ -64,11 +64,7 @@ class EngineCore:
             executor.allocate(num_blocks, max_model_len, fitted.num_host_blocks)
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(config.cache.block_size, max_model_len)
-            raise ConfigError(
-                f"kv_cache_memory_bytes: {num_blocks} blocks, {num_blocks * block_bytes} bytes, could not be "
-                "allocated; ask for less",
-                param="kv_cache_memory_bytes",
-            ) from error
+            raise allocation_refused(asked, fitted, block_bytes, executor.available_memory()) from error
         self.clock = clock
         assert config.model.max_model_len is not None, "settled"
         self.scheduler = create_scheduler(

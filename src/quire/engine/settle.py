@@ -292,6 +292,20 @@ def _count_host(config: EngineConfig, block_bytes: int, left: int, share: int, n
     return asked // block_bytes
 
 
+def allocation_refused(asked: EngineConfig, fitted: Fit, block_bytes: int, available: int) -> ConfigError:
+    """Return the error for blocks that fit by the numbers and were refused by the system all the same."""
+    half = max(1, fitted.num_blocks // 2)
+    changes: dict[str, Any] = {"num_gpu_blocks_override": half, "kv_cache_memory_bytes": None, "swap_space": 0}
+    if asked.model.max_model_len is not None:
+        changes["max_model_len"] = None
+    return ConfigError(
+        f"kv_cache_memory_bytes: {fitted.num_blocks} blocks, {fitted.num_blocks * block_bytes} bytes, could not be "
+        f"allocated, though {size_text(available)} seemed free; half of them, {size_text(half * block_bytes)}, may "
+        f"fit; this works: {command_line(asked, changes)}",
+        param="kv_cache_memory_bytes",
+    )
+
+
 def count_blocks(config: EngineConfig, spec: KVCacheSpec, available: int, scratch: int = 0) -> int:
     """Return how many KV blocks `fit` would allocate on the device.
 
