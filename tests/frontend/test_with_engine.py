@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.errors import RequestError
 from quire.frontend.processor import child_seed
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import train_byte_level, write_folder
@@ -100,3 +101,15 @@ def test_a_search_with_one_beam_is_greedy_and_more_beams_come_best_first(folder:
             assert scores == sorted(scores, reverse=True)
             assert len({tuple(beam.tokens) for beam in output.sequences}) == 4
             assert all(beam.finish_reason == "length" for beam in output.sequences)
+
+
+def test_a_request_that_can_never_fit_fails_alone_and_says_why(folder: Path) -> None:
+    with LLM(str(folder), device="reference", max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=6) as llm:
+        params = SamplingParams(n=8, max_tokens=50, ignore_eos=True)
+        failed, fine = llm.generate(["abc", "abc"], [params, params.clone(n=1)], use_tqdm=False)
+        assert [item.finish_reason for item in failed.outputs] == ["error"] * 8
+        assert isinstance(failed.outputs[0].error, RequestError)
+        assert "6 blocks" in failed.outputs[0].error.message
+        assert fine.outputs[0].finish_reason == "length"
+        with pytest.raises(RequestError, match="6 blocks"):
+            llm.beam_search("abc", BeamSearchParams(beam_width=8, max_tokens=50, ignore_eos=True))

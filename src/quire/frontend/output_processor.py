@@ -348,9 +348,9 @@ class OutputProcessor:
             self._note_prompt(state, completion, output)
             if not output.new_token_ids and output.finish_reason is None:
                 continue  # a part of a prompt
-            if output.error is not None:
+            if output.error is not None and not any(item.error for item in state.completions):
                 level = logging.WARNING if output.refused else logging.ERROR
-                logger.log(level, "sequence %s failed in the engine: %s", output.sequence_id, output.error)
+                logger.log(level, "request %s failed in the engine: %s", state.request_id, output.error)
             if output.new_token_ids or output.beams:
                 if state.metrics.first_token_time is None:
                     num_prompt_tokens += len(state.prompt_token_ids)

@@ -99,7 +99,7 @@ class RequestLives:
         if problem is not None:
             request.status = RequestStatus.FINISHED_IGNORED
             for sequence_id in request.sequence_ids:
-                self._news.append(SequenceOutput(sequence_id, [], finish_reason="error", error=problem))
+                self._news.append(SequenceOutput(sequence_id, [], finish_reason="error", error=problem, refused=True))
             return
         if request.beam_params is not None:
             most = min(request.max_tokens, self.length_limit - request.num_prompt_tokens)
@@ -341,8 +341,9 @@ class RequestLives:
         if request.beam is not None:
             names = [request.request_id]
         if error is not None:
+            refused = status is RequestStatus.FINISHED_IGNORED
             for name in names:
-                self._news.append(SequenceOutput(name, [], finish_reason="error", error=error))
+                self._news.append(SequenceOutput(name, [], finish_reason="error", error=error, refused=refused))
         for sequence in request.sequences:
             self._forget(sequence, failed=False)
         for name in request.sequence_ids:
