@@ -132,7 +132,6 @@ def make_plan(
         problem = error.message
     scratch = footprint.step(config).total
     final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
-    assert final.model.max_model_len is not None
     step = footprint.step(final)
     spec, size = footprint.spec, config.cache.block_size
     return Plan(
@@ -148,9 +147,9 @@ def make_plan(
         runtime=RUNTIME_BYTES,
         loading=footprint.loading,
         block_size=size,
-        block_bytes=spec.block_bytes(size, final.model.max_model_len),
+        block_bytes=spec.block_bytes(size, config.model.max_model_len),
         token_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
-        groups=_groups(spec, final.model.max_model_len),
+        groups=_groups(spec, config.model.max_model_len),
         step=step,
         available=free,
         budget=budget_of(config, _left(config, footprint, free), scratch),
@@ -158,7 +157,7 @@ def make_plan(
         wanted_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        concurrency=[] if fitted is None else _concurrency(final, spec, fitted, lengths),
+        concurrency=[] if fitted is None else _concurrency(config, spec, fitted, lengths),
         limit="" if fitted is None else _limit(config, spec, fitted),
         problem=problem,
         settings=_settings(final, fitted),

@@ -82,7 +82,8 @@ class Footprint:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self._info = info
+        assert config.model.max_model_len is not None, "settled before"
+        self._info, self._settled_len = info, config.model.max_model_len
         self._threads = config.device.num_threads or _num_cores()
         checkpoint = None
         if config.model.load_format != "dummy" and has_weights(info):
@@ -118,7 +119,7 @@ class Footprint:
         backend, block_size = self._backend, config.cache.block_size
         backend.start()
         tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        caches = self._caches(block_size, length)
+        caches = self._caches(block_size)
         graphs = StepGraphs(
             cast(Any, self._model),
             cast(Backend, backend),
@@ -138,9 +139,11 @@ class Footprint:
             threads=self._threads * SCRATCH_BYTES,
         )
 
-    def _caches(self, block_size: int, length: int) -> list[LayerCache]:
-        """Return the layers' caches in order, with their groups."""
-        group_of = {layer: number for number, group in enumerate(self.spec.groups(length)) for layer in group.layers}
+    def _caches(self, block_size: int) -> list[LayerCache]:
+        """Return the layers' caches in order, with their groups, which do not change if the context is made shorter."""
+        group_of = {
+            layer: number for number, group in enumerate(self.spec.groups(self._settled_len)) for layer in group.layers
+        }
         return [LayerCache(ShapeCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
 
     def _batch_bytes(self, config: EngineConfig, groups: int) -> int:
