@@ -142,7 +142,8 @@ def test_block_names_depend_on_every_token_before():
         for tokens in ([1, 2], [2, 1], [1], [1, 3])
     }
     assert len(names) == 12
-    assert hasher.extend(root, [1, 2]) == RunHasher(b"other").extend(root, [1, 2])
+    assert hasher.extend(root, [1, 2]) == RunHasher(b"").extend(root, [1, 2])
+    assert {len(name) for name in names} == {len(root)}
 
 
 # ---- waste ----
@@ -227,7 +228,7 @@ def test_calibration_finds_the_machine_it_runs_on():
 def test_the_published_trace_has_the_hits_its_hash_ids_promise(replay, mooncake):
     requests = read_trace(str(mooncake), limit=300)
     apart = [dataclasses.replace(request, arrival=1000.0 * request.number) for request in requests]
-    run = replay(apart, PlainCost(1e-3), block_size=512, num_gpu_blocks_override=40000)
+    run = replay(apart, PlainCost(1e-3), block_size=512, num_gpu_blocks_override=40000, prefix_match_unit=512)
     seen: set[tuple[int, ...]] = set()
     promised = 0
     for request in requests:

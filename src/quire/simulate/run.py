@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.settle import settle
 from quire.errors import ConfigError
-from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
 from quire.simulate.clock import VirtualClock
 from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
 from quire.simulate.driver import RunLog, drive
@@ -29,20 +29,17 @@ UNLIMITED = 2**62  # bytes
 class RunHasher(BlockHasher):
     """Names blocks by Python's hash of their tokens: deterministic, and several times as fast as BLAKE2b.
 
-    Names are 64 bits long and nobody attacks a simulation; a few million blocks agree by chance with a probability of
-    less than one in a million.
+    Names are 64 bits, in as many bytes as the engine's, and nobody attacks a simulation; a few million blocks agree by
+    chance with a probability of less than one in a million.
     """
 
     __slots__ = ()
 
-    def root(self, cache_salt: str | None) -> bytes:
-        """Return the parent of first blocks."""
-        return b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
-
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
         """Return the name of the block after `parent`."""
         # Hashes of bytes are salted by the process, hashes of integers are not.
-        return hash((int.from_bytes(parent, "little"), *token_ids)).to_bytes(8, "little", signed=True)
+        number = hash((int.from_bytes(parent, "little"), *token_ids))
+        return number.to_bytes(DIGEST_BYTES, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +106,7 @@ def simulate(
     executor = SimulatedExecutor(
         info, kv_dtype, cost, clock, memory, observer, num_disk_blocks=cache.kv_disk_space // block_bytes
     )
-    core = EngineCore(config, executor=executor, info=info, clock=clock)
-    core.scheduler.kv._hasher = RunHasher(b"")  # before any block has a name
+    core = EngineCore(config, executor=executor, info=info, clock=clock, hasher=RunHasher(b""))
     if isinstance(observer, WasteMeter):
         observer.begin(core.ready.block_size, core.ready.max_model_len, config.scheduler.max_num_seqs)
     log = drive(core, requests, clock)
