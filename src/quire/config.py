@@ -177,7 +177,10 @@ class SchedulerConfig:
         choices=("auto", "recompute", "swap"),
     )
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens of one request in one step; 0 sets no such limit.", low=0, metavar="TOKENS"
+        0,
+        "Most prompt tokens of one request in one step; 0 leaves it to the scheduler, which gives a prompt too long for one step a quarter of each.",
+        low=0,
+        metavar="TOKENS",
     )
     max_num_queued_reqs: int | None = option(
         None, "Most unfinished requests the server accepts before it answers 503; default: 4 x max-num-seqs.", low=1

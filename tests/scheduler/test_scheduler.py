@@ -19,7 +19,7 @@ def test_a_prompt_is_computed_at_once_and_then_token_by_token(run, request_of):
 
 
 def test_a_long_prompt_is_cut_to_the_budget_and_mixed_with_decodes(run, request_of):
-    r = run(max_num_batched_tokens=8)
+    r = run(max_num_batched_tokens=8, long_prefill_token_threshold=8)
     r.add(request_of("a", 5, 9))
     r.step()
     r.add(request_of("b", 20, 2))
@@ -37,7 +37,7 @@ def test_a_chunk_that_ends_inside_the_prompt_brings_no_news(run, request_of):
 
 def test_a_prefill_resumed_after_preemption_does_not_stall_the_decodes_behind_it(run, request_of):
     """An older sequence with much to compute leaves one token of the budget to each younger one."""
-    r = run(max_num_batched_tokens=6, max_model_len=100)
+    r = run(max_num_batched_tokens=6, max_model_len=100, long_prefill_token_threshold=12)
     r.add(request_of("old", 40, 2))
     r.step()
     r.scheduler.max_num_batched_tokens = 12  # "old" alone would take all of a smaller budget for long
@@ -49,7 +49,7 @@ def test_a_prefill_resumed_after_preemption_does_not_stall_the_decodes_behind_it
 
 
 @pytest.mark.parametrize(
-    ("threshold", "first"), [(0, {"long": 20, "s1": 6, "s2": 6}), (8, {"long": 8, "s1": 6, "s2": 6})]
+    ("threshold", "first"), [(0, {"long": 4, "s1": 6, "s2": 6}), (3, {"long": 3, "s1": 3, "s2": 3})]
 )
 def test_short_prompts_go_beside_a_long_one_and_a_threshold_bounds_that(run, request_of, threshold, first):
     r = run(max_num_batched_tokens=32, long_prefill_token_threshold=threshold, max_model_len=200)

@@ -18,6 +18,7 @@ from quire.scheduler.policy import BY_ORDER, Policy, WaitingQueue
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerStats, SequenceOutput
 
+LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
@@ -29,7 +30,8 @@ class RequestLives:
         max_model_len: most tokens of one sequence, prompt and output.
         max_num_seqs: most sequences running. max_num_batched_tokens: most tokens computed in a step.
         policy: who comes first.
-        long_prefill_token_threshold: most tokens one sequence may take of a step's budget; 0 means all of it.
+        long_prefill_token_threshold: most tokens one sequence may take of a step's budget. 0 leaves that to the
+            scheduler: all of it, but for a prompt that is longer than a step a fourth.
         watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
         preemption_mode: "recompute", "swap", or "auto": swap requests of several sequences, whose KV costs more to
             compute again than that of one (Kwon et al. 2023, section 4.5).
@@ -67,6 +69,7 @@ class RequestLives:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self.long_chunk = long_prefill_token_threshold or -(-max_num_batched_tokens // LONG_PROMPT_SHARE)
         self.watermark_blocks = int(watermark * kv.pool.num_blocks)
         # The last token needs no slot, but a sequence that goes on does: one token beyond the pool, and it must end.
         self.length_limit = min(max_model_len, kv.longest_sequence(max_model_len) + 1)

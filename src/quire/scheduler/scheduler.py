@@ -77,13 +77,13 @@ class Scheduler(BaseScheduler):
                 if request.status is not RequestStatus.SWAPPED:
                     first = request.sequences[0]
                     prompts.append((first.sequence_id, first.num_tokens))
-        if sum(wanted for _, wanted in prompts) <= budget or len(prompts) < 2:
+        if sum(wanted for _, wanted in prompts) <= budget:
             return None
         # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
         for index in range(num_running, len(prompts)):
             name, wanted = prompts[index]
             prompts[index] = (name, wanted - self.kv.find_prefix(self._sequences[name]).num_tokens)
-        shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit)
+        shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit, self.long_chunk)
         return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
 
     def _state(self) -> tuple[int, int, int]:
