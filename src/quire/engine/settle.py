@@ -343,8 +343,8 @@ def _any_length(config: EngineConfig) -> EngineConfig:
 def blocks_of(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
     """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers.
 
-    A windowed group needs what the queries of one step see, wherever in a block that begins. The same as
-    `KVCacheManager.num_blocks_for`, which there is none of yet.
+    A windowed group needs what the queries of one step see, wherever in a block that begins. It says the same as
+    `KVCacheManager.num_blocks_for` will, once there is a manager.
     """
     size, total = config.cache.block_size, 0
     step = min(length, config.scheduler.max_num_batched_tokens)
