@@ -115,7 +115,7 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
     prefix_match_unit: int = option(
         1,
-        "Reuse inside a block is rounded down to a multiple of so many tokens; the block size leaves whole blocks only.",
+        "Reuse inside a block is rounded down to a multiple of so many tokens; the block size: whole blocks only.",
         low=1,
         high=1024,
         metavar="TOKENS",
@@ -178,7 +178,7 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int = option(
         0,
-        "Most prompt tokens of one request in one step; 0 leaves it to the scheduler, which gives a prompt too long for one step a quarter of each.",
+        "Most prompt tokens of one request in one step; 0: a prompt too long for a step gets a quarter of each.",
         low=0,
         metavar="TOKENS",
     )

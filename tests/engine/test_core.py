@@ -97,7 +97,7 @@ def test_a_cache_larger_than_the_free_memory_is_refused_with_both_numbers(folder
 
 def test_a_cache_that_the_system_refuses_is_an_option_to_change_not_a_crash(folder: Path) -> None:
     class Full(NullExecutor):
-        def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
             raise MemoryError
 
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
@@ -116,7 +116,7 @@ def test_reset_prefix_cache_forgets(folder: Path) -> None:
         core.add(request(f"r{number}", list(range(64))))
         run(core)
     hits = core.call("stats")["prefix_cache_hits"]
-    assert hits == 48
+    assert hits == 63  # all but the last token, which there must be something to compute
     core.call("reset_prefix_cache")
     core.add(request("again", list(range(64))))
     run(core)

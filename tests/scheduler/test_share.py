@@ -17,7 +17,7 @@ from quire.scheduler.share import share_tokens
         ([1000, 3], [6, 3]),  # but a sixteenth of the budget at least
         ([1000], [25]),  # alone and long: a part of the budget, so that others need not wait for the step
         ([100], [100]),
-        ([1000, 900, 800], [7, 0, 18]),  # the same for several: a fourth of it for the oldest, the rest for the shortest
+        ([1000, 900, 800], [7, 0, 18]),  # several: a fourth of it for the oldest
         ([90, 1000], [90, 10]),
         ([1000, 60, 50], [16, 0, 50]),  # 60 and 50 do not fit beside a fourth for the oldest
         ([100, 99, 98], [25, 0, 75]),  # nobody can end: the whole budget is used

@@ -19,8 +19,8 @@ from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kvcache.block_hash import BlockHasher
-from quire.scheduler.request import Request
 from quire.scheduler.create import create_scheduler
+from quire.scheduler.request import Request
 from quire.step import ModelOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class EngineCore:
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def close(self) -> None:
-        """Release the model and its memory; what is worth keeping of the KV cache goes to disk, where that is asked for."""
+        """Release the model and its memory; with a disk tier, what is cached is written there first."""
         saves = self.scheduler.closing_plan()
         if not saves.is_empty:
             self.executor.execute(saves)

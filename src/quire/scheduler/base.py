@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from quire.errors import QuireError
 from quire.scheduler.beam import place
 from quire.scheduler.lives import RequestLives
@@ -18,7 +20,7 @@ from quire.step import ForkData, ModelOutput, SchedulerOutput, SchedulerStats, S
 _RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and this one is on the path of every token
 
 
-class BaseScheduler(RequestLives):
+class BaseScheduler(RequestLives, ABC):
     """Plans steps and takes in their results; see `RequestLives` for the arguments."""
 
     # ---- sending off ----
@@ -35,9 +37,9 @@ class BaseScheduler(RequestLives):
         forks, self._forks = self._forks, []
         return plan.finish(finished_ids, forks, self.kv.movements.take(), loading=self.kv.num_loading > 0)
 
+    @abstractmethod
     def _plan(self, plan: Plan) -> None:
         """Decide who computes how many tokens."""
-        raise NotImplementedError
 
     def closing_plan(self) -> SchedulerOutput:
         """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""

@@ -86,6 +86,7 @@ class RequestLives:
         self._forks: list[ForkData] = []  # not yet told to the worker
         self._news: list[SequenceOutput] = []  # of requests that ended outside of a step
         self._num_added = 0
+        self._blocked: tuple[int, int, int] | None = None  # when nothing waiting could be admitted
         self._stats = SchedulerStats(num_blocks=kv.pool.num_blocks, num_host_blocks=kv.host.pool.num_blocks)
 
     # ---- requests come and go ----
@@ -245,6 +246,15 @@ class RequestLives:
             self._sequences[sequence_id] = child
             self._forks.append(ForkData(parent.sequence_id, sequence_id, seed, samples=True))
 
+    def _state(self) -> tuple[int, int, int]:
+        """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
+        return self.kv.pool.num_released, self._num_added, self._num_seats
+
+    def _is_alone(self, request: Request) -> bool:
+        """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
+        held = self.kv.num_held(request.sequences)
+        return self._running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
+
     def _describe(self, sequence: Sequence) -> NewSequenceData:
         request = sequence.request
         sequence.known = True
@@ -280,8 +290,7 @@ class RequestLives:
         None of its sequences may have been scheduled in this step.
         """
         self._num_seats -= request.num_seats
-        swap = self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
-        if swap and self.kv.swap_out(request.sequences):
+        if self._prefers_swap(request) and self.kv.swap_out(request.sequences):
             request.status = RequestStatus.SWAPPED
             self._stats.num_swapped_out += 1
         else:
@@ -298,12 +307,33 @@ class RequestLives:
         self._stats.num_preemptions += 1
         self._waiting.push(request)
 
+    def _prefers_swap(self, request: Request) -> bool:
+        """Whether `request`, if it is preempted, is to be swapped rather than computed again."""
+        return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
+
     def _can_swap_in(self, request: Request, num_reserved: int) -> bool | None:
         """Return whether a swapped request fits now (True), later (False), or never (None)."""
         needed = self.kv.num_blocks_to_swap_in(request.sequences)
         if needed > self.kv.pool.num_blocks:
             return None
         return needed + num_reserved <= self.kv.pool.num_free
+
+    def _swap_in(self, request: Request, plan: Plan, num_reserved: int) -> bool | None:
+        """Bring back a swapped request, if there is room for it and for a token of each of its sequences."""
+        fits = self._can_swap_in(request, num_reserved if self._running else 0)
+        if fits is None:
+            self._infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
+            return None
+        if not fits or plan.budget < sum(sequence.num_left > 0 for sequence in request.sequences):
+            return False
+        self._waiting.remove(request)
+        self.kv.swap_in(request.sequences)
+        self._run(request)
+        unfinished = [sequence for sequence in request.sequences if sequence.num_left]
+        for number, sequence in enumerate(unfinished, 1):
+            num_behind = len(unfinished) - number
+            self._give(sequence, min(sequence.num_left, plan.budget - num_behind, self.chunk_limit), plan)
+        return True
 
     def _start_loading(self, request: Request, hit: PrefixHit) -> bool:
         """Begin to read from disk what `request` could use of it; say whether there was anything to read."""

@@ -40,7 +40,6 @@ class Scheduler(BaseScheduler):
     def __init__(self, kv: KVCacheManager, *, max_overtake_seconds: float = 0.0, **options: Any) -> None:
         super().__init__(kv, **options)
         self.max_overtake_seconds = max_overtake_seconds
-        self._blocked: tuple[int, int, int] | None = None  # when nothing waiting could be admitted
 
     def _plan(self, plan: Plan) -> None:
         if self.policy.preempts:
@@ -85,10 +84,6 @@ class Scheduler(BaseScheduler):
             prompts[index] = (name, wanted - self.kv.find_prefix(self._sequences[name]).num_tokens)
         shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit, self.long_chunk)
         return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
-
-    def _state(self) -> tuple[int, int, int]:
-        """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
-        return self.kv.pool.num_released, self._num_added, self._num_seats
 
     # ---- running requests ----
 
@@ -161,11 +156,6 @@ class Scheduler(BaseScheduler):
                 return False
         return True
 
-    def _is_alone(self, request: Request) -> bool:
-        """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
-        held = self.kv.num_held(request.sequences)
-        return self._running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
-
     def _secure(self, request: Request, plan: Plan) -> bool:
         """See to it that each sequence of `request` could take a block, preempting others; False if that failed.
 
@@ -173,6 +163,8 @@ class Scheduler(BaseScheduler):
         request that has the pool to itself and still lacks blocks is ended.
         """
         needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(self.kv.windows)
+        if self.kv.pool.num_free < needed:  # at most; most steps need fewer
+            needed = self.kv.num_blocks_to_advance(request.sequences)
         while self.kv.pool.num_free < needed:
             if self._is_alone(request):
                 self._infeasible(request, needed)
@@ -257,21 +249,4 @@ class Scheduler(BaseScheduler):
         for sibling in request.sequences[1:]:
             if plan.budget > 0 and not sibling.known and sibling.num_computed_tokens == 0:
                 self._begin(sibling, min(plan.budget, self.chunk_limit), plan)
-        return True
-
-    def _swap_in(self, request: Request, plan: Plan, num_reserved: int) -> bool | None:
-        """Bring back a swapped request, if there is room for it and for a token of each of its sequences."""
-        fits = self._can_swap_in(request, num_reserved if self._running else 0)
-        if fits is None:
-            self._infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
-            return None
-        if not fits or plan.budget < sum(sequence.num_left > 0 for sequence in request.sequences):
-            return False
-        self._waiting.remove(request)
-        self.kv.swap_in(request.sequences)
-        self._run(request)
-        unfinished = [sequence for sequence in request.sequences if sequence.num_left]
-        for number, sequence in enumerate(unfinished, 1):
-            num_behind = len(unfinished) - number
-            self._give(sequence, min(sequence.num_left, plan.budget - num_behind, self.chunk_limit), plan)
         return True

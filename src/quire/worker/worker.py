@@ -123,7 +123,7 @@ class Worker:
         del self.model
 
     def _groups(self) -> list[KVCacheGroup]:
-        """Return the groups of layers, as the engine counted them: by the context settled before memory was looked at."""
+        """Return the groups of layers, as the engine counted them: by the context before memory was looked at."""
         assert self.config.model.max_model_len is not None, "settled by the engine"
         return self.kv_cache_spec().groups(self.config.model.max_model_len)
 

@@ -1,0 +1,108 @@
+"""The whole picture of a scheduler between two steps: its queues, and what its block manager holds. For `/debug/...`.
+
+The parts that need no requests are in `kvcache.view`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.kvcache.view import describe_blocks, describe_pools, draw_blocks
+from quire.scheduler.base import BaseScheduler
+from quire.scheduler.request import Request, RequestStatus
+
+QUEUES = ("running", "waiting", "swapped", "loading")
+
+
+def describe(
+    scheduler: BaseScheduler, *, tier: str = "device", start: int = 0, limit: int = 1024, tokens: bool = False
+) -> dict[str, Any]:
+    """Return sizes, states and waste of the pools, hit rates, the queues, and some blocks of a tier, one by one.
+
+    Args:
+        tier, start, tokens: see `describe_blocks`. limit: most blocks, and most requests of each queue, that are told.
+    """
+    kv, stats = scheduler.kv, scheduler.stats()
+    requests = scheduler.live_requests()
+    num_computed = {s.sequence_id: s.num_computed_tokens for request in requests for s in request.sequences}
+    return {
+        "num_steps": stats.num_steps,
+        **describe_pools(kv, num_computed),
+        "prefix_cache": {
+            "queries": stats.prefix_cache_queries,
+            "hits": stats.prefix_cache_hits,
+            "host_hits": stats.host_cache_hits,
+            "disk_hits": stats.disk_cache_hits,
+            "hit_rate": stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+        },
+        "preemptions": {
+            "recompute": stats.num_preemptions - stats.num_swapped_out,
+            "swap": stats.num_swapped_out,
+        },
+        "queues": _describe_queues(scheduler, requests, limit),
+        "tier": tier,
+        "blocks": describe_blocks(kv, num_computed, tier=tier, start=start, limit=limit, tokens=tokens),
+    }
+
+
+def _describe_queues(scheduler: BaseScheduler, requests: list[Request], limit: int) -> dict[str, Any]:
+    queues: dict[str, Any] = {name: {"num_requests": 0, "requests": []} for name in QUEUES}
+    for request in requests:
+        queue = queues[_queue(request)]
+        queue["num_requests"] += 1
+        if len(queue["requests"]) < limit:
+            queue["requests"].append(_describe_request(scheduler, request))
+    return queues
+
+
+def _queue(request: Request) -> str:
+    """Return the one of `QUEUES` in which `request` stands; preempted ones wait like new ones."""
+    name = request.status.name.lower()
+    return "waiting" if request.status is RequestStatus.PREEMPTED else name
+
+
+def _describe_request(scheduler: BaseScheduler, request: Request) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "prompt_tokens": request.num_prompt_tokens,
+        "priority": request.priority,
+        "preemptions": request.num_preemptions,
+        "blocks": scheduler.kv.num_held(request.sequences),
+        "sequences": [
+            {
+                "sequence_id": sequence.sequence_id,
+                "tokens_done": sequence.num_computed_tokens,
+                "tokens_left": sequence.num_left,
+                "blocks": sum(map(len, scheduler.kv.block_ids(sequence.sequence_id))),
+            }
+            for sequence in request.sequences
+        ],
+    }
+
+
+def draw_picture(picture: Mapping[str, Any]) -> str:
+    """Return what `describe` returned as text: a line for each pool, the waste, the blocks as a grid, the requests."""
+    lines = []
+    for name in ("device", "host", "disk"):
+        pool = dict(picture[name])
+        count = pool.pop("num_blocks")
+        if count:
+            lines.append(
+                f"{name}: {count} blocks; " + ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in pool.items())
+            )
+    waste = picture["waste"]
+    lines.append(
+        f"waste: {waste['wasted_slots']} of {waste['reserved_slots']} slots of running sequences, "
+        f"at most {waste['most_in_a_table']} in a block table"
+    )
+    lines.append(draw_blocks(picture["blocks"], picture["block_size"]))
+    for name, queue in picture["queues"].items():
+        if queue["num_requests"]:
+            lines.append(f"{name}: {queue['num_requests']}")
+        for request in queue["requests"]:
+            done = ", ".join(f"{s['tokens_done']} done {s['tokens_left']} left" for s in request["sequences"])
+            lines.append(
+                f"  {request['request_id']}: {request['blocks']} blocks, {request['preemptions']} preemptions; {done}"
+            )
+    return "\n".join(lines)
