@@ -83,11 +83,11 @@ def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(replay):
 
 @pytest.mark.slow
 def test_hit_rates_on_the_published_trace(replay, mooncake):
-    requests = read_trace(str(mooncake), limit=3000, time_scale=0.25)
+    requests = read_trace(str(mooncake), limit=1000, time_scale=0.25)  # hundreds wait, and few prefixes survive
     options = {"num_gpu_blocks_override": 40000, "max_num_batched_tokens": 8192, "swap_space": 0}
     cost = PlainCost(0.001, 0.000012)
-    rates = {
-        (policy, unit): hit_rate(replay(requests, cost, scheduling_policy=policy, prefix_match_unit=unit, **options))
-        for policy, unit in (("fcfs", 16), ("fcfs", 1), ("lpm", 1))
-    }
-    assert rates["fcfs", 16] <= rates["fcfs", 1] <= rates["lpm", 1] + 0.01, rates
+    blocks = replay(requests, cost, prefix_match_unit=16, **options)
+    tokens = replay(requests, cost, **options)
+    longest = replay(requests, cost, scheduling_policy="lpm", max_overtake_seconds=60.0, **options)
+    assert 0 < hit_rate(blocks) < hit_rate(tokens)
+    assert hit_rate(longest) > 1.2 * hit_rate(tokens)
