@@ -55,12 +55,12 @@ def test_evicted_prefixes_are_found_in_the_tiers_below(replay):
 FAIR = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 4000, "max_num_seqs": 32}
 
 
-def fair_requests(short: bool, long: bool) -> list[TraceRequest]:
+def fair_requests(kind: str, short: bool, long: bool) -> list[TraceRequest]:
     loads = []
     if long:
         loads.append(Synthetic("burst", num=1, prompt=30000, output=32, tenant="long"))
     if short:
-        loads.append(Synthetic("burst", num=20, start=1.0, prompt=200, output=16, spread=0.5, tenant="short"))
+        loads.append(Synthetic(kind, rate=4.0, num=20, start=1.0, prompt=200, output=16, spread=0.5, tenant="short"))
     return draw(loads)
 
 
@@ -68,10 +68,11 @@ def of_tenant(records: list[Record], tenant: str) -> list[Record]:
     return [record for record in records if record.request.tenant == tenant]
 
 
-def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(replay):
+@pytest.mark.parametrize("kind", ["burst", "uniform"])
+def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(replay, kind):
     cost = PlainCost(0.002, 0.0002)
     both, short, long = (
-        replay(fair_requests(*which), cost, **FAIR).log.records
+        replay(fair_requests(kind, *which), cost, **FAIR).log.records
         for which in ((True, True), (True, False), (False, True))
     )
     beside = np.percentile([record.ttft for record in of_tenant(both, "short")], 99)

@@ -28,7 +28,7 @@ from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
 from quire.simulate.driver import message_of
 from quire.simulate.fit import Measured, fit_device, fit_host
 from quire.simulate.trace import Synthetic, draw
-from quire.step import ContinuingSequenceData, KVCacheSpec, ModelOutput, NewSequenceData, SchedulerOutput
+from quire.step import ContinuingSequenceData, KVCacheSpec, ModelOutput, NewSequenceData, SchedulerOutput, TransferKind
 
 NUM_SHAPES = 96  # as many as `worker/graphs.py` keeps
 DECODE_STEPS = 4  # measured after the first, which also takes the sequences in
@@ -37,6 +37,8 @@ MAX_STEPS = 20000  # of loads
 MAX_LOAD_STEPS = 500  # of these, that count beside the designed ones
 LOAD_SHARE = 0.3  # of the time
 LOAD = "load"
+MOVED_BLOCKS = 64
+MOVE_ROUNDS = 5
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -255,6 +257,21 @@ class TimedExecutor:
         """Nothing: who made the inner one closes it."""
 
 
+def measure_moves(executor: TimedExecutor, count: int) -> float:
+    """Return the seconds that a block takes to the host or back, from moves of `count` blocks; 0 without a pool."""
+    if count == 0:
+        return 0.0
+    found = []
+    for _ in range(MOVE_ROUNDS):
+        for kind in (TransferKind.OUT, TransferKind.IN):
+            step = SchedulerOutput(
+                [], [], {}, 0, [], [], transfers=[(int(kind), block, block) for block in range(count)]
+            )
+            executor.execute(step)
+            found.append(executor.last.seconds / count)
+    return float(np.median(found))
+
+
 def measure_load(
     config: EngineConfig,
     info: ModelInfo,
@@ -362,9 +379,11 @@ def measure(
     player = Player(timed, limits)
     designed = measure_scenes(player, limits, seconds * (1 - LOAD_SHARE))
     player.end()
+    moved_block = measure_moves(timed, min(ready.num_blocks, core.scheduler.stats().num_host_blocks, MOVED_BLOCKS))
     loaded, host = measure_load(config, info, timed, limits, seconds * LOAD_SHARE, clock)
     memory = ready.num_blocks * core.executor.kv_cache_spec().block_bytes(ready.block_size, ready.max_model_len)
-    return fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
+    found = fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
+    return replace(found, cost=replace(found.cost, moved_block=moved_block))
 
 
 def fit_cost(
@@ -433,6 +452,7 @@ def calibration_table(found: Calibration, worst: int = 8) -> str:
     lines += ["", f"  {'scheduler, per step':<32}{cost.host_base * 1e6:>14.1f}"]
     for name, rate in zip(HOST_FEATURES, cost.host, strict=True):
         lines.append(f"  {'scheduler, ' + name:<32}{rate * 1e6:>14.5f}")
+    lines += ["", f"  {'a block to or from the host':<32}{cost.moved_block * 1e6:>14.1f}"]
     lines += ["", f"  {'where the fit is worst':<40}{'measured us':>14}{'fitted us':>14}"]
     for scene, measured, fitted in found.errors()[:worst]:
         lines.append(f"  {scene:<40}{measured * 1e6:>14.1f}{fitted * 1e6:>14.1f}")
