@@ -202,6 +202,11 @@ class DeviceConfig:
         "Instructions of the CPU kernels; auto uses all that this CPU has, others also restrict it to theirs.",
         choices=("auto", "avx512-bf16-vnni", "avx512", "avx2", "neon", "generic"),
     )
+    batch_invariant: bool = option(
+        False,
+        "Give the same tokens and log-probabilities, bit by bit, in any batch, chunk, or cache. CPU kernels always do; "
+        "the reference then computes every row by itself.",
+    )
     tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
 
 

@@ -20,6 +20,8 @@ def create_backend(
     num_threads: int | None = None,
     quantization: str | None = None,
     simd_level: str | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Backend:
     """Return the backend called `device`, holding weights in `dtype` and the KV cache in `kv_dtype`.
 
@@ -27,6 +29,7 @@ def create_backend(
         num_threads: how many CPU threads kernels may use; None is all of this process's cores.
         quantization: one of QUANTIZATIONS, what weights are turned into while they are packed; None leaves them.
         simd_level: of the CPU kernels, see `kernels/cpu/levels.py`; the first choice holds for the whole process.
+        batch_invariant: whether a row's bits must be the same in any batch. The CPU kernels always see to that.
 
     Raises:
         ConfigError: an unknown device, dtype or quantization, a level that this process cannot have, or a backend
@@ -60,6 +63,8 @@ def create_backend(
                 param="device",
             )
         from quire.kernels.reference.backend import ReferenceBackend
+        from quire.kernels.reference.invariant import InvariantReferenceBackend
 
-        return ReferenceBackend(dtype, kv_dtype, num_threads=num_threads, **quantized)
+        kind = InvariantReferenceBackend if batch_invariant else ReferenceBackend
+        return kind(dtype, kv_dtype, num_threads=num_threads, **quantized)
     raise ConfigError(f"device is {device!r}; allowed: {', '.join(DEVICES)}", param="device")

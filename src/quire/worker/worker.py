@@ -42,6 +42,7 @@ class Worker:
             config.device.num_threads,
             config.model.quantization,
             config.device.simd_level,
+            batch_invariant=config.device.batch_invariant,
         )
         if not self.backend.compiled_before():
             # A warning, so that it is seen by default: the wait would look like a hang.

@@ -3,7 +3,7 @@
 Same numbers as the CPU backend up to rounding: activations are float32, weights are rounded to `dtype` and keys and
 values to `kv_dtype`. What others hold as integers is rounded to them here (quantize.py) and held as floats. Sums over K
 or over keys are taken in float64 where the device has it, so that the order of summation, which torch chooses by batch
-size, cannot show.
+size, hardly ever shows; `invariant.py` has a backend where it cannot.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class ReferenceBackend:
     """Every op of `quire.kernels.backend.Backend` in plain torch."""
 
     name = "reference"
+    rows = "together"  # how those of a batch are computed
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ReferenceBackend:
         self.device = torch.device(device)
         self._round_linear_inputs = round_linear_inputs
         self._compute = torch.float32 if self.device.type == "mps" else torch.float64
-        self.arithmetic = f"{device} torch {torch.__version__}, rounds {round_linear_inputs}"
+        self.arithmetic = f"{device} torch {torch.__version__}, rounds {round_linear_inputs}, rows {self.rows}"
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
@@ -149,11 +150,15 @@ class ReferenceBackend:
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
         """See `Backend.linear`."""
+        return self._multiply(x, weight, weight.weight.to(self._compute))
+
+    def _multiply(self, x: torch.Tensor, weight: ReferenceLinear, wide: torch.Tensor) -> torch.Tensor:
+        """Return `linear`, given the weight in the type of sums as well."""
         if weight.rounds_inputs:
             x = round_rows(x)
         elif self._round_linear_inputs:
             x = x.to(weight.weight.dtype)
-        out = (x.to(self._compute) @ weight.weight.to(self._compute).T).float()
+        out = (x.to(self._compute) @ wide.T).float()
         return out if weight.bias is None else out + weight.bias
 
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:

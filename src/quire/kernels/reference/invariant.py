@@ -1,0 +1,76 @@
+"""The reference backend with every row computed by itself, so that its bits are the same in any batch.
+
+torch chooses how a product or a sum is cut by the shape of what it is given, and computes the elements that fill a
+vector with other instructions than the few left over. So the same row in another batch may differ in its last bits.
+Here an op is given one row at a time, in memory of its own, and so always the same shape; attention is given one query
+and the keys that this query sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.kernels.backend import AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.reference.attention import attend
+from quire.kernels.reference.backend import ReferenceBackend, ReferenceLinear
+
+
+def row_by_row(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return op(x), for x [T, ...], computed for each of the T rows apart; op keeps their number."""
+    if x.shape[0] <= 1:
+        return op(x.clone())
+    return torch.cat([op(row.clone()) for row in x.split(1)])
+
+
+class InvariantReferenceBackend(ReferenceBackend):
+    """`ReferenceBackend`, slower, and with the same bits in any batch."""
+
+    rows = "apart"
+
+    def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
+        """See `Backend.linear`."""
+        wide = weight.weight.to(self._compute)
+        return row_by_row(lambda row: self._multiply(row, weight, wide), x)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Backend.rms_norm`."""
+        op = super().rms_norm
+        return row_by_row(lambda row: op(row, weight, eps), x)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """See `Backend.layer_norm`."""
+        op = super().layer_norm
+        return row_by_row(lambda row: op(row, weight, bias, eps), x)
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """See `Backend.activation`."""
+        op = super().activation
+        return row_by_row(lambda row: op(row, kind), x)
+
+    def paged_attention(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `Backend.paged_attention`."""
+        block_size = cache.shape[2]
+        heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
+        out = torch.empty_like(heads)
+        starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
+        for s, length in enumerate(lengths):
+            for row in range(starts[s], starts[s + 1]):
+                position = length - (starts[s + 1] - row)
+                oldest = 0 if params.sliding_window is None else max(0, position + 1 - params.sliding_window)
+                seen = torch.arange(oldest, position + 1, device=q.device)
+                blocks = metadata.block_tables[s, seen // block_size].long()
+                keys, values = (side.to(self._compute) for side in cache[:, blocks, seen % block_size].unbind())
+                query = heads[row : row + 1].to(self._compute)
+                out[row] = attend(query, seen[-1:], keys, values, seen, params)[0].to(out.dtype)
+        return out.reshape(q.shape[0], -1)
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
+        """See `Backend.top_logprobs`."""
+        op = super().top_logprobs
+        rows = [op(row.clone(), chosen[r : r + 1], k) for r, row in enumerate(logits.split(1))]
+        return TopLogprobs(*(np.concatenate(parts) for parts in zip(*rows, strict=True)))
