@@ -18,7 +18,8 @@ from quire.scheduler.policy import BY_ORDER, Policy, WaitingQueue
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerStats, SequenceOutput
 
-LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step
+LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step,
+LONG_PROMPT_LEAST = 256  # but so many tokens at least: smaller steps spend their time on reading weights
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
@@ -69,7 +70,9 @@ class RequestLives:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
-        self.long_chunk = long_prefill_token_threshold or -(-max_num_batched_tokens // LONG_PROMPT_SHARE)
+        self.long_chunk = long_prefill_token_threshold or max(
+            max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_LEAST
+        )
         self.watermark_blocks = int(watermark * kv.pool.num_blocks)
         # The last token needs no slot, but a sequence that goes on does: one token beyond the pool, and it must end.
         self.length_limit = min(max_model_len, kv.longest_sequence(max_model_len) + 1)
