@@ -187,14 +187,13 @@ class BaseScheduler(RequestLives, ABC):
             self._place_beams(request, step.running)
 
     def _place_beams(self, request: Request, running: list[tuple[int, int]]) -> None:
-        """Make the sequences of `request` the beams of `running` (parent, token): best children in place, others forked."""
+        """Make the sequences of `request` those of `running` (parent, token): best children in place, others forked."""
         parents = list(request.sequences)
         placement = place(running, len(parents))
         children: dict[int, Sequence] = {}
         for parent, child in placement.forks:
-            request.num_forks += 1
             source = parents[parent]
-            copy = source.fork(f"{request.request_id}#{request.num_forks}", source.seed)
+            copy = source.fork(self._new_name(request), source.seed)
             self.kv.fork(source, copy)
             self._sequences[copy.sequence_id] = copy
             copy.known = source.known
@@ -210,7 +209,19 @@ class BaseScheduler(RequestLives, ABC):
             beam.token_ids.append(token_id)
             beam.unsent.append(token_id)
 
+    def _new_name(self, request: Request) -> str:
+        """Return an id for a further beam of `request` that no live sequence has."""
+        while True:
+            request.num_forks += 1
+            name = f"{request.request_id}#{request.num_forks}"
+            if name not in self._sequences:
+                return name
+
     # ---- being watched ----
+
+    def live_requests(self) -> list[Request]:
+        """Return the running, then the waiting, then the loading requests, each kind in order."""
+        return [*self._running, *self._waiting, *self._loading]
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot; O(running)."""
@@ -220,6 +231,7 @@ class BaseScheduler(RequestLives, ABC):
         stats.num_swapped = self._waiting.num_swapped
         stats.num_free_blocks = self.kv.pool.num_free
         stats.num_free_host_blocks = self.kv.host.pool.num_free
+        stats.num_disk_blocks = len(self.kv.disk)
         return SchedulerStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
 
     def check_integrity(self) -> None:

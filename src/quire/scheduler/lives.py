@@ -1,4 +1,4 @@
-"""`RequestLives`: how requests come, begin, fork, are preempted and resumed, and end, in whatever order they are served.
+"""`RequestLives`: how requests come, begin, fork, are preempted and resumed, and end, in whatever order they are run.
 
 `base.BaseScheduler` makes steps of it; which request gets how many tokens is decided further up.
 """
@@ -124,18 +124,22 @@ class RequestLives:
         if num_tokens > self.max_model_len:
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens; with one token to generate that exceeds the "
-                f"context of {self.max_model_len} tokens"
+                f"context of {self.max_model_len} tokens (--max-model-len)"
             )
         if not self.kv.can_ever_fit(num_tokens):
+            needed = self.kv.num_blocks_for(num_tokens)
             return (
-                f"the prompt and one token more need {self.kv.num_blocks_for(num_tokens)} KV blocks, but the whole "
-                f"pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens"
+                f"the prompt and one token more need {needed} KV blocks, but the whole pool has "
+                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens, which hold {self.length_limit - 1} "
+                f"tokens; --num-gpu-blocks-override {needed} would be enough"
             )
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
         if request.num_seats > most:
             return (
                 f"the request has {request.num_seats} sequences side by side, but max_num_seqs is {self.max_num_seqs} "
-                f"and max_num_batched_tokens {self.max_num_batched_tokens}"
+                f"and max_num_batched_tokens {self.max_num_batched_tokens}, so that {most} would fit; --max-num-seqs "
+                f"{max(self.max_num_seqs, request.num_seats)} --max-num-batched-tokens "
+                f"{max(self.max_num_batched_tokens, request.num_seats)} would be enough"
             )
         return None
 
@@ -357,7 +361,7 @@ class RequestLives:
             RequestStatus.FINISHED_IGNORED,
             f"the {request.num_seats} sequences of this request need {held + num_more} KV blocks side by side, but the "
             f"whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer sequences "
-            "or tokens, or give the pool more memory (--kv-cache-memory-bytes)",
+            f"or tokens; --num-gpu-blocks-override {held + num_more} lets them go on",
         )
 
     # ---- ends ----
