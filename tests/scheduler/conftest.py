@@ -197,7 +197,10 @@ class FakeWorker:
     def _update(self, plan: SchedulerOutput) -> None:
         for name in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             self.left[name] = self.rows.pop(name)  # KeyError: told twice, or never told of it
-        restored = {destination for kind, _, destination in plan.transfers if kind == TransferKind.IN}
+        restored: set[int] = set()
+        for kind, source, destination in plan.transfers:
+            if kind == TransferKind.IN or (kind == TransferKind.COPY and source in restored):
+                restored.add(destination)
         for fork in plan.forks:
             assert fork.sequence_id not in self.rows
             assert fork.parent_id in self.rows or fork.samples
@@ -209,13 +212,14 @@ class FakeWorker:
         assert min(plan.num_scheduled_tokens.values(), default=1) > 0
         for new in plan.new_sequences:
             assert new.sequence_id not in self.rows
-            version, before = (
-                self.version,
-                self.left.get(new.sequence_id) or self.left.get(new.sequence_id.split("#")[0]),
-            )
-            if before is not None and new.num_computed_tokens == before.num_computed_tokens:
-                if restored.intersection(*new.block_ids[:1]):
-                    version = before.version  # it was swapped, and goes on with what it had
+            version = self.version
+            if restored.intersection(*new.block_ids[:1]):  # it may have been swapped, and goes on with what it had
+                request_id = new.sequence_id.split("#")[0]  # a beam may have been swapped before it was heard of
+                names = [name for name in self.left if name.split("#")[0] == request_id]
+                names = [new.sequence_id] if new.sequence_id in self.left else names
+                before = [self.left[name] for name in names]
+                versions = [row.version for row in before if row.num_computed_tokens == new.num_computed_tokens]
+                version = min(versions, default=version)
             self.rows[new.sequence_id] = Row(
                 token_ids=new.token_ids,
                 block_ids=[table.copy() for table in new.block_ids],

@@ -11,15 +11,28 @@ import msgspec
 import pytest
 
 from quire.sampling_params import BeamSearchParams
+from quire.scheduler.prefill_first import PrefillFirstScheduler
 from quire.scheduler.request import RequestStatus
+from quire.scheduler.scheduler import Scheduler
 
+SCHEDULERS = [Scheduler, PrefillFirstScheduler]
 OPERATIONS = 150
-GROUPS = 12
-SEEDS_PER_GROUP = 15  # 27,000 operations in all, and the steps to finish
+GROUPS = 6
+SEEDS_PER_GROUP = 15  # for each scheduler 13,500 operations in all, and the steps to finish
 
 
-def random_options(rng: random.Random) -> dict:
+def random_options(rng: random.Random, kind: type) -> dict:
     """Options under which memory, seats, and budget are all scarce at times."""
+    options = shared_options(rng)
+    if kind is PrefillFirstScheduler:  # which refuses prompts longer than a step
+        options["max_num_batched_tokens"] = rng.choice((6, 12, 18, 24, 24, 40))
+        options["policy"] = rng.choice(("fcfs", "priority", "fair"))
+        options["delay_factor"] = rng.choice((0.0, 1.0))
+        del options["long_prefill_token_threshold"]
+    return options
+
+
+def shared_options(rng: random.Random) -> dict:
     block_size = rng.choice((1, 2, 3, 4, 8))
     windows = rng.choice(((None,), (None,), (None,), (7,), (None, 6), (None, 5, 5), (4, 9)))
     num_blocks = max(rng.randint(12, 90) // block_size, 2) * len(windows)
@@ -75,8 +88,9 @@ def random_request(rng: random.Random, name: str, request_of, most: int):
 class RandomLoad:
     """Random operations on a `Run`; remembers which sequences were aborted, whose output is cut short."""
 
-    def __init__(self, run, request_of, options: dict, seed: int) -> None:
-        self.run = run(**options)
+    def __init__(self, run, request_of, kind: type, seed: int) -> None:
+        options = random_options(random.Random(seed), kind)
+        self.run = run(kind, **options, clock=lambda: len(self.run.plans) / 2)
         self.rng = random.Random(seed)
         self.request_of = request_of
         self.most = min(4, options["max_num_seqs"], options["max_num_batched_tokens"])
@@ -120,15 +134,21 @@ class RandomLoad:
         names = set(plan.num_scheduled_tokens)
         assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert len(names) <= scheduler.max_num_seqs
-        preempted = set(plan.preempted_sequence_ids)
-        if oldest is not None and scheduler.policy.preempts is False:  # the first in line always advances
+        decodes = {name for names in left.values() for name in names}
+        if isinstance(scheduler, PrefillFirstScheduler):
+            if names & decodes:  # a step is all prompts or no prompts: who joins has been swapped in
+                assert set(plan.num_scheduled_tokens.values()) == {1}
+                assert all(r.num_preemptions for r in scheduler._running if r not in live_before)
+        elif sum(map(len, left.values())) <= scheduler.max_num_batched_tokens // 2:
+            preempted = set(plan.preempted_sequence_ids)
+            for request in live_before:  # everybody's decode advances who was not preempted
+                for name in left[request.request_id]:
+                    assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
+        prompts_only = isinstance(scheduler, PrefillFirstScheduler) and not names & decodes
+        if oldest is not None and not scheduler.policy.preempts and not prompts_only:  # so does the first in line
             assert names & {name for name in names if name.split("-")[0].split("#")[0] == oldest.request_id} or (
                 oldest.status.finished
             )
-        if sum(map(len, left.values())) <= scheduler.max_num_batched_tokens // 2:
-            for request in live_before:  # and so does everybody's decode who was not preempted
-                for name in left[request.request_id]:
-                    assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
 
     def pick_broken(self, plan):
         return self.rng.sample(sorted(plan.num_scheduled_tokens), k=min(1, len(plan.num_scheduled_tokens)))
@@ -138,7 +158,7 @@ class RandomLoad:
 
     def check_outputs(self, alone) -> None:
         for name, request in self.run.requests.items():
-            refused = request.num_prompt_tokens + 1 > self.run.scheduler.length_limit
+            refused = self.is_refused(request)
             for index, sequence_id in enumerate(request.sequence_ids):
                 if refused:
                     assert self.run.tokens[sequence_id] == []
@@ -147,6 +167,20 @@ class RandomLoad:
                     self.check_beams(request, alone)
                 else:
                     self.check_sequence(request, name, index, sequence_id)
+
+    def is_refused(self, request) -> bool:
+        """Whether its prompt can never run; the classic scheduler asks for more room, and for all of it in a step."""
+        scheduler, kv = self.run.scheduler, self.run.scheduler.kv
+        if request.num_prompt_tokens + 1 > scheduler.length_limit:
+            return True
+        if not isinstance(scheduler, PrefillFirstScheduler):
+            return False
+        num_sequences = request.beam_params.beam_width if request.beam_params else len(request.sequence_ids)
+        needed = kv.num_blocks_for(request.num_prompt_tokens) + (num_sequences - 1) * len(kv.windows)
+        return (
+            request.num_prompt_tokens > scheduler.max_num_batched_tokens
+            or kv.pool.num_blocks - needed < scheduler.watermark_blocks
+        )
 
     def check_sequence(self, request, name: str, index: int, sequence_id: str) -> None:
         got = self.run.tokens[sequence_id]
@@ -170,10 +204,11 @@ class RandomLoad:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, group):
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
     num_preemptions = num_hits = num_swapped = num_copies = num_from_host = num_from_disk = num_infeasible = 0
     for seed in range(group * SEEDS_PER_GROUP, (group + 1) * SEEDS_PER_GROUP):
-        load = RandomLoad(run, request_of, random_options(random.Random(seed)), seed)
+        load = RandomLoad(run, request_of, kind, seed)
         for _ in range(OPERATIONS):
             load.operate()
         load.run.finish()
@@ -187,13 +222,21 @@ def test_random_load_yields_what_each_request_yields_alone(run, request_of, alon
         num_from_disk += stats.disk_cache_hits
         num_infeasible += sum("side by side" in (news.error or "") for news in load.run.last.values())
     counts = (num_preemptions, num_swapped, num_copies, num_from_host, num_from_disk)
-    assert min(counts) > 0 and num_preemptions > 20 and num_hits > 100, f"the load is too light to show anything: {counts}"
+    assert min(counts) > 0 and num_preemptions > 20 and num_hits > 100, (
+        f"the load is too light to show anything: {counts}"
+    )
     assert num_infeasible < 150, "too much fails"
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 13, 64])
-def test_budget_and_pool_size_do_not_change_tokens(run, request_of, budget, caching):
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        *((Scheduler, budget) for budget in (1, 2, 3, 5, 8, 13, 64)),
+        *((PrefillFirstScheduler, budget) for budget in (12, 17, 64)),
+    ],
+)
+def test_budget_and_pool_size_do_not_change_tokens(run, request_of, kind, budget, caching):
     """Eight requests beside each other, at every budget and under memory pressure, against each one run alone."""
 
     def requests():
@@ -207,7 +250,7 @@ def test_budget_and_pool_size_do_not_change_tokens(run, request_of, budget, cach
         alone |= single.tokens
     preemptions = 0
     for num_blocks in (7, 9, 14, 64):
-        together = run(num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=caching)
+        together = run(kind, num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=caching)
         together.add(*requests())
         together.finish()
         assert together.tokens == alone
@@ -216,9 +259,10 @@ def test_budget_and_pool_size_do_not_change_tokens(run, request_of, budget, cach
         assert preemptions > 0
 
 
-def test_ten_times_more_than_fits_still_finishes_in_order(run, request_of):
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_ten_times_more_than_fits_still_finishes_in_order(run, request_of, kind):
     """Overload: every request finishes, and first come is first finished when all are alike."""
-    load = run(num_blocks=6, max_num_seqs=4, max_num_batched_tokens=16)
+    load = run(kind, num_blocks=6, max_num_seqs=4, max_num_batched_tokens=16)
     names = [f"r{i:02}" for i in range(40)]
     load.add(*(request_of(name, 6, 8) for name in names))
     finished = []
