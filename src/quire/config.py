@@ -233,6 +233,9 @@ class ServerConfig:
     )
     ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
     disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
+    enable_debug_endpoints: bool = option(
+        False, "Serve /debug/blocks and /debug/prefixes, which show what the KV cache holds and for whom."
+    )
     disable_log_stats: bool = option(False, "Do not log throughput every ten seconds.")
     disable_access_log: bool = option(False, "Do not log each HTTP request.")
     log_level: str = option("info", "Least important messages shown.", choices=("debug", "info", "warning", "error"))

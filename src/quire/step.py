@@ -267,8 +267,9 @@ class SchedulerStats(msgspec.Struct):
     """A snapshot of the scheduler after a step; the counters only ever grow.
 
     `num_running` and `num_waiting` count sequences and requests; `num_swapped`, of the waiting, those whose KV is in
-    the host's pool. `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and
-    `disk_cache_hits`, of these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
+    the host's pool. `num_disk_blocks` are stored on disk. `prefix_cache_hits` are tokens found on the device or copied
+    to it; `host_cache_hits` and `disk_cache_hits`, of these, those that came from there. `num_preemptions` counts both
+    kinds, `num_swapped_out` one.
     """
 
     num_running: int = 0
@@ -278,6 +279,7 @@ class SchedulerStats(msgspec.Struct):
     num_free_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
+    num_disk_blocks: int = 0
     num_preemptions: int = 0
     num_swapped_out: int = 0
     prefix_cache_queries: int = 0
@@ -291,3 +293,8 @@ class SchedulerStats(msgspec.Struct):
     def kv_cache_usage(self) -> float:
         """Share of blocks in use by running requests, 0..1."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def host_cache_usage(self) -> float:
+        """Share of the host's blocks that hold what was swapped out, 0..1."""
+        return 1.0 - self.num_free_host_blocks / self.num_host_blocks if self.num_host_blocks else 0.0

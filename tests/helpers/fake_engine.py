@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ class FakeEngine:
                     del self._live[sequence_id]
                     self.aborted.append(sequence_id)
 
-    def call(self, method: str) -> dict[str, int | float | str | bool]:
+    def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
         """Answer "reset_prefix_cache", "stats" and "check_integrity"."""
         if method == "reset_prefix_cache":
             self.num_resets += 1
@@ -327,7 +327,7 @@ class FakeClient:
             return
         if isinstance(message, Call):
             try:
-                answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method))
+                answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method, message.arguments))
             except QuireError as error:
                 answer = CallResult(call_id=message.call_id, error=error.message)
             self._answers.append(answer)
@@ -375,6 +375,7 @@ def fake_async_llm(
     front_model: FrontModel | None = None,
     max_model_len: int = 256,
     tokens_per_step: int = 1,
+    engine: Any = None,
     listeners: Sequence[Any] = (),
     config: EngineConfig | None = None,
     **options: Any,
@@ -383,13 +384,14 @@ def fake_async_llm(
 
     Args:
         reply_text: what every request answers, before end-of-text. reply: more freely.
+        engine: an `InlineEngine` to stand there instead of the fake one.
         config, options: as for `AsyncLLM`.
     """
     front = front_model or fake_front_model(max_model_len=max_model_len)
     assert front.tokenizer is not None
     if reply_text is not None:
         reply = reply_with(front.tokenizer, reply_text)
-    engine = FakeEngine(
+    engine = engine or FakeEngine(
         vocab_size=front.info.vocab_size,
         max_model_len=front.info.max_model_len,
         max_num_seqs=(config.scheduler.max_num_seqs if config else options.get("max_num_seqs", 8)),

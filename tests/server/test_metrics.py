@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.metrics import StatsLog, one_two_five
@@ -56,6 +57,44 @@ def test_counts_after_known_work(make_server: MakeServer) -> None:
     assert not any("secret" in str(key) for key in values)
 
 
+def test_what_the_tiers_hold_and_give_back(make_server: MakeServer) -> None:
+    server = make_server()
+    stats = SchedulerStats(
+        num_waiting=3,
+        num_swapped=2,
+        num_blocks=100,
+        num_free_blocks=60,
+        num_host_blocks=50,
+        num_free_host_blocks=40,
+        num_disk_blocks=7,
+        num_preemptions=9,
+        num_swapped_out=4,
+        prefix_cache_queries=1000,
+        prefix_cache_hits=600,
+        host_cache_hits=200,
+        disk_cache_hits=100,
+    )
+    server.llm._stats = stats
+    values = scrape(server)
+
+    def value(name: str, **labels: str) -> float:
+        return values[name, frozenset(labels.items())]
+
+    assert value("vllm:num_requests_waiting") == 3
+    assert value("vllm:num_requests_swapped") == 2
+    assert value("vllm:kv_cache_usage_perc") == pytest.approx(0.4)
+    assert value("vllm:cpu_cache_usage_perc") == pytest.approx(0.2)
+    assert [value("quire:kv_blocks", tier=tier) for tier in ("device", "host", "disk")] == [100, 50, 7]
+    assert value("vllm:num_preemptions_total") == 9
+    assert value("quire:preemptions_total", kind="recompute") == 5
+    assert value("quire:preemptions_total", kind="swap") == 4
+    assert value("vllm:prefix_cache_hits_total") == 600
+    assert value("vllm:external_prefix_cache_queries_total") == 700  # 300 were found on the device
+    assert value("vllm:external_prefix_cache_hits_total") == 300
+    assert value("quire:prefix_cache_hits_by_tier_total", tier="host") == 200
+    assert value("quire:prefix_cache_hits_by_tier_total", tier="disk") == 100
+
+
 def test_names_and_buckets_that_dashboards_read(server: LiveServer) -> None:
     server.http.post("/v1/completions", json={"model": "fake", "prompt": "abc"})
     values = scrape(server)
@@ -103,15 +142,19 @@ def test_the_line_of_the_log() -> None:
     log = StatsLog(clock=lambda: now[0])
     stats = SchedulerStats(
         num_running=3,
-        num_waiting=1,
+        num_waiting=2,
+        num_swapped=1,
         num_blocks=10,
         num_free_blocks=5,
+        num_host_blocks=20,
+        num_free_host_blocks=15,
         prefix_cache_queries=100,
         prefix_cache_hits=25,
     )
     log.on_step(stats, 200, 50)
     now[0] = 10.0
     assert log.line(stats) == (
-        "prompt 20.0 tokens/s, generation 5.0 tokens/s, running 3, waiting 1, KV cache 50.0%, prefix cache hits 25.0%"
+        "prompt 20.0 tokens/s, generation 5.0 tokens/s, running 3, waiting 2, swapped 1, KV cache 50.0%, "
+        "host KV cache 25.0%, prefix cache hits 25.0%"
     )
     assert log.line(SchedulerStats()) is None

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready
+from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes
 from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
+from quire.scheduler.view import describe, draw_picture
 from quire.step import ModelOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -131,8 +136,14 @@ class EngineCore:
         """Return the current stats, with news that no step has made, if any."""
         return EngineOutputs(outputs=outputs or [], stats=self.scheduler.stats(), timestamp=self.clock())
 
-    def call(self, method: str) -> dict[str, int | float | str | bool]:
-        """Run an operation between steps. Raises `ConfigError` for an unknown one."""
+    def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
+        """Run an operation between steps, and return what there is to tell, JSON-like.
+
+        "reset_prefix_cache", "stats" and "check_integrity" take no arguments; "blocks" is a picture of the queues and
+        the block manager (`ShowBlocks`), "prefixes" the radix tree of what is cached (`ShowPrefixes`).
+
+        Raises `ConfigError` for an unknown one, and for bad arguments.
+        """
         if method == "reset_prefix_cache":
             return {"reset": self.scheduler.reset_prefix_cache()}
         if method == "check_integrity":
@@ -140,7 +151,25 @@ class EngineCore:
             return {"ok": True}
         if method == "stats":
             return msgspec.to_builtins(self.scheduler.stats())
+        if method == "blocks":
+            return self._show_blocks(_convert(arguments, ShowBlocks))
+        if method == "prefixes":
+            show = _convert(arguments, ShowPrefixes)
+            if show.text:
+                return {"text": draw_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)}
+            return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
+
+    def _show_blocks(self, show: ShowBlocks) -> dict[str, Any]:
+        max_model_len = self.config.model.max_model_len
+        assert max_model_len is not None, "settled"
+        spec = self.executor.kv_cache_spec()
+        picture = {
+            "block_bytes": spec.block_bytes(self.config.cache.block_size, max_model_len),
+            "groups": [msgspec.to_builtins(group) for group in spec.groups(max_model_len)],
+            **describe(self.scheduler, tier=show.tier, start=show.start, limit=show.limit, tokens=show.tokens),
+        }
+        return {"text": draw_picture(picture)} if show.text else picture
 
     def close(self) -> None:
         """Release the model and its memory; with a disk tier, what is cached is written there first."""
@@ -148,3 +177,10 @@ class EngineCore:
         if not saves.is_empty:
             self.executor.execute(saves)
         self.executor.close()
+
+
+def _convert(arguments: Mapping[str, int | bool | str] | None, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(arguments or {}, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad arguments: {error}", param="arguments") from None

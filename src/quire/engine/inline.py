@@ -6,6 +6,8 @@ import asyncio
 import logging
 import queue
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
@@ -44,9 +46,9 @@ class InlineEngine:
             case _:
                 raise TypeError(f"an inline engine has methods for {type(message).__name__}")
 
-    def call(self, method: str) -> dict[str, int | float | str | bool]:
-        """Run an engine operation."""
-        return self.core.call(method)
+    def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
+        """Run an engine operation, see `EngineCore.call`."""
+        return self.core.call(method, arguments)
 
     def step(self) -> EngineOutputs:
         """Run one step."""

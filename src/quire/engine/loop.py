@@ -41,7 +41,7 @@ def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | N
             core.abort(message)
         case Call():
             try:
-                return CallResult(call_id=message.call_id, value=core.call(message.method))
+                return CallResult(call_id=message.call_id, value=core.call(message.method, message.arguments))
             except QuireError as error:
                 return CallResult(call_id=message.call_id, error=error.message)
         case Shutdown():

@@ -6,6 +6,8 @@ Front -> engine: `AddRequest`, `AbortRequests`, `Call`, `Shutdown`. Engine -> fr
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal
+
 import msgspec
 
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -52,10 +54,36 @@ class AbortRequests(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """An operation between steps: "reset_prefix_cache", "stats", "check_integrity". Answered by `CallResult`."""
+    """An operation between steps, a method of `EngineCore.call` with its arguments. Answered by `CallResult`."""
 
     call_id: int
     method: str
+    arguments: dict[str, int | bool | str] = {}
+
+
+MOST_SHOWN = 16384
+
+
+class ShowBlocks(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "blocks".
+
+    Blocks `start` to `start + limit` - 1 of a tier are shown one by one, and `limit` requests of each queue; `tokens`:
+    with token ids; `text`: as a drawing.
+    """
+
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 1024
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tier: Literal["device", "host"] = "device"
+    tokens: bool = False
+    text: bool = False
+
+
+class ShowPrefixes(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "prefixes": most nodes of the tree to show; the others as in `ShowBlocks`."""
+
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 1024
+    tokens: bool = False
+    text: bool = False
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -74,7 +102,7 @@ class CallResult(msgspec.Struct, tag=True):
     """Answer to a `Call`: `value` is JSON-like; `error` is set instead when it failed."""
 
     call_id: int
-    value: dict[str, int | float | str | bool] | None = None
+    value: dict[str, Any] | None = None
     error: str | None = None
 
 

@@ -340,7 +340,7 @@ class AsyncLLM:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.abort_now, [request_id])
 
-    async def call(self, method: str) -> dict[str, Any]:
+    async def call(self, method: str, **arguments: int | bool | str) -> dict[str, Any]:
         """Run an engine operation between steps, such as "stats". Raises `QuireError` if it fails."""
         await self.start()
         self._alive()
@@ -348,7 +348,7 @@ class AsyncLLM:
         self._num_calls += 1
         call_id = self._num_calls
         answer = self._calls[call_id] = self._loop.create_future()
-        self._client.send(Call(call_id=call_id, method=method))
+        self._client.send(Call(call_id=call_id, method=method, arguments=arguments))
         try:
             return await answer
         finally:

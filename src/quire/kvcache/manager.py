@@ -12,7 +12,7 @@ runs, are only taken of what earlier steps computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from quire.errors import ConfigError, QuireError
@@ -146,9 +146,10 @@ class KVCacheManager:
         """Whether `sequence` has block tables."""
         return sequence.sequence_id in self._tables
 
-    def num_held(self, sequences: Iterable[CachedSequence]) -> int:
-        """Return how many blocks these sequences hold together; shared ones count once."""
-        return len(self._unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences))
+    def num_held(self, sequences: Iterable[CachedSequence], *, swapped: bool = False) -> int:
+        """Return how many device blocks, or host blocks, these sequences hold together; shared ones count once."""
+        tables = self._swapped if swapped else self._tables
+        return len(self._unique(tables.get(sequence.sequence_id, []) for sequence in sequences))
 
     # ---- steps ----
 
@@ -523,6 +524,21 @@ class KVCacheManager:
     def num_tables(self) -> int:
         """Sequences that hold device blocks."""
         return len(self._tables)
+
+    @property
+    def tables(self) -> Mapping[str, list[list[Block]]]:
+        """Block tables by sequence id, to be read only; `NO_BLOCK` stands where a window has moved on."""
+        return self._tables
+
+    @property
+    def swapped_tables(self) -> Mapping[str, list[list[Block]]]:
+        """The same of swapped sequences; the blocks are the host's."""
+        return self._swapped
+
+    @property
+    def loading_ids(self) -> Set[int]:
+        """Ids of the device blocks that are being read from disk."""
+        return self._loading.keys()
 
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant of tables, reference counts, free queues, or hash maps; O(blocks)."""

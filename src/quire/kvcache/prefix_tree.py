@@ -9,7 +9,7 @@ blocks stay blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.kvcache.block import Block
 
@@ -78,13 +78,15 @@ class PrefixNode:
     num_tokens: int
     num_in_use: int
     token_ids: list[int]
-    children: list[PrefixNode]
+    children: list[PrefixNode] = field(repr=False)
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, PrefixNode]]:
+    def walk(self) -> Iterator[tuple[int, PrefixNode]]:
         """Yield (depth, node) of this node and all below, parents first."""
-        yield depth, self
-        for child in self.children:
-            yield from child.walk(depth + 1)
+        pending = [(0, self)]
+        while pending:
+            depth, node = pending.pop()
+            yield depth, node
+            pending += [(depth + 1, child) for child in reversed(node.children)]
 
 
 def prefix_nodes(blocks: Iterable[Block]) -> list[PrefixNode]:
@@ -99,12 +101,19 @@ def prefix_nodes(blocks: Iterable[Block]) -> list[PrefixNode]:
     children: dict[bytes, list[Block]] = {}
     for block in named.values():
         children.setdefault(block.parent_hash, []).append(block)
-    roots = [block for block in named.values() if block.parent_hash not in named]
-    return [_node(block, children) for block in roots]
+    roots: list[PrefixNode] = []
+    # Clients choose how deep the tree is, so nothing here recurses.
+    pending = [(block, roots) for block in reversed(named.values()) if block.parent_hash not in named]
+    while pending:
+        block, siblings = pending.pop()
+        node, below = _run(block, children)
+        siblings.append(node)
+        pending += [(child, node.children) for child in reversed(below)]
+    return roots
 
 
-def _node(block: Block, children: dict[bytes, list[Block]]) -> PrefixNode:
-    """Build the subtree below `block`; runs of single children become one node. Depth is bounded by branchings."""
+def _run(block: Block, children: dict[bytes, list[Block]]) -> tuple[PrefixNode, list[Block]]:
+    """Make one node of `block` and those that follow it as single children; return it and what branches off its end."""
     node = PrefixNode([], 0, 0, [], [])
     while True:
         node.block_ids.append(block.block_id)
@@ -113,21 +122,18 @@ def _node(block: Block, children: dict[bytes, list[Block]]) -> PrefixNode:
         node.token_ids += block.token_ids
         below = children.get(block.block_hash or b"", [])
         if len(below) != 1:
-            break
+            return node, below
         block = below[0]
-    node.children = [_node(child, children) for child in below]
-    return node
 
 
 def draw(roots: Iterable[PrefixNode], most_tokens: int = 8) -> str:
-    """Return the tree as text, one line a node: number of tokens, blocks in use, and its first tokens."""
+    """Return the tree as text, one line a node: number of tokens, blocks in use, and its first tokens (unless 0)."""
     lines = []
     for root in roots:
         for depth, node in root.walk():
-            tokens = " ".join(str(token) for token in node.token_ids[:most_tokens])
-            more = " ..." if len(node.token_ids) > most_tokens else ""
-            lines.append(
-                f"{'  ' * depth}{node.num_tokens} tokens in {len(node.block_ids)} blocks, {node.num_in_use} in use: "
-                f"{tokens}{more}"
-            )
+            line = f"{'  ' * depth}{node.num_tokens} tokens in {len(node.block_ids)} blocks, {node.num_in_use} in use"
+            if most_tokens:
+                tokens = " ".join(str(token) for token in node.token_ids[:most_tokens])
+                line += f": {tokens}{' ...' if len(node.token_ids) > most_tokens else ''}"
+            lines.append(line)
     return "\n".join(lines)

@@ -98,9 +98,13 @@ class DiskTier:
     Args:
         num_slots: records there is room for.
         stored: (slot, header) of what the store held when it was opened; headers that make no sense are ignored.
+
+    Attributes:
+        num_slots: as given. len(): how many of them hold a record.
     """
 
     def __init__(self, num_slots: int, stored: Iterable[tuple[int, bytes]], movements: Movements) -> None:
+        self.num_slots = num_slots
         self._movements = movements
         self._records: OrderedDict[bytes, int] = OrderedDict()
         self._headers: dict[bytes, bytes] = {}

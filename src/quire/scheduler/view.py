@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.errors import echo
 from quire.kvcache.view import describe_blocks, describe_pools, draw_blocks
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import Request, RequestStatus
@@ -69,12 +70,13 @@ def _describe_request(scheduler: BaseScheduler, request: Request) -> dict[str, A
         "priority": request.priority,
         "preemptions": request.num_preemptions,
         "blocks": scheduler.kv.num_held(request.sequences),
+        "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
         "sequences": [
             {
                 "sequence_id": sequence.sequence_id,
                 "tokens_done": sequence.num_computed_tokens,
                 "tokens_left": sequence.num_left,
-                "blocks": sum(map(len, scheduler.kv.block_ids(sequence.sequence_id))),
+                "blocks": scheduler.kv.num_held((sequence,)),
             }
             for sequence in request.sequences
         ],
@@ -88,9 +90,8 @@ def draw_picture(picture: Mapping[str, Any]) -> str:
         pool = dict(picture[name])
         count = pool.pop("num_blocks")
         if count:
-            lines.append(
-                f"{name}: {count} blocks; " + ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in pool.items())
-            )
+            states = ", ".join(f"{number} {state.replace('_', ' ')}" for state, number in pool.items())
+            lines.append(f"{name}: {count} blocks of {picture['block_size']} tokens: {states}")
     waste = picture["waste"]
     lines.append(
         f"waste: {waste['wasted_slots']} of {waste['reserved_slots']} slots of running sequences, "
@@ -102,7 +103,6 @@ def draw_picture(picture: Mapping[str, Any]) -> str:
             lines.append(f"{name}: {queue['num_requests']}")
         for request in queue["requests"]:
             done = ", ".join(f"{s['tokens_done']} done {s['tokens_left']} left" for s in request["sequences"])
-            lines.append(
-                f"  {request['request_id']}: {request['blocks']} blocks, {request['preemptions']} preemptions; {done}"
-            )
+            held = f"{request['blocks']} blocks, {request['host_blocks']} on the host"
+            lines.append(f"  {echo(request['request_id'])}: {held}, {request['preemptions']} preemptions; {done}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import chat, completions, models, tokenize
+from quire.server import chat, completions, debug, models, tokenize
 from quire.server.context import ServerContext
 from quire.server.errors import on_http_exception, on_quire_error
 from quire.server.gate import Gate
@@ -40,4 +40,6 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
     app.add_exception_handler(HTTPException, on_http_exception)
     for module in (completions, chat, tokenize, models):
         app.include_router(module.router)
+    if config.server.enable_debug_endpoints:
+        app.include_router(debug.router)
     return app

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -204,28 +204,68 @@ class Metrics:
         gauges = {
             "num_requests_running": ("Requests in the batch.", stats.num_running),
             "num_requests_waiting": ("Requests waiting to be scheduled.", stats.num_waiting),
+            "num_requests_swapped": ("Of those waiting, requests swapped out to the host.", stats.num_swapped),
             "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
+            "cpu_cache_usage_perc": (
+                "Share of the host's blocks that are swapped out, 0 to 1.",
+                stats.host_cache_usage,
+            ),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             gauge.add_metric(labels, value)
             yield gauge
+        blocks = GaugeMetricFamily(
+            "quire:kv_blocks",
+            "KV blocks: all of the device's and the host's, those stored on disk.",
+            labels=(*LABELS, "tier"),
+        )
+        for tier, count in (
+            ("device", stats.num_blocks),
+            ("host", stats.num_host_blocks),
+            ("disk", stats.num_disk_blocks),
+        ):
+            blocks.add_metric((*labels, tier), count)
+        yield blocks
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", labels=(*LABELS, "reason")
         )
         waiting.add_metric((*labels, "capacity"), stats.num_waiting)
         waiting.add_metric((*labels, "deferred"), 0)
         yield waiting
+        yield from self._counters(stats)
+        yield self._cache_info(self._llm.config, stats)
+
+    def _counters(self, stats: SchedulerStats) -> Iterable[Metric]:
+        labels = (self._model_name, ENGINE)
+        external_hits = stats.host_cache_hits + stats.disk_cache_hits
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "external_prefix_cache_queries": (
+                "Prompt tokens that the device's prefix cache did not have.",
+                stats.prefix_cache_queries - stats.prefix_cache_hits + external_hits,
+            ),
+            "external_prefix_cache_hits": ("Tokens brought back from the host or from disk.", external_hits),
             "num_preemptions": ("Preemptions so far.", stats.num_preemptions),
         }
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(labels, value)
             yield counter
-        yield self._cache_info(self._llm.config, stats)
+        by_tier = {"host": stats.host_cache_hits, "disk": stats.disk_cache_hits}
+        yield self._counter_by("prefix_cache_hits_by_tier", "Tokens brought back, by tier.", "tier", by_tier)
+        by_kind = {
+            "recompute": stats.num_preemptions - stats.num_swapped_out,
+            "swap": stats.num_swapped_out,
+        }
+        yield self._counter_by("preemptions", "Preemptions, by what became of the KV.", "kind", by_kind)
+
+    def _counter_by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        counter = CounterMetricFamily(f"quire:{name}", text, labels=(*LABELS, label))
+        for kind, value in values.items():
+            counter.add_metric((self._model_name, ENGINE, kind), value)
+        return counter
 
     def _cache_info(self, config: EngineConfig, stats: SchedulerStats) -> Metric:
         info = {
@@ -299,6 +339,7 @@ class StatsLog:
         hits = latest.prefix_cache_hits - before.prefix_cache_hits
         return (
             f"prompt {prompt / seconds:.1f} tokens/s, generation {generation / seconds:.1f} tokens/s, "
-            f"running {latest.num_running}, waiting {latest.num_waiting}, "
-            f"KV cache {100 * latest.kv_cache_usage:.1f}%, prefix cache hits {100 * hits / max(queries, 1):.1f}%"
+            f"running {latest.num_running}, waiting {latest.num_waiting}, swapped {latest.num_swapped}, "
+            f"KV cache {100 * latest.kv_cache_usage:.1f}%, host KV cache {100 * latest.host_cache_usage:.1f}%, "
+            f"prefix cache hits {100 * hits / max(queries, 1):.1f}%"
         )

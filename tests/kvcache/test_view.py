@@ -1,0 +1,163 @@
+"""What is shown of a block manager: a known tree and a known pool, drawn, and the same as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.kvcache.block import Block
+from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.prefix_tree import draw, prefix_nodes
+from quire.kvcache.view import (
+    MOST_OWNERS,
+    describe_blocks,
+    describe_pools,
+    describe_prefixes,
+    draw_blocks,
+    draw_prefixes,
+)
+
+BLOCK = 4
+
+
+@dataclass
+class Sequence:
+    sequence_id: str
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str | None = None
+    reads_prefix_cache: bool = True
+
+
+def start(kv: KVCacheManager, name: str, token_ids: list[int]) -> Sequence:
+    """Compute a sequence in a step of its own."""
+    kv.start_step()
+    sequence = Sequence(name, token_ids)
+    hit = kv.find_prefix(sequence)
+    assert kv.allocate_slots(sequence, len(token_ids) - hit.num_tokens, hit) is not None
+    sequence.num_computed_tokens = len(token_ids)
+    return sequence
+
+
+def computed(*sequences: Sequence) -> dict[str, int]:
+    return {sequence.sequence_id: sequence.num_computed_tokens for sequence in sequences}
+
+
+def small_tree() -> tuple[KVCacheManager, dict[str, int]]:
+    """Of three sequences that begin alike one has left; another one has nothing in common with them."""
+    kv = KVCacheManager(16, BLOCK, prefix_match_unit=BLOCK)
+    common = [1, 2, 3, 4, 5, 6, 7, 8]
+    one = start(kv, "one", [*common, 10, 11, 12, 13, 14])
+    two = start(kv, "two", [*common, 20, 21, 22, 23, 24, 25, 26, 27])
+    left = start(kv, "left", [*common, 30, 31, 32, 33])
+    other = start(kv, "other", [90, 91, 92, 93])
+    kv.free(left)
+    return kv, computed(one, two, other)
+
+
+def test_a_known_tree_is_drawn_as_it_is() -> None:
+    kv, _ = small_tree()
+    assert draw_prefixes(kv) == (
+        "8 tokens in 2 blocks, 2 in use\n"
+        "  4 tokens in 1 blocks, 1 in use\n"
+        "  8 tokens in 2 blocks, 2 in use\n"
+        "  4 tokens in 1 blocks, 0 in use\n"
+        "4 tokens in 1 blocks, 1 in use"
+    )
+    assert draw_prefixes(kv, tokens=True).splitlines()[:3] == [
+        "8 tokens in 2 blocks, 2 in use: 1 2 3 4 5 6 7 8",
+        "  4 tokens in 1 blocks, 1 in use: 10 11 12 13",
+        "  8 tokens in 2 blocks, 2 in use: 20 21 22 23 24 25 26 27",
+    ]
+    assert draw(prefix_nodes(kv.pool.blocks), most_tokens=2).splitlines()[0].endswith(": 1 2 ...")
+    assert draw_prefixes(kv, limit=1) == "8 tokens in 2 blocks, 2 in use\nand 4 more"
+
+
+def test_the_tree_as_a_list_says_who_is_below_whom() -> None:
+    kv, _ = small_tree()
+    tree = describe_prefixes(kv)
+    assert (tree["num_roots"], tree["num_nodes"], tree["num_tokens"]) == (2, 5, 28)
+    assert [(node["depth"], node["parent"], node["tokens"], node["in_use"]) for node in tree["nodes"]] == [
+        (0, None, 8, 2),
+        (1, 0, 4, 1),
+        (1, 0, 8, 2),
+        (1, 0, 4, 0),
+        (0, None, 4, 1),
+    ]
+    assert tree["nodes"][0]["block_ids"] == kv.block_ids("one")[0][:2]
+    assert not any("token_ids" in node for node in tree["nodes"])
+    shorter = describe_prefixes(kv, limit=2, tokens=True)
+    assert [node["token_ids"] for node in shorter["nodes"]] == [[1, 2, 3, 4, 5, 6, 7, 8], [10, 11, 12, 13]]
+    assert shorter["num_nodes"] == 5
+
+
+def test_a_tree_may_be_deeper_than_python_recurses() -> None:
+    blocks = []
+    for depth in range(3000):
+        for name in (b"%d" % (depth + 1), b"%d'" % (depth + 1)):
+            block = Block(len(blocks))
+            block.block_hash, block.parent_hash, block.token_ids = name, b"%d" % depth, [depth]
+            blocks.append(block)
+    lines = draw(prefix_nodes(blocks)).splitlines()
+    assert len(lines) == 6000
+    assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * 2999
+
+
+def test_blocks_say_who_holds_them_and_what_for() -> None:
+    kv, tokens = small_tree()
+    rows = {row["id"]: row for row in describe_blocks(kv, tokens)}
+    assert len(rows) == 16
+    first, second, third, last = kv.block_ids("one")[0]
+    assert rows[first]["owners"] == rows[second]["owners"] == ["one", "two"]
+    assert (rows[third]["refs"], rows[third]["owners"], rows[third]["position"]) == (1, ["one"], 8)
+    assert (rows[last]["tokens"], rows[third]["tokens"], rows[third]["parent"]) == (1, 4, second)
+    assert [row["state"] for row in rows.values()].count("cached") == 1
+    assert not any("token_ids" in row for row in rows.values())
+    shown = {row["id"]: row for row in describe_blocks(kv, tokens, tokens=True, start=third, limit=1)}
+    assert list(shown) == [third]
+    assert shown[third]["token_ids"] == [10, 11, 12, 13]
+
+
+def test_many_owners_are_counted_and_some_are_named() -> None:
+    kv = KVCacheManager(16, BLOCK)
+    parent = start(kv, "parent", [1, 2, 3])
+    children = [Sequence(f"child-{index}", [1, 2, 3], 3) for index in range(20)]
+    for child in children:
+        kv.fork(parent, child)
+    (row,) = describe_blocks(kv, computed(parent, *children), limit=1)
+    assert row["refs"] == 21
+    assert row["owners"] == ["parent", *(f"child-{index}" for index in range(MOST_OWNERS - 1))]
+    assert draw_blocks([row], BLOCK).splitlines()[1] == "       0 9"
+
+
+def test_a_known_pool_is_drawn_as_it_is() -> None:
+    kv, tokens = small_tree()
+    rows = describe_blocks(kv, tokens)
+    assert draw_blocks(rows, BLOCK).splitlines()[1] == "       0 22#+##c#........"
+    assert draw_blocks(rows[6:], BLOCK).splitlines()[1] == "       6 c#........"
+
+
+def test_waste_counts_what_is_shared_once() -> None:
+    kv, tokens = small_tree()
+    pools = describe_pools(kv, tokens)
+    device = pools["device"]
+    assert (device["used"], device["cached"], device["free"], device["loading"]) == (7, 1, 8, 0)
+    assert (device["shared"], device["saved_by_sharing"]) == (2, 2)
+    assert pools["waste"] == {"reserved_slots": 28, "filled_slots": 25, "wasted_slots": 3, "most_in_a_table": 3}
+
+
+def test_blocks_of_the_host_are_shown_too() -> None:
+    kv = KVCacheManager(2, BLOCK, num_host_blocks=4, prefix_match_unit=BLOCK)
+    kv.free(start(kv, "gone", [1, 2, 3, 4, 5]))
+    gone = start(kv, "next", [9] * 7)
+    assert kv.swap_out([gone])
+    pools = describe_pools(kv, computed(gone))
+    assert pools["host"] == {"num_blocks": 4, "used": 2, "cached": 1, "free": 1}
+    rows = describe_blocks(kv, computed(gone), tier="host")
+    assert sorted((row["state"], row.get("tokens")) for row in rows) == [
+        ("cached", 4),
+        ("free", None),
+        ("used", 3),
+        ("used", 4),
+    ]
+    assert {owner for row in rows for owner in row.get("owners", [])} == {"next"}
