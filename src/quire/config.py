@@ -147,6 +147,12 @@ class CacheConfig:
 class SchedulerConfig:
     """Scheduling"""
 
+    scheduler: str = option(
+        "unified",
+        "How steps are made: decodes and parts of prompts together (unified), or either whole prompts or decodes, "
+        "prompts first (prefill-first).",
+        choices=("unified", "prefill-first"),
+    )
     max_num_seqs: int = option(256, "Most sequences running at once.", low=1, high=65536)
     max_num_batched_tokens: int = option(2048, "Most tokens computed in one step.", low=1, high=2**24, metavar="TOKENS")
     scheduling_policy: str = option(
@@ -164,9 +170,21 @@ class SchedulerConfig:
     tenant_weights: dict[str, Any] = option(
         {}, "With the fair policy, JSON object of shares by tenant; others weigh 1.", json=True
     )
+    watermark: float = option(
+        0.01,
+        "Share of the KV cache's blocks kept free when a request joins others, so that those can grow a little first.",
+        low=0.0,
+        high=0.9,
+    )
+    delay_factor: float = option(
+        0.0,
+        "With the prefill-first scheduler, new prompts wait for so many times as long as the last step of prompts "
+        "took, so that more of them go together; 0 does not let them wait.",
+        low=0.0,
+    )
     max_overtake_seconds: float = option(
-        2.0,
-        "How long a waiting request may be overtaken, because it does not fit or others are cached for longer.",
+        5.0,
+        "How long the first waiting request may be overtaken, because it does not fit or others are cached for longer.",
         low=0.0,
         metavar="SECONDS",
     )
@@ -430,6 +448,7 @@ class EngineConfig:
             raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
         if cache.kv_disk_space and not cache.enable_prefix_caching:
             raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
+        self._check_scheduler()
         for tenant, weight in self.scheduler.tenant_weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ConfigError(
@@ -438,6 +457,18 @@ class EngineConfig:
                 )
         if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
+
+    def _check_scheduler(self) -> None:
+        options = self.scheduler
+        classic = options.scheduler == "prefill-first"
+        if classic and options.scheduling_policy == "lpm":
+            raise ConfigError("scheduling_policy lpm needs scheduler unified", param="scheduling_policy")
+        if classic and options.long_prefill_token_threshold:
+            raise ConfigError(
+                "long_prefill_token_threshold needs scheduler unified", param="long_prefill_token_threshold"
+            )
+        if options.delay_factor and not classic:
+            raise ConfigError("delay_factor needs scheduler prefill-first", param="delay_factor")
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""

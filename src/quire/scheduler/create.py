@@ -10,6 +10,7 @@ from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.policy import make_policy
+from quire.scheduler.prefill_first import PrefillFirstScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.step import KVCacheGroup
 
@@ -51,7 +52,10 @@ def create_scheduler(
             options.scheduling_policy, ageing=options.priority_ageing, weights=options.tenant_weights
         ),
         "long_prefill_token_threshold": options.long_prefill_token_threshold,
+        "watermark": options.watermark,
         "preemption_mode": options.preemption_mode,
         "clock": clock,
     }
+    if options.scheduler == "prefill-first":
+        return PrefillFirstScheduler(kv, delay_factor=options.delay_factor, **common)
     return Scheduler(kv, max_overtake_seconds=options.max_overtake_seconds, **common)
