@@ -1,45 +1,17 @@
-"""Block tables and prefix sharing: what is allocated, what is shared, what a failure leaves behind (nothing)."""
+"""Block tables, prefix sharing by whole blocks, sizes: what is allocated, what a failure leaves behind (nothing)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
 
 import pytest
 
-from quire.errors import QuireError
-from quire.kvcache.manager import KVCacheManager
+from quire.errors import ConfigError, QuireError
+from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.manager import UNCHANGED, KVCacheManager
+from tests.kvcache.model import BLOCK, Sequence, cached, fork, grow, manager, snapshot, start, table, transfers
 
-BLOCK = 4
-
-
-@dataclass
-class Sequence:
-    request_id: str
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    cache_salt: str | None = None
-    reads_prefix_cache: bool = True
-
-
-def manager(num_blocks: int = 16, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, BLOCK, enable_prefix_caching=caching, hash_key=b"test")
-
-
-def start(kv: KVCacheManager, sequence: Sequence, num_tokens: int | None = None) -> int:
-    """Admit and compute `num_tokens` (all, by default); return how many came from the cache."""
-    blocks, cached = kv.get_computed_blocks(sequence)
-    end = len(sequence.token_ids) if num_tokens is None else num_tokens
-    assert kv.allocate_slots(sequence, end - cached, blocks) is not None
-    sequence.num_computed_tokens = end
-    kv.check_integrity()
-    return cached
-
-
-def snapshot(kv: KVCacheManager) -> tuple:
-    pool = kv.pool
-    blocks = [(block.ref_count, block.block_hash) for block in pool.blocks]
-    return pool.free_block_ids(), blocks, dict(kv._tables), pool.num_released
+# ---- tables ----
 
 
 @pytest.mark.parametrize(
@@ -47,152 +19,160 @@ def snapshot(kv: KVCacheManager) -> tuple:
 )
 def test_blocks_follow_tokens(num_tokens: int, num_blocks: int):
     kv = manager()
-    start(kv, Sequence("a", list(range(num_tokens))))
-    assert len(kv.block_ids("a")) == num_blocks == kv.num_blocks_for(num_tokens)
+    a = Sequence("a", list(range(num_tokens)))
+    start(kv, a)
+    assert len(table(kv, a)) == num_blocks == kv.num_blocks_for(num_tokens)
     assert kv.pool.num_free == 16 - num_blocks
 
 
 def test_a_block_is_added_only_when_the_last_one_is_full():
     kv = manager()
-    sequence = Sequence("a", [1, 2, 3])
-    start(kv, sequence)
+    a = Sequence("a", [1, 2, 3])
+    start(kv, a)
     added = []
     for token in range(6):
-        sequence.token_ids.append(token)
-        new = kv.allocate_slots(sequence, 1)
-        assert new is not None
-        added.append(len(new))
-        sequence.num_computed_tokens += 1
-    assert added == [0, 1, 0, 0, 0, 1]
+        a.token_ids.append(token)
+        allocation = kv.allocate_slots(a, 1)
+        assert allocation is not None
+        new_block_ids, replaced = allocation
+        added.append([len(ids) for ids in new_block_ids])
+        assert replaced == []
+        a.num_computed_tokens += 1
+    assert added == [[], [1], [], [], [], [1]]  # no list at all where nothing changed
+    assert transfers(kv) == []
+
+
+def test_an_allocation_names_the_blocks_that_were_appended():
+    kv = manager()
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
+    hit = kv.find_prefix(a)
+    assert kv.allocate_slots(a, 6, hit) == ([table(kv, a)], [])
+    a.num_computed_tokens = 6
+    assert kv.allocate_slots(a, 1) == UNCHANGED
+    a.num_computed_tokens = 7
+    assert kv.allocate_slots(a, 2) == ([table(kv, a)[2:]], [])
+    assert kv.allocate_slots(b, 1, kv.find_prefix(b)) == ([table(kv, b)], [])  # those of the hit, too
+
+
+def test_who_holds_blocks_and_how_many():
+    kv = manager()
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
+    assert (kv.holds_blocks(a), kv.block_ids("a"), kv.num_tables()) == (False, [[]], 0)
+    start(kv, a)
+    start(kv, b)
+    assert kv.holds_blocks(a)
+    assert (kv.num_held([a]), kv.num_held([a, b]), kv.num_tables()) == (3, 4, 2)
+
+
+@pytest.mark.parametrize(("name", "options"), [("num_blocks", (0, 4)), ("block_size", (4, 0))])
+def test_a_pool_without_blocks_or_tokens_is_refused(name, options):
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+        KVCacheManager(*options)
+
+
+# ---- sharing ----
 
 
 @pytest.mark.parametrize(
-    ("length", "cached"),
+    ("length", "num_cached"),
     [(1, 0), (BLOCK, 0), (BLOCK + 1, BLOCK), (3 * BLOCK - 1, 2 * BLOCK), (3 * BLOCK, 2 * BLOCK), (14, 12)],
 )
-def test_an_identical_prompt_hits_full_blocks_and_leaves_a_token_to_compute(length: int, cached: int):
+def test_an_identical_prompt_hits_full_blocks_and_leaves_a_token_to_compute(length: int, num_cached: int):
     kv = manager()
-    start(kv, Sequence("a", list(range(length))))
-    b = Sequence("b", list(range(length)))
-    assert start(kv, b) == cached
-    shared = cached // BLOCK
-    assert kv.block_ids("b")[:shared] == kv.block_ids("a")[:shared]
-    assert not set(kv.block_ids("b")[shared:]) & set(kv.block_ids("a"))
+    a, b = Sequence("a", list(range(length))), Sequence("b", list(range(length)))
+    start(kv, a)
+    assert start(kv, b) == num_cached
+    shared = num_cached // BLOCK
+    assert table(kv, b)[:shared] == table(kv, a)[:shared]
+    assert not set(table(kv, b)[shared:]) & set(table(kv, a))
 
 
-def test_full_blocks_are_shared_from_allocation_on():
-    """Two prompts admitted in one step share, though nothing has been computed yet."""
+def test_two_identical_prompts_admitted_in_one_step_share():
+    """Though nothing has been computed yet: full blocks can be hit from their allocation on."""
     kv = manager()
+    kv.start_step()
     a, b = Sequence("a", list(range(10))), Sequence("b", list(range(10)))
-    assert kv.allocate_slots(a, 10, kv.get_computed_blocks(a)[0]) is not None
-    assert kv.get_computed_blocks(b)[1] == 8
+    assert kv.allocate_slots(a, 10, kv.find_prefix(a)) is not None
+    hit = kv.find_prefix(b)
+    assert hit.num_tokens == 8
+    assert kv.allocate_slots(b, 2, hit) is not None
+    assert table(kv, a)[:2] == table(kv, b)[:2]
+    kv.check_integrity()
+
+
+def test_what_is_computed_in_this_step_is_not_copied_in_it():
+    """Copies are made before the model runs."""
+    kv = manager(prefix_match_unit=1)
+    kv.start_step()
+    a, b = Sequence("a", list(range(9))), Sequence("b", [*range(7), 99, 99])
+    assert kv.allocate_slots(a, 9, kv.find_prefix(a)) is not None
+    assert kv.find_prefix(b).num_tokens == 4
+    kv.start_step()
+    assert kv.find_prefix(b).num_tokens == 7
 
 
 def test_a_chunk_registers_only_the_blocks_it_fills():
     kv = manager()
     start(kv, Sequence("a", list(range(12))), num_tokens=7)
-    assert kv.get_computed_blocks(Sequence("b", list(range(12))))[1] == 4
+    assert cached(kv, list(range(12))) == 4
 
 
 def test_generated_tokens_are_found_by_the_next_turn():
     kv = manager()
     a = Sequence("a", [1, 2, 3])
     start(kv, a)
-    for token in (7, 8, 9, 10, 11, 12):
-        a.token_ids.append(token)
-        assert kv.allocate_slots(a, 1) is not None
-        a.num_computed_tokens += 1
+    grow(kv, a, 7, 8, 9, 10, 11, 12)
     kv.free(a)
-    assert kv.get_computed_blocks(Sequence("b", [1, 2, 3, 7, 8, 9, 10, 11, 12, 50, 51]))[1] == 8
-    assert kv.get_computed_blocks(Sequence("c", [1, 2, 3, 7, 8, 9, 99, 11, 12, 50, 51]))[1] == 4
+    assert cached(kv, [1, 2, 3, 7, 8, 9, 10, 11, 12, 50, 51]) == 8
+    assert cached(kv, [1, 2, 3, 7, 8, 9, 99, 11, 12, 50, 51]) == 4
 
 
 def test_a_difference_anywhere_before_ends_the_match():
     kv = manager()
     start(kv, Sequence("a", list(range(13))))
-    assert kv.get_computed_blocks(Sequence("b", [99, *range(1, 13)]))[1] == 0
-    assert kv.get_computed_blocks(Sequence("c", [*range(5), 99, *range(6, 13)]))[1] == 4
+    assert cached(kv, [99, *range(1, 13)]) == 0
+    assert cached(kv, [*range(5), 99, *range(6, 13)]) == 4
 
 
 def test_salts_separate():
-    kv = manager()
-    start(kv, Sequence("a", list(range(9)), cache_salt="alice"))
-    assert kv.get_computed_blocks(Sequence("b", list(range(9)), cache_salt="bob"))[1] == 0
-    assert kv.get_computed_blocks(Sequence("c", list(range(9))))[1] == 0
-    assert kv.get_computed_blocks(Sequence("d", list(range(9)), cache_salt="alice"))[1] == 8
+    kv = manager(prefix_match_unit=1)
+    a = Sequence("a", list(range(11)), cache_salt="alice")
+    start(kv, a)
+    kv.free(a)
+    assert cached(kv, list(range(12)), "bob") == cached(kv, list(range(12))) == cached(kv, list(range(12)), "") == 0
+    assert cached(kv, list(range(12)), "alice") == 11
 
 
 def test_a_sequence_that_needs_all_logits_writes_the_cache_but_does_not_read_it():
     kv = manager()
     assert start(kv, Sequence("a", list(range(9)), reads_prefix_cache=False)) == 0
     assert start(kv, Sequence("b", list(range(9)), reads_prefix_cache=False)) == 0
-    assert kv.get_computed_blocks(Sequence("c", list(range(9))))[1] == 8
+    assert cached(kv, list(range(9))) == 8
 
 
-def test_without_caching_nothing_is_shared():
-    kv = manager(caching=False)
-    start(kv, Sequence("a", list(range(9))))
-    assert start(kv, Sequence("b", list(range(9)))) == 0
-    assert all(block.block_hash is None for block in kv.pool.blocks)
-
-
-def test_a_failing_allocation_has_no_side_effects():
-    kv = manager(num_blocks=4)
-    start(kv, Sequence("a", list(range(9))))
-    before = snapshot(kv)
-    b = Sequence("b", list(range(100, 108)))
-    assert kv.allocate_slots(b, 8, kv.get_computed_blocks(b)[0]) is None
-    assert snapshot(kv) == before
-    kv.check_integrity()
-
-
-def test_a_failing_allocation_with_hits_leaves_their_references_alone():
-    kv = manager(num_blocks=4)
-    a = Sequence("a", list(range(9)))
+def test_without_caching_nothing_is_shared_or_named():
+    kv = manager(enable_prefix_caching=False, prefix_match_unit=1, num_host_blocks=8)
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
     start(kv, a)
-    kv.free(a)  # its two cached blocks are free now, and count as needed if they are hit
-    c = Sequence("c", list(range(200, 204)))
-    start(kv, c)
-    before = snapshot(kv)
-    b = Sequence("b", list(range(13)))  # two hits and two more, of three free
-    blocks, cached = kv.get_computed_blocks(b)
-    assert cached == 8
-    assert kv.allocate_slots(b, 5, blocks) is None
-    assert snapshot(kv) == before
-    assert kv.allocate_slots(b, 1, blocks) is not None
-
-
-def test_hits_are_not_reused_for_the_blocks_that_follow_them():
-    """The free queue is down to the hits themselves and one block: the hits must be taken out first."""
-    kv = manager(num_blocks=3)
-    a = Sequence("a", list(range(9)))
-    start(kv, a)
+    assert start(kv, b) == 0
     kv.free(a)
-    b = Sequence("b", list(range(12)))
-    blocks, cached = kv.get_computed_blocks(b)
-    hits = [block.block_id for block in blocks]
-    assert start(kv, b) == cached == 8
-    assert kv.block_ids("b")[:2] == hits
-    assert len(set(kv.block_ids("b"))) == 3
-
-
-@pytest.mark.parametrize(("reserved", "fits"), [(0, True), (1, True), (2, False)])
-def test_reserved_blocks_stay_free(reserved: int, fits: bool):
-    kv = manager(num_blocks=4)
-    a = Sequence("a", list(range(12)))
-    assert (kv.allocate_slots(a, 12, kv.get_computed_blocks(a)[0], reserved) is not None) is fits
+    assert all(block.block_hash is None for block in kv.pool.blocks)
+    assert kv.swap_out([b])
+    kv.swap_in([b])
+    grow(kv, b, 9, 10, 11)
+    assert all(block.block_hash is None for block in kv.pool.blocks)
 
 
 def test_freed_blocks_are_reused_last_block_first():
     kv = manager(num_blocks=3)
     a = Sequence("a", list(range(12)))
     start(kv, a)
-    table = kv.block_ids("a")
+    blocks = table(kv, a)
     kv.free(a)
-    assert kv.pool.free_block_ids() == table[::-1]
-    assert kv.get_computed_blocks(Sequence("b", list(range(13))))[1] == 12
+    assert kv.pool.free_block_ids() == blocks[::-1]
+    assert cached(kv, list(range(13))) == 12
     kv.pool.get_new_blocks(1)
-    assert kv.get_computed_blocks(Sequence("c", list(range(13))))[1] == 8
+    assert cached(kv, list(range(13))) == 8
 
 
 def test_freeing_one_sharer_keeps_the_other_ones_blocks():
@@ -202,7 +182,7 @@ def test_freeing_one_sharer_keeps_the_other_ones_blocks():
     start(kv, b)
     kv.free(a)
     kv.check_integrity()
-    assert all(kv.pool.blocks[block_id].ref_count == 1 for block_id in kv.block_ids("b"))
+    assert all(kv.pool.blocks[block_id].ref_count == 1 for block_id in table(kv, b))
     kv.free(b)
     kv.free(b)  # nothing left to free: no error
     assert kv.pool.num_free == 16
@@ -213,25 +193,141 @@ def test_identical_sequences_computed_side_by_side_keep_their_own_blocks():
     a, b = Sequence("a", [1, 2, 3]), Sequence("b", [1, 2, 3])
     start(kv, a)
     start(kv, b)
-    tables = kv.block_ids("a"), kv.block_ids("b")
-    for sequence in (a, b):
-        sequence.token_ids.append(4)
-        assert kv.allocate_slots(sequence, 1) == []
-        sequence.num_computed_tokens += 1
-    kv.check_integrity()
-    assert (kv.block_ids("a"), kv.block_ids("b")) == tables
+    tables = table(kv, a), table(kv, b)
+    grow(kv, a, 4)
+    grow(kv, b, 4)
+    assert (table(kv, a), table(kv, b)) == tables
     kv.free(a)
     kv.pool.get_new_blocks(kv.pool.num_free)  # a's copy is overwritten, b's still serves
-    assert kv.get_computed_blocks(Sequence("c", [1, 2, 3, 4, 5]))[0] == [kv.pool.blocks[tables[1][0]]]
+    assert kv.find_prefix(Sequence("c", [1, 2, 3, 4, 5])).tables == [[kv.pool.blocks[tables[1][0]]]]
+
+
+def test_each_block_is_hashed_once_and_its_tokens_are_read_once():
+    class Tokens(list):
+        slices = 0
+
+        def __getitem__(self, index):
+            self.slices += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    class Counting(BlockHasher):
+        __slots__ = ("count",)
+
+        def extend(self, parent, token_ids):
+            self.count = getattr(self, "count", 0) + 1
+            return super().extend(parent, token_ids)
+
+    hasher = Counting(b"test")
+    kv = manager(hasher=hasher)
+    a = Sequence("a", Tokens(range(3)))
+    start(kv, a)
+    grow(kv, a, *range(3, 21))
+    assert hasher.count == 5
+    assert a.token_ids.slices == 5
+
+
+# ---- failures ----
+
+
+def test_a_failing_allocation_has_no_side_effects():
+    kv = manager(num_blocks=4)
+    start(kv, Sequence("a", list(range(9))))
+    before = snapshot(kv)
+    b = Sequence("b", list(range(100, 108)))
+    assert kv.allocate_slots(b, 8, kv.find_prefix(b)) is None
+    assert snapshot(kv) == before
+    kv.check_integrity()
+
+
+def test_a_failing_allocation_with_hits_leaves_their_references_alone():
+    kv = manager(num_blocks=4)
+    a = Sequence("a", list(range(9)))
+    start(kv, a)
+    kv.free(a)  # its two cached blocks are free now, and count as needed if they are hit
+    start(kv, Sequence("c", list(range(200, 204))))
+    before = snapshot(kv)
+    b = Sequence("b", list(range(13)))  # two hits and two more, of three free
+    hit = kv.find_prefix(b)
+    assert hit.num_tokens == 8
+    assert kv.allocate_slots(b, 5, hit) is None
+    assert snapshot(kv) == before
+    assert kv.allocate_slots(b, 1, hit) is not None
+
+
+def test_a_failing_copy_on_write_has_no_side_effects():
+    kv = manager(num_blocks=2)
+    a = Sequence("a", list(range(6)))
+    start(kv, a)
+    fork(kv, a, "b")
+    before = snapshot(kv)
+    a.token_ids.append(7)
+    assert kv.allocate_slots(a, 1) is None  # the last block is shared, and there is none to copy it to
+    assert snapshot(kv) == before
+    kv.check_integrity()
+
+
+def test_a_failing_growth_has_no_side_effects():
+    kv = manager(num_blocks=2)
+    a = Sequence("a", list(range(12)))
+    start(kv, a, num_tokens=8)
+    before = snapshot(kv)
+    assert kv.allocate_slots(a, 4) is None
+    assert snapshot(kv) == before
+
+
+def test_hits_are_not_reused_for_the_blocks_that_follow_them():
+    """The free queue is down to the hits themselves and one block: the hits must be taken out first."""
+    kv = manager(num_blocks=3)
+    a = Sequence("a", list(range(9)))
+    start(kv, a)
+    kv.free(a)
+    b = Sequence("b", list(range(12)))
+    hits = [block.block_id for block in kv.find_prefix(b).tables[0]]
+    assert start(kv, b) == 8
+    assert table(kv, b)[:2] == hits
+    assert len(set(table(kv, b))) == 3
+
+
+@pytest.mark.parametrize(("reserved", "fits"), [(0, True), (1, True), (2, False)])
+def test_reserved_blocks_stay_free(reserved: int, fits: bool):
+    kv = manager(num_blocks=4)
+    a = Sequence("a", list(range(12)))
+    assert (kv.allocate_slots(a, 12, kv.find_prefix(a), reserved) is not None) is fits
+
+
+def test_reserved_blocks_do_not_matter_to_who_needs_none():
+    kv = manager(num_blocks=1)
+    a = Sequence("a", [1, 2])
+    start(kv, a)
+    a.token_ids.append(3)
+    assert kv.allocate_slots(a, 1, num_reserved_blocks=5) == UNCHANGED
+
+
+# ---- forgetting ----
 
 
 def test_forgotten_content_is_not_found_again():
-    kv = manager()
-    a = Sequence("a", list(range(9)))
+    kv = manager(prefix_match_unit=1, num_host_blocks=16, num_disk_records=16)
+    a = Sequence("a", list(range(11)))
     start(kv, a)
     kv.free(a, forget=True)
     kv.check_integrity()
-    assert kv.get_computed_blocks(Sequence("b", list(range(9))))[1] == 0
+    assert cached(kv, list(range(12))) == 0
+    kv.start_step()
+    kv.save_all()
+    assert kv.movements.take() == ([], [], [])
+
+
+def test_forgetting_makes_shared_blocks_unfindable_but_leaves_them_to_the_others():
+    kv = manager()
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
+    start(kv, a)
+    start(kv, b)
+    kv.free(a, forget=True)
+    kv.check_integrity()
+    assert cached(kv, list(range(9))) == 0
+    grow(kv, b, 9, 10, 11)
+    assert len(table(kv, b)) == 3
 
 
 def test_after_a_reset_nothing_computed_before_is_found():
@@ -241,22 +337,70 @@ def test_after_a_reset_nothing_computed_before_is_found():
     start(kv, gone)
     kv.free(gone)
     assert kv.reset_prefix_cache() == 4
-    running.token_ids += [9, 10, 11]
-    assert kv.allocate_slots(running, 3) is not None  # fills a block whose prefix is from before the reset
-    running.num_computed_tokens += 3
-    kv.check_integrity()
+    grow(kv, running, 9, 10, 11)  # fills a block whose prefix is from before the reset
     assert start(kv, Sequence("b", list(range(9)))) == 0
     kv.free(running)
-    assert kv.get_computed_blocks(running)[1] == 8  # only what b computed since
-    assert kv.get_computed_blocks(gone)[1] == 0
+    assert cached(kv, list(range(12))) == 8  # only what b computed since
+    assert cached(kv, list(range(50, 59))) == 0
     running.num_computed_tokens = 0
     assert start(kv, running) == 8  # begun anew, it shares again
-    assert kv.get_computed_blocks(Sequence("c", list(range(13))))[1] == 12
+    assert cached(kv, list(range(13))) == 12
+
+
+def test_after_a_reset_forks_and_tails_of_what_was_before_are_not_found_either():
+    kv = manager(prefix_match_unit=1)
+    a = Sequence("a", list(range(6)))
+    start(kv, a)
+    kv.reset_prefix_cache()
+    b = fork(kv, a, "b")
+    kv.free(a)
+    grow(kv, b, 6, 7, 8, 9)
+    kv.free(b)
+    assert all(block.block_hash is None for block in kv.pool.blocks)
+    c = Sequence("c", list(range(6)))
+    assert start(kv, c) == 0
+    kv.free(c)
+    assert cached(kv, list(range(6))) == 5
+
+
+# ---- sizes ----
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (16, True), (17, False)])
 def test_can_ever_fit(num_tokens: int, fits: bool):
     assert manager(num_blocks=4).can_ever_fit(num_tokens) is fits
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5), (1, 9, None), (4, 8)])
+@pytest.mark.parametrize("num_blocks", [3, 7, 20])
+def test_the_longest_sequence_is_the_last_that_fits(windows, num_blocks):
+    kv = manager(num_blocks, windows=windows, max_step_tokens=6)
+    longest = kv.longest_sequence(200)
+    assert longest == max((n for n in range(1, 201) if kv.can_ever_fit(n)), default=0)
+    assert kv.longest_sequence(longest // 2) == longest // 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("max_step_tokens", [1, 3, 8])
+def test_no_way_to_compute_a_sequence_takes_more_blocks_than_num_blocks_for(window, max_step_tokens):
+    """Whatever the size of the steps; and one block of slack at most is counted for a windowed group."""
+    rng = random.Random(window * 100 + max_step_tokens)
+    num_tokens = 24
+    for windows in ((window,), (None, window)):
+        most = 0
+        for _ in range(60):
+            kv = manager(64, windows=windows, max_step_tokens=max_step_tokens)
+            a = Sequence("a", list(range(num_tokens)))
+            while a.num_computed_tokens < num_tokens:
+                num_new = rng.randint(1, min(max_step_tokens, num_tokens - a.num_computed_tokens))
+                assert kv.allocate_slots(a, num_new) is not None
+                a.num_computed_tokens += num_new
+                assert kv.num_held([a]) <= kv.num_blocks_for(a.num_computed_tokens)
+                most = max(most, kv.num_held([a]))
+        assert kv.num_blocks_for(num_tokens) - 1 <= most <= kv.num_blocks_for(num_tokens)
+
+
+# ---- the check itself ----
 
 
 def test_integrity_check_compares_tables_with_reference_counts():
@@ -266,5 +410,7 @@ def test_integrity_check_compares_tables_with_reference_counts():
     with pytest.raises(QuireError, match="references"):
         kv.check_integrity()
     kv._tables["b"] = []
+    kv.check_integrity()
+    kv._tables["b"] = [[]]
     with pytest.raises(QuireError, match="empty"):
         kv.check_integrity()

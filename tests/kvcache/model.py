@@ -1,0 +1,99 @@
+"""What the tests of the block manager share: sequences, a small manager, and steps without any scheduler or worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.manager import KVCacheManager
+from quire.step import TransferKind
+
+BLOCK = 4
+COPY, OUT, IN = (int(kind) for kind in (TransferKind.COPY, TransferKind.OUT, TransferKind.IN))
+
+
+@dataclass
+class Sequence:
+    """The least that the manager must know of a sequence."""
+
+    sequence_id: str
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str | None = None
+    reads_prefix_cache: bool = True
+
+    def fork(self, sequence_id: str) -> Sequence:
+        return Sequence(
+            sequence_id,
+            self.token_ids.copy(),
+            self.num_computed_tokens,
+            self.block_hashes.copy(),
+            self.cache_salt,
+            self.reads_prefix_cache,
+        )
+
+
+def manager(num_blocks: int = 16, **options) -> KVCacheManager:
+    """Blocks of `BLOCK` tokens, and reuse by whole blocks unless asked otherwise."""
+    options = {"prefix_match_unit": BLOCK, "hasher": BlockHasher(b"test")} | options
+    return KVCacheManager(num_blocks, BLOCK, **options)
+
+
+def start(kv: KVCacheManager, sequence: Sequence, num_tokens: int | None = None) -> int:
+    """In a step of its own, admit `sequence` and compute it up to `num_tokens` (all); return how many were cached."""
+    kv.start_step()
+    hit = kv.find_prefix(sequence)
+    end = len(sequence.token_ids) if num_tokens is None else num_tokens
+    assert kv.allocate_slots(sequence, end - hit.num_tokens, hit) is not None
+    sequence.num_computed_tokens = end
+    kv.check_integrity()
+    return hit.num_tokens
+
+
+def grow(kv: KVCacheManager, sequence: Sequence, *token_ids: int) -> None:
+    """Compute `token_ids` after the rest, each in a step of its own."""
+    for token_id in token_ids:
+        kv.start_step()
+        sequence.token_ids.append(token_id)
+        assert kv.allocate_slots(sequence, 1) is not None
+        sequence.num_computed_tokens += 1
+    kv.check_integrity()
+
+
+def fork(kv: KVCacheManager, parent: Sequence, sequence_id: str) -> Sequence:
+    child = parent.fork(sequence_id)
+    kv.fork(parent, child)
+    kv.check_integrity()
+    return child
+
+
+def cached(kv: KVCacheManager, token_ids: list[int], salt: str | None = None) -> int:
+    """How many tokens of a prompt could be taken from the cache now."""
+    kv.start_step()
+    return kv.find_prefix(Sequence("asks", token_ids, cache_salt=salt)).num_tokens
+
+
+def table(kv: KVCacheManager, sequence: Sequence, group: int = 0) -> list[int]:
+    return kv.block_ids(sequence.sequence_id)[group]
+
+
+def transfers(kv: KVCacheManager) -> list[tuple[int, int, int]]:
+    """What was to be moved within memory since the last call."""
+    return kv.movements.take()[0]
+
+
+def fill(kv: KVCacheManager) -> None:
+    """Take every free block and free it again, so that nothing on the device can be hit; tiers take what they can."""
+    kv.start_step()
+    kv.pool.free(kv.pool.get_new_blocks(kv.pool.num_free))
+
+
+def snapshot(kv: KVCacheManager) -> tuple:
+    """Everything a failing operation must leave as it was."""
+    pools = [
+        (pool.free_block_ids(), [(block.ref_count, block.block_hash) for block in pool.blocks], pool.num_released)
+        for pool in (kv.pool, kv.host.pool)
+    ]
+    tables = {name: [table.copy() for table in tables] for name, tables in kv._tables.items()}
+    return pools, tables, list(kv.movements.transfers), list(kv.movements.saves), list(kv.movements.loads)

@@ -1,0 +1,162 @@
+"""The radix view of the cache: matches inside a block, what is listed and drawn, and that no shape of it is too deep."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kvcache.block import Block
+from quire.kvcache.prefix_tree import MOST_CHILDREN, PrefixTree, common_length, draw, prefix_nodes
+from tests.kvcache.model import Sequence, fork, grow, manager, start
+
+
+def block(block_id: int, parent: str, name: str, *token_ids: int, step: int = 0, ref_count: int = 0) -> Block:
+    made = Block(block_id)
+    made.parent_hash, made.block_hash = parent.encode(), name.encode()
+    made.token_ids, made.step, made.ref_count = list(token_ids), step, ref_count
+    return made
+
+
+def tree_of(*blocks: Block) -> PrefixTree:
+    tree = PrefixTree()
+    for each in blocks:
+        tree.add(each)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "length"),
+    [([], [], 0), ([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2], [1, 3], 1), ([2], [1], 0)],
+)
+def test_common_length(left, right, length):
+    assert common_length(left, right) == common_length(right, left) == length
+
+
+# ---- matches ----
+
+
+def test_the_child_that_goes_on_longest_as_asked_is_found():
+    blocks = [block(0, "p", "a", 1, 2, 9, 9), block(1, "p", "b", 1, 2, 3, 9), block(2, "p", "c", 1, 9, 3, 4)]
+    tree = tree_of(*blocks)
+    assert tree.match(b"p", [1, 2, 3, 4], 1) == (blocks[1], 3)
+    tree.remove(blocks[1])
+    assert tree.match(b"p", [1, 2, 3, 4], 1) == (blocks[0], 2)
+
+
+def test_nothing_is_found_below_another_prefix_with_another_first_token_or_without_tokens():
+    tree = tree_of(block(0, "p", "a", 1, 2, 3, 4))
+    assert tree.match(b"q", [1, 2], 1) == (None, 0)
+    assert tree.match(b"p", [2, 1], 1) == (None, 0)
+    assert tree.match(b"p", [], 1) == (None, 0)
+
+
+def test_a_tail_matches_as_far_as_it_goes():
+    tail = block(0, "p", "a", 1, 2)
+    assert tree_of(tail).match(b"p", [1, 2, 3, 4], 1) == (tail, 2)
+
+
+@pytest.mark.parametrize(("before_step", "found"), [(5, False), (6, True)])
+def test_only_what_was_computed_before_counts(before_step, found):
+    made = block(0, "p", "a", 1, 2, step=5)
+    assert tree_of(made).match(b"p", [1, 2], before_step) == ((made, 2) if found else (None, 0))
+
+
+def test_of_thousands_of_children_only_the_latest_are_looked_at():
+    class Tokens(list):
+        """Counts how often a child is compared."""
+
+        reads = 0
+
+        def __getitem__(self, index):
+            Tokens.reads += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    tree = PrefixTree()
+    for number in range(3000):
+        child = block(number, "p", f"n{number}", 7, number, 0)
+        child.token_ids = Tokens(child.token_ids)
+        tree.add(child)
+    match, length = tree.match(b"p", [7, 2999, 1], 1)
+    assert match is not None and (match.block_id, length) == (2999, 2)
+    assert Tokens.reads == MOST_CHILDREN
+    assert tree.match(b"p", [7, 0, 0], 1)[1] == 1  # the first child went on longer, but is too old to be looked at
+
+
+def test_a_tree_from_which_everything_was_removed_is_empty():
+    blocks = [block(i, "p", f"n{i}", i % 3, i) for i in range(30)]
+    tree = tree_of(*blocks)
+    for made in blocks[::-1]:
+        tree.remove(made)
+    assert tree._children == {}
+
+
+# ---- being looked at ----
+
+
+def test_runs_without_branches_are_one_node():
+    blocks = [
+        block(0, "", "a", 1, 2, ref_count=1),
+        block(1, "a", "b", 3, 4),
+        block(2, "b", "c", 5, 6, ref_count=2),
+        block(3, "b", "d", 7),
+        block(4, "gone", "e", 8, 9),
+        block(5, "a", "b", 3, 4),  # the same content twice
+        Block(6),  # no content
+    ]
+    root, orphan = prefix_nodes(blocks)
+    assert (root.block_ids, root.num_tokens, root.num_in_use, root.token_ids) == ([0, 1], 4, 1, [1, 2, 3, 4])
+    assert [(node.block_ids, node.token_ids, node.num_in_use) for node in root.children] == [
+        ([2], [5, 6], 1),
+        ([3], [7], 0),
+    ]
+    assert (orphan.block_ids, orphan.children) == ([4], [])
+    assert [(depth, node.block_ids) for depth, node in root.walk()] == [(0, [0, 1]), (1, [2]), (1, [3])]
+
+
+def test_the_tree_is_drawn_with_a_line_for_each_node():
+    blocks = [
+        block(0, "", "a", 1, 2, 3, 4, ref_count=1),
+        block(1, "a", "b", 5, 6, 7, 8),
+        block(2, "b", "c", 9, 10),
+        block(3, "b", "d", 11),
+        block(4, "x", "y", 42),
+    ]
+    assert draw(prefix_nodes(blocks), most_tokens=3).splitlines() == [
+        "8 tokens in 2 blocks, 1 in use: 1 2 3 ...",
+        "  2 tokens in 1 blocks, 0 in use: 9 10",
+        "  1 tokens in 1 blocks, 0 in use: 11",
+        "1 tokens in 1 blocks, 0 in use: 42",
+    ]
+    assert draw(prefix_nodes(blocks), most_tokens=0).splitlines()[1] == "  2 tokens in 1 blocks, 0 in use"
+    assert draw([]) == ""
+
+
+def test_the_managers_blocks_are_drawn_as_forks_made_them():
+    kv = manager(prefix_match_unit=1)
+    a = Sequence("a", list(range(6)))
+    start(kv, a)
+    b = fork(kv, a, "b")
+    grow(kv, a, 6, 7)
+    grow(kv, b, 60, 70, 80)
+    kv.free(b)
+    assert draw(prefix_nodes(kv.pool.blocks)).splitlines() == [
+        "4 tokens in 1 blocks, 1 in use: 0 1 2 3",
+        "  5 tokens in 2 blocks, 0 in use: 4 5 60 70 80",
+        "  4 tokens in 1 blocks, 1 in use: 4 5 6 7",
+    ]
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_chain_of_thousands_of_blocks_is_no_problem(branching: bool):
+    """With branches after every block the tree is as deep as the chain is long."""
+    depth = 20_000
+    blocks = []
+    for number in range(depth):
+        blocks.append(block(2 * number, f"n{number - 1}", f"n{number}", 1))
+        if branching:
+            blocks.append(block(2 * number + 1, f"n{number - 1}", f"m{number}", 2))
+    roots = prefix_nodes(blocks)
+    nodes = [node for root in roots for _, node in root.walk()]
+    assert sum(node.num_tokens for node in nodes) == len(blocks)
+    assert len(nodes) == (2 * depth if branching else 1)
+    assert max(deep for root in roots for deep, _ in root.walk()) == (depth - 1 if branching else 0)
+    assert repr(roots[0]).startswith("PrefixNode(")

@@ -1,0 +1,455 @@
+"""Content that the device has no room for lives on in the host's pool and on disk, and comes back from there."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.disk_index import RecordHeader
+from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.prefix_hit import HostBlock
+from tests.kvcache.model import BLOCK, COPY, IN, OUT, Sequence, cached, fill, grow, manager, snapshot, start, table
+from tests.kvcache.model import transfers as moved
+
+# ---- host ----
+
+
+def evicted(kv: KVCacheManager, token_ids: list[int]) -> list[int]:
+    """Compute `token_ids`, free them, and use all blocks for something else; return the device blocks they had."""
+    sequence = Sequence("evicted", token_ids)
+    start(kv, sequence)
+    blocks = table(kv, sequence)
+    kv.free(sequence)
+    fill(kv)
+    return blocks
+
+
+def test_what_the_device_reuses_is_copied_out_first_and_comes_back():
+    kv = manager(4, num_host_blocks=8)
+    blocks = evicted(kv, list(range(9)))
+    out = moved(kv)
+    assert [kind for kind, _, _ in out] == [OUT, OUT]
+    assert {source for _, source, _ in out} == set(blocks[:2])
+    place = {source: host for _, source, host in out}
+    b = Sequence("b", list(range(9)))
+    kv.start_step()
+    hit = kv.find_prefix(b)
+    assert (hit.num_tokens, hit.num_host_tokens(BLOCK)) == (8, 8)
+    assert all(isinstance(found, HostBlock) for found in hit.tables[0])
+    assert kv.allocate_slots(b, 1, hit) == ([table(kv, b)], [])
+    assert moved(kv) == [(IN, place[block], table(kv, b)[i]) for i, block in enumerate(blocks[:2])]
+    kv.check_integrity()
+    assert kv.host.pool.num_free == 8  # nothing stays pinned
+
+
+def test_restored_blocks_have_their_names_again_and_may_be_copied_in_the_next_step():
+    kv = manager(4, num_host_blocks=8, prefix_match_unit=1)
+    evicted(kv, list(range(9)))
+    b = Sequence("b", list(range(9)))
+    start(kv, b)
+    kv.movements.take()
+    c = Sequence("c", [*range(6), 99])
+    assert kv.find_prefix(c).num_tokens == 4  # copies are made beside the restoring ones: not in the same step
+    assert start(kv, c) == 6
+    assert moved(kv) == [(COPY, table(kv, b)[1], table(kv, c)[1])]
+
+
+def test_a_hit_may_lie_in_both_tiers():
+    kv = manager(6, num_host_blocks=8)
+    a = Sequence("a", list(range(17)))
+    start(kv, a)
+    first, second, third = table(kv, a)[:3]
+    kv.free(a)
+    taken = kv.pool.get_new_blocks(3)  # the unnamed one, one never used, and the last of the prefix
+    kv.pool.free(taken)
+    b = Sequence("b", list(range(17)))
+    kv.start_step()
+    kv.movements.take()
+    hit = kv.find_prefix(b)
+    assert hit.counts() == (3, 1)
+    assert kv.allocate_slots(b, 1, hit) is not None
+    assert table(kv, b)[:3] == [first, second, third]
+    assert [kind for kind, _, _ in moved(kv)] == [IN]
+    kv.check_integrity()
+
+
+def test_without_room_for_what_must_be_restored_nothing_changes():
+    kv = manager(4, num_host_blocks=8)
+    evicted(kv, list(range(9)))
+    start(kv, Sequence("x", list(range(50, 56))))
+    b = Sequence("b", list(range(9)))
+    hit = kv.find_prefix(b)
+    assert hit.num_tokens == 8
+    before = snapshot(kv)
+    assert kv.allocate_slots(b, 1, hit) is None  # two to restore and a new one, of two free
+    assert snapshot(kv) == before
+
+
+def test_restoring_does_not_push_out_what_is_still_to_be_restored():
+    """Each block taken on the device sends its own content to the host, which has no block to spare."""
+    kv = manager(3, num_host_blocks=2)
+    evicted(kv, list(range(9)))
+    assert sum(block.block_hash is not None for block in kv.host.pool.blocks) == 2
+    x = Sequence("x", list(range(50, 62)))
+    start(kv, x)
+    kv.movements.take()
+    kv.free(x)
+    b = Sequence("b", list(range(9)))
+    kv.start_step()
+    hit = kv.find_prefix(b)
+    assert hit.num_tokens == 8
+    sources = [found.block.block_id for found in hit.tables[0]]
+    assert kv.allocate_slots(b, 1, hit) is not None
+    content = {host: f"old{host}" for host in sources}
+    device = {block: f"x{block}" for block in range(3)}
+    for kind, source, destination in moved(kv):  # one after the other, as the worker does
+        if kind == IN:
+            device[destination] = content[source]
+        elif kind == OUT:
+            content[destination] = device[source]
+    assert [device[block] for block in table(kv, b)[:2]] == [f"old{host}" for host in sources]
+    kv.check_integrity()
+
+
+def test_the_host_keeps_what_was_used_last():
+    kv = manager(2, num_host_blocks=2)
+    for first in (0, 100, 200):
+        evicted(kv, list(range(first, first + 4)))
+    assert [cached(kv, [*range(first, first + 4), 1]) for first in (0, 100, 200)] == [0, 4, 4]
+
+
+def test_content_that_the_host_has_already_is_not_copied_again():
+    kv = manager(2, num_host_blocks=4)
+    evicted(kv, [0, 1, 2, 3])
+    kv.movements.take()
+    start(kv, Sequence("b", [0, 1, 2, 3, 4]))
+    kv.free(Sequence("b", []))
+    fill(kv)
+    assert [kind for kind, _, _ in moved(kv)] == [IN]
+
+
+def test_no_free_host_block_means_that_content_is_lost():
+    kv = manager(4, num_host_blocks=2)
+    swapped = Sequence("s", list(range(50, 57)))
+    start(kv, swapped)
+    assert kv.swap_out([swapped])
+    kv.movements.take()
+    evicted(kv, list(range(4)))
+    assert moved(kv) == []
+    assert cached(kv, list(range(5))) == 0
+
+
+def test_a_reset_forgets_the_host_too():
+    kv = manager(4, num_host_blocks=8)
+    evicted(kv, list(range(9)))
+    kv.reset_prefix_cache()
+    assert cached(kv, list(range(9))) == 0
+    assert all(block.block_hash is None for block in kv.host.pool.blocks)
+    kv.check_integrity()
+
+
+def test_windowed_groups_come_back_from_the_host_each_under_its_own_name():
+    kv = manager(8, num_host_blocks=16, windows=(None, 5))
+    evicted(kv, list(range(9)))
+    kv.movements.take()
+    b = Sequence("b", list(range(9)))
+    kv.start_step()
+    hit = kv.find_prefix(b)
+    assert (hit.num_tokens, hit.counts()) == (8, (0, 3))  # 8 sees 4 .. 8 through the window
+    assert kv.allocate_slots(b, 1, hit) is not None
+    assert [kind for kind, _, _ in moved(kv)] == [IN] * 3
+    names = [kv.pool.blocks[table(kv, b, group)[1]].block_hash for group in (0, 1)]
+    assert names == [b.block_hashes[1], b.block_hashes[1] + b"\x01"]
+
+
+# ---- disk ----
+
+
+def disk_manager(num_blocks: int = 8, num_records: int = 8, **options) -> KVCacheManager:
+    return manager(num_blocks, num_disk_records=num_records, **options)
+
+
+def saved(kv: KVCacheManager, token_ids: list[int]) -> None:
+    """Compute, free, save, and use the device for something else."""
+    sequence = Sequence("saved", token_ids)
+    start(kv, sequence)
+    kv.free(sequence)
+    kv.start_step()
+    fill(kv)
+
+
+def load_all(kv: KVCacheManager, token_ids: list[int], sound: bool = True) -> list[int]:
+    kv.start_step()
+    started = kv.start_loads(kv.find_prefix(Sequence("loads", token_ids)))
+    for block_id in started:
+        kv.check_integrity()
+        kv.finish_load(block_id, sound)
+    kv.check_integrity()
+    return started
+
+
+def test_full_blocks_are_saved_in_the_step_after_they_became_free():
+    kv = disk_manager()
+    a = Sequence("a", list(range(10)))
+    start(kv, a)
+    first, second, _ = table(kv, a)
+    kv.start_step()
+    assert kv.movements.take()[1] == []  # they are in use
+    kv.free(a)
+    assert kv.movements.take()[1] == []
+    kv.start_step()
+    _, saves, _ = kv.movements.take()
+    assert {save.block_id for save in saves} == {first, second}
+    headers = {save.block_id: RecordHeader.decode(save.header) for save in saves}
+    assert headers[second] == RecordHeader(a.block_hashes[1], a.block_hashes[0], [4, 5, 6, 7])
+    assert len({save.slot for save in saves}) == 2
+    kv.start_step()
+    assert kv.movements.take()[1] == []
+
+
+def test_a_block_given_up_and_reused_in_one_step_is_saved_while_its_content_is_there():
+    kv = disk_manager(2)
+    a = Sequence("a", [0, 1, 2, 3])
+    start(kv, a)
+    kv.start_step()
+    kv.free(a)  # preempted
+    kv.pool.get_new_blocks(2)
+    _, (save,), _ = kv.movements.take()
+    assert RecordHeader.decode(save.header).name == a.block_hashes[0]
+    kv.start_step()
+    assert kv.movements.take()[1] == []
+
+
+def test_a_block_that_comes_back_and_is_given_up_in_one_step_is_not_saved():
+    """Saves are made before anything moves: its content would not be there yet."""
+    kv = disk_manager(3, num_records=4, num_host_blocks=4)
+    a = Sequence("a", list(range(8)))
+    start(kv, a)
+    assert kv.swap_out([a])
+    fill(kv)
+    kv.disk.clear()
+    kv.movements.take()
+    kv.start_step()
+    kv.swap_in([a])
+    kv.free(a)
+    kv.pool.get_new_blocks(3)
+    assert kv.movements.take()[1] == []
+
+
+def test_a_record_is_offered_loaded_and_hit():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    kv.movements.take()
+    kv.start_step()
+    b = Sequence("b", list(range(9)))
+    hit = kv.find_prefix(b)
+    assert (hit.num_tokens, hit.loads, hit.loading) == (0, b.block_hashes[:2], False)
+    started = kv.start_loads(hit)
+    _, _, loads = kv.movements.take()
+    assert [load.block_id for load in loads] == started
+    assert [RecordHeader.decode(load.header).name for load in loads] == hit.loads
+    assert kv.num_loading == 2
+    kv.check_integrity()
+    again = kv.find_prefix(Sequence("c", list(range(9))))
+    assert (again.num_tokens, again.loads, again.loading) == (0, [], True)
+    for block_id in started:
+        kv.finish_load(block_id, sound=True)
+    kv.check_integrity()
+    hit = kv.find_prefix(b)
+    assert (hit.num_tokens, hit.loads, hit.loading, kv.num_loading) == (8, [], False, 0)
+    assert kv.allocate_slots(b, 1, hit) is not None
+    assert table(kv, b)[:2] == started
+
+
+def test_what_was_loaded_may_be_copied_in_the_next_step():
+    kv = disk_manager(prefix_match_unit=1)
+    saved(kv, list(range(9)))
+    load_all(kv, list(range(9)))
+    assert cached(kv, [*range(7), 99]) == 7
+
+
+def test_a_damaged_record_is_forgotten_and_not_offered_again():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    assert len(load_all(kv, list(range(9)), sound=False)) == 2
+    kv.start_step()
+    hit = kv.find_prefix(Sequence("b", list(range(9))))
+    assert (hit.num_tokens, hit.loads) == (0, [])
+    assert len(kv.disk) == 0
+    assert kv.pool.num_free == 8
+    saved(kv, list(range(9)))  # computed again, it is saved again
+    assert len(kv.disk) == 2
+
+
+def test_a_damaged_record_in_the_middle_ends_the_hit_there():
+    kv = disk_manager()
+    saved(kv, list(range(13)))
+    kv.start_step()
+    first, second, third = kv.start_loads(kv.find_prefix(Sequence("b", list(range(13)))))
+    kv.finish_load(third, True)
+    kv.finish_load(second, False)
+    kv.finish_load(first, True)
+    assert cached(kv, list(range(13))) == 4
+    kv.check_integrity()
+
+
+def test_loads_are_limited_by_the_free_blocks():
+    kv = disk_manager(8)
+    saved(kv, list(range(13)))
+    x = Sequence("x", list(range(50, 74)))
+    start(kv, x)
+    kv.start_step()
+    hit = kv.find_prefix(Sequence("b", list(range(13))))
+    assert len(hit.loads) == 3
+    started = kv.start_loads(hit)
+    assert len(started) == 2
+    assert kv.pool.num_free == 0
+    kv.check_integrity()
+    rest = kv.find_prefix(Sequence("c", list(range(13))))
+    assert (rest.loads, rest.loading) == (hit.loads[2:], True)
+    assert kv.start_loads(rest) == []
+
+
+def test_a_record_dropped_for_a_newer_one_while_it_is_loading_does_no_harm():
+    """The worker finds another header in the slot, and says that the record is not sound."""
+    kv = disk_manager(4, num_records=1)
+    saved(kv, [0, 1, 2, 3])
+    kv.start_step()
+    (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4])))
+    saved(kv, [50, 51, 52, 53])
+    kv.finish_load(block_id, sound=False)
+    kv.check_integrity()
+    assert cached(kv, [0, 1, 2, 3, 4]) == 0
+    assert kv.find_prefix(Sequence("c", [50, 51, 52, 53, 54])).loads != []  # the newer record was not dropped for it
+
+
+def test_a_load_that_makes_room_for_itself_by_dropping_its_own_record_is_not_begun():
+    """The block it takes has content to be saved, for which the oldest record goes: the very one wanted."""
+    kv = disk_manager(1, num_records=1)
+    saved(kv, [0, 1, 2, 3])
+    x = Sequence("x", [50, 51, 52, 53])
+    start(kv, x)
+    kv.start_step()
+    kv.free(x)  # preempted after the step has begun, so it is not saved yet
+    kv.movements.take()
+    hit = kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4]))
+    assert len(hit.loads) == 1
+    assert kv.start_loads(hit) == []
+    kv.check_integrity()
+    assert (kv.pool.num_free, kv.num_loading) == (1, 0)
+    _, saves, loads = kv.movements.take()
+    assert ([RecordHeader.decode(save.header).name for save in saves], loads) == ([x.block_hashes[0]], [])
+
+
+def test_a_block_computed_while_its_record_was_loading_keeps_its_name():
+    kv = disk_manager()
+    saved(kv, list(range(5)))
+    kv.start_step()
+    (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", list(range(5)))))
+    c = Sequence("c", list(range(5)))
+    start(kv, c)
+    kv.finish_load(block_id, sound=True)
+    kv.check_integrity()
+    assert kv.find_prefix(Sequence("d", list(range(5)))).tables[0][0].block_id == table(kv, c)[0]
+    assert kv.pool.blocks[block_id].block_hash is None
+
+
+def test_a_reset_forgets_records_and_what_is_being_read():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    a = Sequence("a", list(range(50, 59)))
+    start(kv, a)
+    kv.free(a)  # not saved yet
+    kv.movements.take()
+    hit = kv.find_prefix(Sequence("b", list(range(9))))
+    started = kv.start_loads(hit)
+    kv.reset_prefix_cache()
+    for block_id in started:
+        kv.finish_load(block_id, sound=True)
+    kv.start_step()
+    assert kv.movements.take()[1] == []
+    for tokens in (list(range(9)), list(range(50, 59))):
+        hit = kv.find_prefix(Sequence("c", tokens))
+        assert (hit.num_tokens, hit.loads, hit.loading) == (0, [], False)
+    assert (kv.pool.num_free, len(kv.disk), kv.num_loading) == (8, 0, 0)
+    kv.check_integrity()
+
+
+def test_the_least_recently_used_record_makes_room():
+    kv = disk_manager(8, num_records=3)
+    for first in (0, 100, 200):
+        saved(kv, list(range(first, first + 4)))
+    load_all(kv, [0, 1, 2, 3, 4])
+    saved(kv, list(range(300, 304)))
+    fill(kv)
+    loads = [len(kv.find_prefix(Sequence("q", [*range(first, first + 4), 9])).loads) for first in (0, 100, 200, 300)]
+    assert loads == [1, 0, 1, 1]
+
+
+def test_a_restart_finds_what_was_saved():
+    kv = disk_manager()
+    a, b = Sequence("a", list(range(10))), Sequence("b", list(range(50, 55)))
+    start(kv, a)
+    start(kv, b)
+    kv.free(b)
+    kv.save_all()  # what is in use, too
+    _, saves, _ = kv.movements.take()
+    stored = [(save.slot, save.header) for save in saves]
+    assert len(stored) == 3
+    later = disk_manager(stored=stored)
+    assert load_all(later, list(range(10))) != []
+    assert cached(later, list(range(10))) == 8
+    assert load_all(disk_manager(stored=stored, hasher=BlockHasher(b"other model")), list(range(10))) == []
+
+
+@pytest.mark.parametrize("slot", [-1, 8, 100])
+def test_stored_records_outside_the_room_there_is_are_ignored(slot):
+    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    assert len(disk_manager(stored=[(slot, header)]).disk) == 0
+
+
+def test_stored_records_that_make_no_sense_are_ignored_and_equal_ones_count_once():
+    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    kv = disk_manager(stored=[(0, b""), (1, b"\xff" * 40), (2, header[:-1]), (3, header), (4, header), (5, bytes(60))])
+    assert len(kv.disk) == 1
+    assert kv.disk.find(b"n" * 16) == 3
+
+
+def test_a_taken_slot_is_not_given_to_another_record():
+    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    kv = disk_manager(num_records=2, stored=[(0, header)])
+    a = Sequence("a", list(range(4)))
+    start(kv, a)
+    kv.free(a)
+    kv.start_step()
+    assert [save.slot for save in kv.movements.take()[1]] == [1]
+
+
+def test_content_goes_down_both_tiers_and_the_nearer_one_is_hit():
+    kv = disk_manager(4, num_host_blocks=4)
+    saved(kv, list(range(9)))
+    kv.start_step()
+    hit = kv.find_prefix(Sequence("b", list(range(9))))
+    assert (hit.num_tokens, hit.num_host_tokens(BLOCK), hit.loads) == (8, 8, [])
+
+
+def test_blocks_passed_by_a_window_are_saved_too():
+    kv = disk_manager(windows=(4,))
+    a = Sequence("a", list(range(8)))
+    start(kv, a)
+    grow(kv, a, 8, 9)
+    kv.start_step()
+    _, saves, _ = kv.movements.take()
+    assert [RecordHeader.decode(save.header).token_ids for save in saves] == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 16])
+@pytest.mark.parametrize("sizes", [(16, 0), (16, 16), (17, 16), (17, 17)])
+def test_headers_survive_the_way_to_the_disk_and_back(num_tokens, sizes):
+    header = RecordHeader(b"n" * sizes[0], b"p" * sizes[1], [2**32 - 1 - i for i in range(num_tokens)])
+    data = header.encode()
+    assert len(data) <= RecordHeader.max_bytes(16)
+    assert RecordHeader.decode(data) == header
+    assert RecordHeader.decode(data + bytes(9)) == header  # records are padded
+    for length in range(len(data)):
+        assert RecordHeader.decode(data[:length]) is None
