@@ -19,6 +19,7 @@ from quire.errors import ConfigError, QuireError
 from quire.kvcache.block import Block
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.growth import num_blocks_to_advance
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
 from quire.kvcache.tiers import DiskTier, HostTier, Movements
@@ -349,7 +350,7 @@ class KVCacheManager:
     def _release_passed(self, tables: list[list[Block]], position: int) -> None:
         """Give back blocks that no query from `position` on sees."""
         for group, window in enumerate(self.windows):
-            if window is None:
+            if window is None or not tables:
                 continue
             table = tables[group]
             first = min(first_seen(position, window, self.block_size), len(table))
@@ -359,6 +360,12 @@ class KVCacheManager:
                     break
                 table[index] = NO_BLOCK
                 self._free((block,))
+
+    def num_blocks_to_advance(self, sequences: Sequence[CachedSequence]) -> int:
+        """Return how many blocks one more token of each takes, what windows have left behind being given back."""
+        for sequence in sequences:
+            self._release_passed(self._tables.get(sequence.sequence_id, []), sequence.num_computed_tokens)
+        return num_blocks_to_advance(sequences, self._tables.get, len(self.windows), self.block_size)
 
     # ---- forks, swaps, ends ----
 
@@ -395,10 +402,16 @@ class KVCacheManager:
         self.host.pool.free(places.values())
         return True
 
-    def num_blocks_to_swap_in(self, sequences: Iterable[CachedSequence]) -> int:
-        """Return how many device blocks `swap_in` takes, and one more for each sequence to go on with."""
+    def num_blocks_to_swap_in(self, sequences: Sequence[CachedSequence]) -> int:
+        """Return how many device blocks `swap_in` takes, and one more for each sequence to go on with.
+
+        Where the pool has not so many, those that are not needed yet do not count.
+        """
         tables = [self._swapped[s.sequence_id] for s in sequences if s.sequence_id in self._swapped]
-        return len(self._unique(tables)) + len(tables) * len(self.windows)
+        num_held = len(self._unique(tables))
+        if num_held + len(tables) * len(self.windows) <= self.pool.num_blocks:
+            return num_held + len(tables) * len(self.windows)
+        return num_held + num_blocks_to_advance(sequences, self._swapped.get, len(self.windows), self.block_size)
 
     def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
         """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""

@@ -163,9 +163,10 @@ class Scheduler(BaseScheduler):
         request that has the pool to itself and still lacks blocks is ended.
         """
         needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(self.kv.windows)
-        if self.kv.pool.num_free < needed:  # at most; most steps need fewer
-            needed = self.kv.num_blocks_to_advance(request.sequences)
         while self.kv.pool.num_free < needed:
+            needed = self.kv.num_blocks_to_advance(request.sequences)  # exactly; the above is the most it can be
+            if self.kv.pool.num_free >= needed:
+                break
             if self._is_alone(request):
                 self._infeasible(request, needed)
                 return False
