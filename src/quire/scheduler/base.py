@@ -196,8 +196,9 @@ class BaseScheduler(RequestLives, ABC):
             copy = source.fork(self._new_name(request), source.seed)
             self.kv.fork(source, copy)
             self._sequences[copy.sequence_id] = copy
-            copy.known = source.known
-            self._forks.append(ForkData(source.sequence_id, copy.sequence_id, copy.seed))
+            if source.known:  # one that was swapped in with nothing to compute is not; its copy will be sent in full
+                copy.known = True
+                self._forks.append(ForkData(source.sequence_id, copy.sequence_id, copy.seed))
             children[child] = copy
         for parent, child in placement.in_place:
             children[child] = parents[parent]

@@ -310,6 +310,7 @@ class RequestLives:
             if self._leave(sequence):
                 plan.preempted.append(sequence.sequence_id)
         plan.left.add(request.request_id)
+        request.num_expected_tokens = None
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         self._waiting.push(request)

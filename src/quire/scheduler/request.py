@@ -134,6 +134,7 @@ class Request:
         dropped: ids of sequences that were aborted before that.
         order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
+        num_expected_tokens: what the prefix cache held of it when the scheduler first looked; None before.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
@@ -154,6 +155,7 @@ class Request:
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
+        "num_expected_tokens",
         "num_forks",
         "num_output_tokens",
         "num_preemptions",
@@ -210,6 +212,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.order_key: tuple[float, ...] = ()
         self.num_cached_tokens: int | None = None
+        self.num_expected_tokens: int | None = None
         self.num_preemptions = 0
         self.num_output_tokens = 0
         self.first_scheduled_time: float | None = None

@@ -81,9 +81,16 @@ class Scheduler(BaseScheduler):
         # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
         for index in range(num_running, len(prompts)):
             name, wanted = prompts[index]
-            prompts[index] = (name, wanted - self.kv.find_prefix(self._sequences[name]).num_tokens)
+            prompts[index] = (name, max(wanted - self._expected_hit(self._sequences[name]), 1))
         shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit, self.long_chunk)
         return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
+
+    def _expected_hit(self, sequence: Sequence) -> int:
+        """Return how many tokens the cache held of a waiting sequence when it was first asked: an estimate."""
+        request = sequence.request
+        if request.num_expected_tokens is None:
+            request.num_expected_tokens = self.kv.find_prefix(sequence).num_tokens
+        return request.num_expected_tokens
 
     # ---- running requests ----
 
@@ -183,11 +190,11 @@ class Scheduler(BaseScheduler):
         """Return the waiting requests that may be next, in the order in which they are tried."""
         window = self._waiting.first(WINDOW)
         if self.policy.longest_prefix_first and len(window) > 1:
-            now = self.clock()
-            overdue = [request for request in window if now - request.arrival_time > self.max_overtake_seconds]
-            others = [request for request in window if now - request.arrival_time <= self.max_overtake_seconds]
-            others.sort(key=lambda request: -self.kv.find_prefix(request.sequences[0]).num_tokens)
-            return overdue + others
+            head = window[0]
+            if head.blocked_since is None:
+                head.blocked_since = self.clock()
+            if self.clock() - head.blocked_since < self.max_overtake_seconds:
+                window.sort(key=lambda request: -self.kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
     def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
