@@ -4,7 +4,8 @@
 
 "separate" does what a client must do where the engine has no beam search: each step, one request of one token with
 log-probabilities for every beam, whose prompts the prefix cache spares from being computed again. Both use the same
-engine and must give the same beams. Ideal memory is that of one sequence with `beam_width` last blocks.
+model and must give the same beams; the last column is the same client on an engine without a prefix cache. Ideal memory
+is that of one sequence with `beam_width` last blocks.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--load-format", default="auto")
     args = parser.parse_args()
-    with LLM(args.model, load_format=args.load_format, kv_cache_memory_bytes=2**29) as llm:
+    options = {"load_format": args.load_format, "kv_cache_memory_bytes": 2**29}
+    with LLM(args.model, **options) as llm, LLM(args.model, enable_prefix_caching=False, **options) as plain:
         size = llm.config.cache.block_size
         prompt = [(7 * index) % (llm.vocab_size - 1) + 1 for index in range(args.prompt_tokens)]
         rows = []
@@ -98,13 +100,17 @@ def main() -> None:
                 raise SystemExit(f"width {width}: the beams differ")
             fast = best_of(REPEATS, lambda params=params: inside(llm, prompt, params))
             slow = best_of(REPEATS, lambda params=params: separate(llm, prompt, params, []))
+            uncached = best_of(1, lambda params=params: separate(plain, prompt, params, []))
             llm.reset_prefix_cache()
             blocks = peak_blocks(llm, lambda params=params: inside(llm, prompt, params))
             one = math.ceil((args.prompt_tokens + args.output_tokens) / size)
-            times = [f"{fast:.3f}", f"{slow:.3f}", f"{slow / fast:.1f}"]
+            times = [f"{fast:.3f}", f"{slow:.3f}", f"{slow / fast:.1f}", f"{uncached:.3f}", f"{uncached / fast:.1f}"]
             rows.append([str(width), *times, str(blocks), str(one), str(one * width)])
     print_header(f"Beam search of {args.output_tokens} tokens after {args.prompt_tokens}, {args.model}")
-    print_table(["beams", "inside [s]", "separate [s]", "times", "blocks", "of one", "of as many"], rows)
+    print_table(
+        ["beams", "inside [s]", "separate [s]", "times", "uncached [s]", "times", "blocks", "of one", "of as many"],
+        rows,
+    )
 
 
 if __name__ == "__main__":
