@@ -74,14 +74,19 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
             client.send(AbortRequests(request_ids=["endless"]))
             client.send(Call(call_id=1, method="stats"))
             client.send(Call(call_id=2, method="nonsense"))
+            client.send(Call(call_id=3, method="blocks", arguments={"limit": 3}))
+            client.send(Call(call_id=4, method="blocks", arguments={"limit": "3"}))
             answers: list[CallResult] = []
-            while len(answers) < 2:
+            while len(answers) < 4:
                 news = await client.receive()
                 if isinstance(news, CallResult):
                     answers.append(news)
             assert answers[0].value is not None
             assert (answers[0].value["num_running"], answers[0].value["num_free_blocks"]) == (0, 64)
             assert answers[1].error is not None and "nonsense" in answers[1].error
+            assert answers[2].value is not None
+            assert [block["id"] for block in answers[2].value["blocks"]] == [0, 1, 2]
+            assert answers[3].error is not None and "limit" in answers[3].error
         finally:
             await client.close()
 

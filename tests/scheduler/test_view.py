@@ -9,6 +9,8 @@ import pytest
 
 from quire.sampling_params import BeamSearchParams
 from quire.scheduler.base import BaseScheduler
+from quire.scheduler.prefill_first import PrefillFirstScheduler
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.view import describe, draw_picture
 
 
@@ -41,8 +43,11 @@ def check(scheduler: BaseScheduler) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"windows": (None, 10)}, {"num_host_blocks": 12, "preemption_mode": "swap"}])
-def test_the_picture_adds_up_after_every_step(run: Any, request_of: Any, options: dict[str, Any]) -> None:
-    crowd = run(num_blocks=22 if "windows" in options else 12, **options)
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_the_picture_adds_up_after_every_step(
+    run: Any, request_of: Any, kind: type[BaseScheduler], options: dict[str, Any]
+) -> None:
+    crowd = run(kind, num_blocks=22 if "windows" in options else 12, **options)
     crowd.add(
         request_of("three", [7, 8, 9, 10, 11, 12], 9, n=3),
         request_of("beams", [7, 8, 9, 10, 11, 13], 8, beam=BeamSearchParams(beam_width=2, max_tokens=8)),
@@ -59,6 +64,25 @@ def test_the_picture_adds_up_after_every_step(run: Any, request_of: Any, options
         seen["on the host"] += sum(r["host_blocks"] for r in picture["queues"]["swapped"]["requests"])
     assert seen["shared"] and (seen["waiting"] or seen["swapped"])
     assert bool(seen["swapped"]) == bool(seen["on the host"]) == ("num_host_blocks" in options)
+
+
+def test_blocks_that_come_from_disk_are_loading_and_held_by_nobody_yet(run: Any, request_of: Any) -> None:
+    slow = run(num_blocks=8, num_disk_records=20)
+    slow.add(request_of("first", 17, 2))
+    slow.finish()
+    slow.add(request_of("other", 27, 2))  # takes all blocks but the first one's first; what they held is on disk
+    slow.finish()
+    picture = check(slow.scheduler)
+    assert picture["disk"]["cached"] == 4 + 7 and picture["disk"]["num_blocks"] == 20
+    assert any(row.get("copies") == ["disk"] for row in picture["blocks"])
+    slow.worker.load_delay = 2
+    slow.add(request_of("again", slow.prompts["first"], 2), request_of("beside", 3, 6))
+    slow.step()
+    picture = check(slow.scheduler)
+    assert picture["queues"]["loading"]["requests"][0]["request_id"] == "again"
+    assert picture["device"]["loading"] == 3
+    slow.finish()
+    assert check(slow.scheduler)["prefix_cache"]["disk_hits"] == 12
 
 
 def test_forks_share_until_they_write(run: Any, request_of: Any) -> None:
