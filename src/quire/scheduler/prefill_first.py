@@ -223,11 +223,15 @@ class PrefillFirstScheduler(BaseScheduler):
     def _append_slots(self, request: Request, ready: list[Sequence], plan: Plan) -> bool:
         """Give each of `ready` a token, preempting from the end for the slots; False if `request` itself had to go.
 
-        For several sequences there must be a block for each, though few will take one, so that none is left behind.
+        For several sequences this is settled before the first of them gets one, so that none is left behind.
         """
-        while len(ready) > 1 and self.kv.pool.num_free < len(ready) * len(self.kv.windows):
+        needed = len(ready) * len(self.kv.windows) if len(ready) > 1 else 0
+        while self.kv.pool.num_free < needed:
+            needed = self.kv.num_blocks_to_advance(ready)  # exactly; the above is the most it can be
+            if self.kv.pool.num_free >= needed:
+                break
             if self._is_alone(request):
-                self._infeasible(request, len(ready) * len(self.kv.windows))
+                self._infeasible(request, needed)
                 return False
             if not self._preempt_last(request, plan):
                 return False
