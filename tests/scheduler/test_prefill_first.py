@@ -1,0 +1,346 @@
+"""The classic scheduler: whole prompts or decodes, room for prompts, budgets, swapping, delay, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kvcache.manager import KVCacheManager
+from quire.sampling_params import BeamSearchParams
+from quire.scheduler.create import create_scheduler
+from quire.scheduler.prefill_first import PrefillFirstScheduler, Room
+from quire.scheduler.scheduler import Scheduler
+from quire.step import KVCacheGroup
+
+
+@pytest.fixture
+def classic(run):
+    return lambda **options: run(PrefillFirstScheduler, **options)
+
+
+# ---- a step ----
+
+
+def test_prompts_go_first_and_decodes_wait(classic, request_of):
+    r = classic(max_num_batched_tokens=16)
+    r.add(request_of("a", 10, 3))
+    r.step()
+    r.add(request_of("b", 10, 2), request_of("c", 6, 2))
+    r.finish()
+    assert r.scheduled() == [{"a": 10}, {"b": 10, "c": 6}, {"a": 1, "b": 1, "c": 1}, {"a": 1}, {}]
+
+
+def test_a_prompt_is_never_cut(classic, request_of):
+    r = classic(max_num_batched_tokens=16)
+    r.add(*(request_of(name, 10, 1) for name in "abc"))
+    r.finish()
+    assert r.scheduled() == [{"a": 10}, {"b": 10}, {"c": 10}, {}]
+
+
+def test_what_is_cached_of_a_prompt_does_not_count_into_the_step(classic, request_of):
+    r = classic(max_num_batched_tokens=16)
+    shared = [7] * 12
+    r.add(*(request_of(name, [*shared, index], 1) for index, name in enumerate("abc")))
+    r.finish()
+    assert r.scheduled() == [{"a": 13, "b": 1, "c": 1}, {}]
+
+
+def test_the_seats_bound_prompts_and_forks_count_as_many(classic, request_of):
+    r = classic(max_num_seqs=4)
+    r.add(request_of("a", 4, 2, n=3), request_of("b", 4, 2, n=2), request_of("c", 4, 2))
+    r.finish()
+    assert list(r.scheduled()[0]) == ["a-0"], "c fits, but does not overtake b"
+    assert [sorted(names) for names in r.scheduled()[1:3]] == [["a-0", "a-1", "a-2"], ["b-0", "c"]]
+
+
+def test_decodes_of_a_group_go_together_or_not_at_all(classic, request_of):
+    """With fewer tokens in a step than sequences run, whole groups take turns as earlier ones end."""
+    r = classic(max_num_batched_tokens=4, max_num_seqs=8)
+    r.add(request_of("a", 4, 4, n=3), request_of("b", 4, 4, n=3))
+    r.finish()
+    decodes = [set(names) for names in r.scheduled()[2:] if names]
+    assert decodes == [{"a-0", "a-1", "a-2"}] * 3 + [{"b-0", "b-1", "b-2"}] * 3
+
+
+# ---- room ----
+
+
+@pytest.mark.parametrize(
+    ("length", "held", "room"),
+    [
+        (28, 0, Room.OK),  # 7 blocks of 10, 3 are kept free
+        (29, 0, Room.NEVER),  # 8 would leave 2, even with nobody else there
+        (24, 4, Room.OK),  # 6 beside 1
+        (24, 5, Room.LATER),  # 6 beside 2: one too many today
+        (28, 4, Room.LATER),
+    ],
+)
+def test_room_for_a_prompt_is_now_or_later_or_never(classic, request_of, length, held, room):
+    r = classic(num_blocks=10, watermark=0.3)
+    if held:
+        r.add(request_of("held", held, 9))
+        r.step()
+    request = request_of("a", length, 1)
+    assert r.scheduler.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
+    r.add(request)
+    names = r.step().num_scheduled_tokens
+    assert ("a" in names) == (room is Room.OK)
+    if room is Room.NEVER:
+        assert r.reason("a") == "error"
+        assert all(text in r.last["a"].error for text in ("8 KV blocks", "10 blocks of 4 tokens", "3 are kept free"))
+    r.finish()
+
+
+def test_what_others_hold_of_a_prompt_takes_no_room(classic, request_of):
+    """Five blocks of seven are shared with one who runs; free ones that are hit do take room."""
+    r = classic(num_blocks=10)
+    shared = [7] * 20
+    r.add(request_of("held", [*shared, 1], 3))
+    r.step()
+    request = request_of("a", [*shared, *[2] * 8], 1)
+    kv = r.scheduler.kv
+    assert r.scheduler.can_allocate(request, kv.find_prefix(request.sequences[0])) is Room.OK  # 2 of 4
+    other = request_of("b", [3] * 20, 1)
+    assert r.scheduler.can_allocate(other, kv.find_prefix(other.sequences[0])) is Room.LATER  # 5 of 4
+    r.finish()
+    r.add(request_of("next", 24, 9))  # the free blocks of "held" that are left are four
+    r.step()
+    assert r.scheduler.can_allocate(request, kv.find_prefix(request.sequences[0])) is Room.LATER
+    r.finish()
+
+
+def test_each_fork_must_have_a_block_to_go_on_with(classic, request_of):
+    r = classic(num_blocks=4)
+    for count, room in ((3, Room.OK), (4, Room.NEVER)):
+        request = request_of("a", 8, 1, n=count)
+        assert r.scheduler.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
+
+
+def test_who_waits_for_memory_is_not_looked_up_every_step(classic, request_of, monkeypatch):
+    r = classic(num_blocks=8)
+    r.add(request_of("a", 20, 8), request_of("b", 16, 1))
+    looked_up = []
+    find_prefix = r.scheduler.kv.find_prefix
+    monkeypatch.setattr(r.scheduler.kv, "find_prefix", lambda q: (looked_up.append(q.sequence_id), find_prefix(q))[1])
+    r.finish()
+    assert looked_up == ["a", "b", "b"]
+
+
+# ---- what is refused ----
+
+
+def test_a_prompt_longer_than_a_step_is_refused_and_the_engine_goes_on(classic, request_of):
+    r = classic(max_num_batched_tokens=16)
+    r.add(request_of("a", 17, 2), request_of("b", 16, 2))
+    r.finish()
+    assert (r.reason("a"), r.tokens["a"]) == ("error", [])
+    assert "17 tokens" in r.last["a"].error and "16 tokens" in r.last["a"].error
+    assert r.tokens["b"] == r.expected("b")[0]
+
+
+def test_a_cached_prompt_that_is_too_long_is_refused_like_any_other(classic, request_of):
+    """Whether a request is served must not depend on who came before."""
+    r = classic(max_num_batched_tokens=16)
+    r.add(request_of("a", [5] * 16, 8))
+    r.finish()
+    r.add(request_of("b", [*[5] * 16, 6], 1))
+    r.finish()
+    assert r.reason("b") == "error"
+
+
+def test_a_group_that_outgrows_the_pool_fails_alone(classic, request_of):
+    r = classic(num_blocks=6, num_host_blocks=12)
+    r.add(request_of("a", 5, 3), request_of("b", 4, 20, n=3), request_of("c", 5, 3))
+    r.finish()
+    for index in range(3):
+        assert "6 blocks of 4 tokens" in r.last[f"b-{index}"].error
+    assert [r.tokens[name] for name in "ac"] == [r.expected(name)[0] for name in "ac"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "lpm"}, {"long_prefill_token_threshold": 4}, {"delay_factor": -1.0}, {"delay_factor": float("nan")}],
+)
+def test_options_it_has_no_use_for_are_refused(classic, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        classic(**options)
+
+
+# ---- preemption ----
+
+
+def test_a_preempted_request_returns_its_seats_and_its_tokens(classic, request_of):
+    """The classic code forgot to count the seats of a preempted group as free, and so let nobody in for a step."""
+    r = classic(num_blocks=6, max_num_seqs=3, max_num_batched_tokens=16)
+    r.add(request_of("a", 8, 12), request_of("b", 8, 12, n=2))
+    while not r.step().preempted_sequence_ids:
+        pass
+    assert r.plans[-1].num_scheduled_tokens == {"a": 1}
+    assert r.scheduler._num_seats == 1
+    r.scheduler.abort_requests(["b"])
+    r.add(request_of("c", 2, 1), request_of("d", 2, 1))
+    assert r.step().num_scheduled_tokens == {"c": 2, "d": 2}
+    r.finish()
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "swapped"), [("auto", 1, 0), ("auto", 2, 1), ("swap", 1, 1), ("recompute", 2, 0)]
+)
+def test_one_sequence_is_computed_again_and_a_group_is_swapped_unless_told_otherwise(
+    classic, request_of, mode, n, swapped
+):
+    r = classic(num_blocks=6, num_host_blocks=6, preemption_mode=mode)
+    r.add(request_of("a", 8, 9), request_of("b", 8, 7, n=n))
+    r.finish()
+    stats = r.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swapped_out > 0) == bool(swapped)
+    for index, name in enumerate(r.requests["b"].sequence_ids):
+        assert r.tokens[name] == r.expected("b", index)[0]
+
+
+def test_no_prompt_is_tried_while_anything_is_swapped_out(classic, request_of):
+    r = classic(num_blocks=6, num_host_blocks=6, preemption_mode="swap")
+    r.add(request_of("a", 8, 9), request_of("b", 8, 9))
+    while not r.step().preempted_sequence_ids:
+        pass
+    assert r.scheduler.stats().num_swapped == 1
+    r.add(request_of("tiny", 1, 1))
+    while r.scheduler.stats().num_swapped:
+        assert not r.tokens["tiny"]
+        r.step()
+    r.finish()
+    assert len(r.tokens["tiny"]) == 1
+
+
+def test_what_is_half_computed_is_not_swapped(classic, request_of):
+    """A group that is computed again gets there one sequence after the other; its blocks so far are dropped."""
+    r = classic(
+        num_blocks=14, num_host_blocks=40, preemption_mode="recompute", max_num_batched_tokens=20, max_num_seqs=4
+    )
+    r.add(request_of("a", 12, 30), request_of("b", 12, 12, n=2))
+    while not r.step().preempted_sequence_ids:
+        pass
+    r.scheduler.preemption_mode = "swap"
+    r.finish()
+    for index, name in enumerate(r.requests["b"].sequence_ids):
+        assert r.tokens[name] == r.expected("b", index)[0]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_beams_survive_starvation(classic, request_of, alone, mode):
+    params = BeamSearchParams(beam_width=3, max_tokens=12)
+    r = classic(num_blocks=12, num_host_blocks=20, preemption_mode=mode)
+    r.add(request_of("a", 9, 20), request_of("b", 9, 12, beam=params))
+    r.finish()
+    assert r.scheduler.stats().num_preemptions > 0
+    assert r.beams["b"] == alone(r.prompts["b"], params)
+
+
+def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
+    r = classic(num_blocks=6, num_disk_records=50)
+    prompt = list(range(16))
+    r.add(request_of("a", prompt, 1))
+    r.finish()
+    r.add(request_of("filler", 20, 1))
+    r.finish()
+    r.worker.load_delay = 2
+    r.add(request_of("b", [*prompt, 20], 1), request_of("c", 2, 1))
+    r.finish()
+    assert list(r.first)[-2:] == ["c", "b"]
+    assert r.scheduler.stats().disk_cache_hits > 0
+
+
+def test_priority_orders_the_queue_and_the_victims(classic, request_of):
+    r = classic(num_blocks=6, policy="priority", max_num_seqs=2)
+    r.add(request_of("late", 7, 9, priority=5))
+    r.step()
+    r.add(request_of("mid", 7, 9, priority=3), request_of("first", 7, 9, priority=1))
+    assert list(r.step().num_scheduled_tokens) == ["first"]
+    while not r.step().preempted_sequence_ids:
+        pass
+    assert r.plans[-1].preempted_sequence_ids == ["late"]
+    r.finish()
+    assert r.last["first"].num_preemptions == 0
+
+
+# ---- delay ----
+
+
+def time_to_first_tokens(r, request_of, *, gap: int) -> tuple[int, list[int]]:
+    """Steps that computed prompts, and for each request the steps it waited, when one comes every `gap` steps."""
+    came: dict[str, int] = {}
+    while len(came) < 12 or r.scheduler.has_unfinished():
+        if len(came) < 12 and len(r.plans) % gap == 0:
+            name = f"r{len(came):02}"
+            came[name] = len(r.plans)
+            r.add(request_of(name, 4, 20, arrival_time=float(len(r.plans))))
+        r.step()
+    first = {name: next(i for i, names in enumerate(r.scheduled()) if name in names) for name in came}
+    return len(set(first.values())), [first[name] - came[name] for name in came]
+
+
+def test_a_delay_makes_fewer_and_larger_steps_of_prompts(classic, request_of):
+    """Decodes are held up less often; the price is the time to first token."""
+    results = {}
+    for factor in (0.0, 3.0):
+        r = classic(max_num_seqs=16, num_blocks=100, delay_factor=factor, clock=lambda: float(len(r.plans)))  # noqa: B023
+        results[factor] = time_to_first_tokens(r, request_of, gap=2)
+    assert results[0.0] == (12, [0] * 12)
+    num_steps, waits = results[3.0]
+    assert num_steps < 12 and sum(waits) > 12
+    assert max(waits) <= 5, "once the first has waited long enough, all go"
+
+
+def test_nobody_waits_for_a_delay_when_nothing_runs(classic, request_of):
+    r = classic(delay_factor=100.0, clock=lambda: float(len(r.plans)))
+    r.add(request_of("a", 4, 1))
+    r.step()
+    r.add(request_of("b", 4, 1, arrival_time=1.0))
+    assert r.step().num_scheduled_tokens == {"b": 4}
+
+
+def test_idle_time_after_a_prompt_is_not_taken_for_its_duration(classic, request_of):
+    now = [0.0]
+    r = classic(delay_factor=1.0, clock=lambda: now[0])
+    r.add(request_of("a", 4, 1))
+    r.step()
+    now[0] = 1000.0
+    r.add(request_of("b", 4, 9, arrival_time=1000.0))
+    r.step()
+    now[0] = 1000.5
+    r.add(request_of("c", 4, 9, arrival_time=1000.2))
+    assert r.step().num_scheduled_tokens == {"c": 4}
+
+
+# ---- being chosen ----
+
+
+def test_the_config_chooses_the_scheduler():
+    def make(**options):
+        config = EngineConfig.from_kwargs(**options)
+        groups = [KVCacheGroup([0])]
+        return create_scheduler(config, groups, num_blocks=100, max_model_len=64, clock=lambda: 0.0)
+
+    assert isinstance(make(), Scheduler)
+    scheduler = make(scheduler="prefill-first", delay_factor=0.5, watermark=0.2)
+    assert isinstance(scheduler, PrefillFirstScheduler)
+    assert (scheduler.delay_factor, scheduler.watermark_blocks) == (0.5, 20)
+    assert isinstance(scheduler.kv, KVCacheManager)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scheduler": "prefill-first", "scheduling_policy": "lpm"}, "scheduling_policy"),
+        ({"scheduler": "prefill-first", "long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
+        ({"delay_factor": 0.5}, "delay_factor"),
+        ({"scheduler": "fifo"}, "scheduler"),
+        ({"watermark": 1.0}, "watermark"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, named):
+    with pytest.raises(ConfigError, match=named) as error:
+        EngineConfig.from_kwargs(**options)
+    assert error.value.param == named
