@@ -1,4 +1,4 @@
-"""The radix view of the cache: matches inside a block, what is listed and drawn, and that no shape of it is too deep."""
+"""The radix view of the cache: matches inside a block, what is listed and drawn; no shape of it is too deep."""
 
 from __future__ import annotations
 

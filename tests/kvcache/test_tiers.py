@@ -220,6 +220,18 @@ def test_a_block_given_up_and_reused_in_one_step_is_saved_while_its_content_is_t
     assert kv.movements.take()[1] == []
 
 
+def test_what_is_forgotten_before_it_was_saved_is_not_saved():
+    kv = disk_manager()
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
+    start(kv, a)
+    kv.start_step()
+    kv.free(a)  # preempted: to be saved with the next step
+    assert kv.allocate_slots(b, 1, kv.find_prefix(b)) is not None
+    kv.free(b, forget=True)
+    kv.start_step()
+    assert kv.movements.take()[1] == []
+
+
 def test_a_block_that_comes_back_and_is_given_up_in_one_step_is_not_saved():
     """Saves are made before anything moves: its content would not be there yet."""
     kv = disk_manager(3, num_records=4, num_host_blocks=4)

@@ -1,0 +1,35 @@
+"""Whatever is done to the block manager, in any order: no block is lost, shared wrongly, or misnamed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.kvcache.machine import Machine
+
+OPERATIONS_PER_SEED = 500
+OPERATIONS = {"begin", "grow", "preempt", "swap_out", "swap_in", "load", "append", "end", "fork", "arrive", "reset"}
+OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged"}
+
+
+def run(seeds: range) -> None:
+    counts: Counter[str] = Counter()
+    num_operations = 0
+    for seed in seeds:
+        machine = Machine(seed)
+        try:
+            machine.run(OPERATIONS_PER_SEED)
+        except Exception as error:
+            error.add_note(f"seed {seed}, after {machine.num_operations} operations")
+            raise
+        counts.update(machine.counts)
+        num_operations += machine.num_operations
+    assert num_operations >= OPERATIONS_PER_SEED * len(seeds)
+    rare = {kind: counts[kind] for kind in OPERATIONS | OUTCOMES if counts[kind] < 5}
+    assert not rare, f"too rare to show anything: {rare} of {counts}"
+
+
+@pytest.mark.parametrize("group", range(5))
+def test_a_hundred_thousand_random_operations(group: int):
+    run(range(40 * group, 40 * group + 40))
