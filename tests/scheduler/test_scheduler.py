@@ -503,7 +503,7 @@ def test_a_decode_step_reads_tokens_only_when_a_block_fills_and_ignores_those_wh
     monkeypatch.setattr(type(r.scheduler.kv), "find_prefix", None)  # the seats are taken: nobody looks
     for _ in range(40):
         r.step()
-    assert tokens.reads == 20  # once for its name, once to be found by
+    assert tokens.reads == 10  # once for each block that fills
 
 
 def test_a_request_that_waits_for_memory_is_not_looked_up_every_step(run, request_of, monkeypatch):

@@ -208,7 +208,7 @@ class KVCacheManager:
         """Let `hit` go on into a block that only begins as the sequence does."""
         start = hit.num_tokens
         index = start // self.block_size
-        parent = self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+        parent = self._parent(sequence, index, 0)
         wanted = sequence.token_ids[start : min(start + self.block_size, len(sequence.token_ids) - 1)]
         block, count = self.tree.match(parent, wanted, self._step)
         count -= count % self._match_unit
@@ -342,10 +342,12 @@ class KVCacheManager:
                     self._name_block(sequence, block, index, group)
 
     def _name_block(self, sequence: CachedSequence, block: Block, index: int, group: int) -> None:
-        name = self._name(sequence, index, group)
-        parent = self._name(sequence, index - 1, group) if index else self._hasher.root(sequence.cache_salt)
+        parent = self._parent(sequence, index, group)
         start = index * self.block_size
-        self.pool.register(block, name, parent, sequence.token_ids[start : start + self.block_size], self._step)
+        token_ids = sequence.token_ids[start : start + self.block_size]
+        if index == len(sequence.block_hashes):  # what `_name` would do, which had to slice the tokens again
+            sequence.block_hashes.append(self._hasher.extend(self._parent(sequence, index, 0), token_ids))
+        self.pool.register(block, self._name(sequence, index, group), parent, token_ids, self._step)
 
     def _release_passed(self, tables: list[list[Block]], position: int) -> None:
         """Give back blocks that no query from `position` on sees."""
@@ -439,7 +441,7 @@ class KVCacheManager:
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
 
     def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
-        """Give back all blocks of `sequence`, last one first, so that the ends of prefixes are reused before the starts.
+        """Give back all blocks of `sequence`, last one first, so that ends of prefixes are reused before the starts.
 
         With `forget` their content cannot be found any more: it is known to be bad. No blocks held is no error.
         """
@@ -476,7 +478,7 @@ class KVCacheManager:
             return
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + count]
-        parent = self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+        parent = self._parent(sequence, index, 0)
         name = self._hasher.extend(parent, tokens)
         if self.pool.lookup(name) is None:
             self.pool.register(block, name, parent, tokens, self._step - 1)
@@ -488,9 +490,9 @@ class KVCacheManager:
 
     def _keep(self, block: Block) -> None:
         """The device is about to reuse `block`: let its content live on in the next tier."""
-        if self._unsaved.pop(block.block_id, None) is not None:
-            self.disk.keep(block)
-        if self.host.pool.num_blocks:
+        if self._unsaved.pop(block.block_id, None) is not None and block.step < self._step:
+            self.disk.keep(block)  # else it comes back in this very step, after saves are made
+        if self.host.pool.num_blocks and len(block.token_ids) == self.block_size:  # tails are found on the device only
             self.host.keep(block)
 
     # ---- disk ----
@@ -554,7 +556,7 @@ class KVCacheManager:
         return self._loading.keys()
 
     def check_integrity(self) -> None:
-        """Raise `QuireError` on a broken invariant of tables, reference counts, free queues, or hash maps; O(blocks)."""
+        """Raise `QuireError` on a broken invariant of tables, references, free queues, or hash maps; O(blocks)."""
         counts = [0] * self.pool.num_blocks
         for sequence_id, tables in self._tables.items():
             for table in tables:
@@ -590,3 +592,7 @@ class KVCacheManager:
             start = len(hashes) * self.block_size
             hashes.append(self._hasher.extend(parent, sequence.token_ids[start : start + self.block_size]))
         return hashes[index] if group == 0 else hashes[index] + bytes((group,))
+
+    def _parent(self, sequence: CachedSequence, index: int, group: int) -> bytes:
+        """Return the name of what comes before block `index`."""
+        return self._name(sequence, index - 1, group) if index else self._hasher.root(sequence.cache_salt)
