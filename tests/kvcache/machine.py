@@ -136,7 +136,10 @@ class Machine:
     def step(self) -> None:
         self.kv.start_step()
         self.scheduled, self.siblings, self.busy = {}, {}, set()
-        often, seldom = (self.begin, self.grow), (self.preempt, self.swap_out, self.swap_in, self.load, self.load)
+        often, seldom = (
+            (self.begin, self.grow, self.advance),
+            (self.preempt, self.swap_out, self.swap_in, self.load, self.load),
+        )
         for operation in self.rng.choices(often * 2 + seldom, k=self.rng.randint(1, 8)):
             self.do(operation)
         self.execute()
@@ -192,11 +195,12 @@ class Machine:
             self.scheduled[sequence.sequence_id] = sequence, sequence.num_computed_tokens + num_new
         return True
 
-    def allocate(self, sequence: Live, num_new: int, hit=None) -> bool:
+    def allocate(self, sequence: Live, num_new: int, hit=None, reserved: int | None = None) -> bool:
         """Allocate, and look at what is promised: own blocks to write to; or nothing changed."""
         kv, size = self.kv, self.size
         start = sequence.num_computed_tokens + (hit.num_tokens if hit is not None else 0)
-        reserved = self.rng.choice((0, 0, 0, 1))
+        if reserved is None:
+            reserved = self.rng.choice((0, 0, 0, 1))
         before, num_free = kv.block_ids(sequence.sequence_id), kv.pool.num_free
         num_moved = len(kv.movements.transfers)
         allocation = kv.allocate_slots(sequence, num_new, hit, reserved)
@@ -234,6 +238,21 @@ class Machine:
         self.busy.add(child.sequence_id)
         self.siblings.setdefault(parent.sequence_id, []).append(child)
         self.counts["sample"] = self.counts.get("sample", 0) + 1
+
+    def advance(self) -> bool:
+        """A token for each of some sequences at once takes exactly as many blocks as foretold."""
+        able = self.idle()
+        chosen = self.rng.sample(able, k=self.rng.randint(0, len(able)))
+        needed = self.kv.num_blocks_to_advance(chosen)
+        num_free = self.kv.pool.num_free
+        if not chosen or needed > num_free:
+            return bool(chosen)
+        for sequence in chosen:
+            if sequence.num_computed_tokens < len(sequence.token_ids):
+                assert self.allocate(sequence, 1, reserved=0)
+                self.scheduled[sequence.sequence_id] = sequence, sequence.num_computed_tokens + 1
+        assert num_free - self.kv.pool.num_free == needed
+        return True
 
     def preempt(self) -> bool:
         able = self.idle()

@@ -9,7 +9,20 @@ import pytest
 from tests.kvcache.machine import Machine
 
 OPERATIONS_PER_SEED = 500
-OPERATIONS = {"begin", "grow", "preempt", "swap_out", "swap_in", "load", "append", "end", "fork", "arrive", "reset"}
+OPERATIONS = {
+    "begin",
+    "grow",
+    "advance",
+    "preempt",
+    "swap_out",
+    "swap_in",
+    "load",
+    "append",
+    "end",
+    "fork",
+    "arrive",
+    "reset",
+}
 OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged"}
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from quire.kvcache.block import Block
-
-if TYPE_CHECKING:
-    from quire.kvcache.manager import CachedSequence
+from quire.kvcache.cached_sequence import CachedSequence
 
 
 def num_blocks_to_advance(

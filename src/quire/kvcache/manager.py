@@ -13,12 +13,12 @@ runs, are only taken of what earlier steps computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Protocol
 
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.block import Block
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.cached_sequence import CachedSequence
 from quire.kvcache.growth import num_blocks_to_advance
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
@@ -30,29 +30,6 @@ MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more th
 # block id) that were replaced.
 Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
 UNCHANGED: Allocation = ([], [])
-
-
-class CachedSequence(Protocol):
-    """What the manager needs to know of a sequence. It writes `block_hashes` and nothing else.
-
-    Attributes:
-        token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block tables.
-        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block tables.
-        reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
-    """
-
-    sequence_id: str
-    token_ids: list[int]
-    num_computed_tokens: int
-    block_hashes: list[bytes]
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Blocks are shared only among sequences with the same one."""
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether cached blocks may stand in for computing the sequence's first tokens."""
 
 
 class KVCacheManager:
