@@ -7,7 +7,7 @@ import pytest
 
 from quire.kernels.create import create_backend
 from quire.sampling.extras import Extras
-from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
 from quire.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -32,7 +32,8 @@ def run(
     stop_ids: list[int] | None = None,
     bad: list[list[int]] | None = None,
     device: str = "reference",
-):
+    positions: np.ndarray | None = None,
+) -> Sampled:
     backend = create_backend(device, "float32", "float32", 1)
     outputs = outputs or [[] for _ in rows]
     batch = SamplingBatch(
@@ -41,7 +42,7 @@ def run(
         top_p=np.array([p.top_p for p in rows], dtype=np.float32),
         min_p=np.array([p.min_p for p in rows], dtype=np.float32),
         seeds=np.array([p.seed or 0 for p in rows]),
-        positions=np.arange(len(rows)) + 3,
+        positions=np.arange(len(rows)) + 3 if positions is None else positions,
         extras=[extras_of(p, out, stop_ids or [], bad or []) for p, out in zip(rows, outputs, strict=True)],
         output_ids=[np.array(out, dtype=np.int32) for out in outputs],
     )
@@ -136,3 +137,54 @@ def test_the_same_seed_and_position_draw_the_same_token_in_any_batch() -> None:
         row_logits = backend.from_numpy(logits[row : row + 1].astype(np.float32))
         alone.append(int(Sampler(backend).sample(row_logits, batch).token_ids[0]))
     assert together.tolist() == alone
+
+
+def random_options(number: int) -> SamplingParams:
+    """Every kind of option, in some combination."""
+    rng = np.random.default_rng(number)
+    fields: dict[str, object] = {"temperature": float(rng.choice([0.0, 0.7, 1.0, 2.0])), "seed": number}
+    fields["logprobs"] = rng.choice([None, 0, 1, 4])
+    for name, value in (
+        ("top_p", 0.8),
+        ("top_k", 7),
+        ("min_p", 0.05),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.7),
+        ("repetition_penalty", 1.4),
+        ("logit_bias", {3: 4.0, 9: -100.0}),
+        ("allowed_token_ids", list(range(0, VOCAB, 2))),
+        ("min_tokens", 3),
+    ):
+        if rng.random() < 0.3:
+            fields[name] = value
+    return SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_a_row_is_sampled_alike_in_any_batch(device: str) -> None:
+    """Tokens and log-probabilities, bit by bit, with ties among the logits, whatever the other rows ask for."""
+    rng = np.random.default_rng(1)
+    count = 40
+    rows = [random_options(number) for number in range(count)]
+    logits = np.round(rng.normal(size=(count, VOCAB)) * 4) / 4
+    outputs = [rng.integers(0, VOCAB, number % 6).tolist() for number in range(count)]
+    common = {"stop_ids": [49, 20], "device": device}
+
+    def sample(chosen: list[int]) -> dict[int, tuple[int, object]]:
+        """Return token and log-probabilities of each of these rows, computed together."""
+        sampled = run(
+            logits[chosen],
+            [rows[row] for row in chosen],
+            outputs=[outputs[row] for row in chosen],
+            positions=np.array(chosen) + 3,
+            **common,
+        )
+        tokens = sampled.token_ids.tolist()
+        return {row: (tokens[place], sampled.logprobs.get(place)) for place, row in enumerate(chosen)}
+
+    alone = {row: sample([row])[row] for row in range(count)}
+    assert sum(entry is not None for _, entry in alone.values()) > 10
+    assert len({token for token, _ in alone.values()}) > 10
+    for size in (2, 5, 17, count):
+        chosen = rng.permutation(count)[:size].tolist()
+        assert sample(chosen) == {row: alone[row] for row in chosen}
