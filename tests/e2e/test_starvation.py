@@ -59,14 +59,24 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, Told]]:
     return {name: alone(folder, ASKS) for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("scheduler", "mode", "caching"),
+    [
+        ("unified", "recompute", True),
+        ("unified", "recompute", False),
+        ("unified", "swap", True),
+        ("prefill-first", "recompute", False),
+        ("prefill-first", "swap", True),
+        ("prefill-first", "swap", False),
+    ],
+)
 @pytest.mark.parametrize(("folder", "num_blocks"), [("full", 36), ("two kinds", 76), ("window", 32)])
-@pytest.mark.parametrize("caching", [True, False])
 def test_starved_requests_say_what_they_say_alone(
     folders: dict[str, Path],
     expected: dict[str, dict[str, Told]],
     folder: str,
     num_blocks: int,
+    scheduler: str,
     mode: str,
     caching: bool,
 ) -> None:
@@ -75,7 +85,8 @@ def test_starved_requests_say_what_they_say_alone(
         num_gpu_blocks_override=num_blocks,
         preemption_mode=mode,
         swap_space="1MiB",
-        max_num_batched_tokens=24,
+        scheduler=scheduler,
+        max_num_batched_tokens=24 if scheduler == "unified" else 100,
         enable_prefix_caching=caching,
     )
     mingle(driver, ASKS, random.Random(1))
