@@ -185,7 +185,7 @@ class KVCacheManager:
         """Let `hit` go on into a block that only begins as the sequence does."""
         start = hit.num_tokens
         index = start // self.block_size
-        parent = self._parent(sequence, index, 0)
+        parent = self._parent(sequence, index)
         wanted = sequence.token_ids[start : min(start + self.block_size, len(sequence.token_ids) - 1)]
         block, count = self.tree.match(parent, wanted, self._step)
         count -= count % self._match_unit
@@ -310,21 +310,22 @@ class KVCacheManager:
     def _register(self, sequence: CachedSequence, tables: list[list[Block]], start: int, end: int) -> None:
         """Let the blocks that become full with tokens start .. end - 1 be found."""
         size = self.block_size
-        if not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
+        first, last = start // size, end // size
+        if first >= last or not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
             return
-        for index in range(start // size, end // size):
+        parent = self._parent(sequence, first)
+        hashes = sequence.block_hashes
+        for index in range(first, last):
+            token_ids = sequence.token_ids[index * size : index * size + size]
+            if index == len(hashes):
+                hashes.append(self._hasher.extend(parent, token_ids))
+            name = hashes[index]
             for group, table in enumerate(tables):
                 block = table[index]
                 if block.block_hash is None and block is not NO_BLOCK:
-                    self._name_block(sequence, block, index, group)
-
-    def _name_block(self, sequence: CachedSequence, block: Block, index: int, group: int) -> None:
-        parent = self._parent(sequence, index, group)
-        start = index * self.block_size
-        token_ids = sequence.token_ids[start : start + self.block_size]
-        if index == len(sequence.block_hashes):  # what `_name` would do, which had to slice the tokens again
-            sequence.block_hashes.append(self._hasher.extend(self._parent(sequence, index, 0), token_ids))
-        self.pool.register(block, self._name(sequence, index, group), parent, token_ids, self._step)
+                    above = _of_group(parent, group) if index else parent
+                    self.pool.register(block, _of_group(name, group), above, token_ids, self._step)
+            parent = name
 
     def _release_passed(self, tables: list[list[Block]], position: int) -> None:
         """Give back blocks that no query from `position` on sees."""
@@ -394,28 +395,20 @@ class KVCacheManager:
 
     def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
         """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""
-        places: dict[int, Block] = {}
-        for sequence in sequences:
-            swapped = self._swapped.pop(sequence.sequence_id, None)
-            if swapped is None:
-                continue
-            tables: list[list[Block]] = []
-            for table in swapped:
-                row: list[Block] = []
-                for source in table:
-                    if source is NO_BLOCK:
-                        row.append(NO_BLOCK)
-                        continue
-                    if source.block_id in places:
-                        self.pool.touch((places[source.block_id],))
-                    else:
-                        (places[source.block_id],) = self.pool.get_new_blocks(1)
-                        self.host.restore(source, places[source.block_id])
-                    row.append(places[source.block_id])
-                    self.host.pool.free((source,))
-                tables.append(row)
+        swapped = [(s, self._swapped.pop(s.sequence_id)) for s in sequences if s.sequence_id in self._swapped]
+        sources = self._unique(tables for _, tables in swapped)
+        # All at once: what they held goes out before anything comes in, so that the worker moves each in one batch.
+        places = dict(zip(sources, self.pool.get_new_blocks(len(sources)), strict=True))
+        for block_id, source in sources.items():
+            self.host.restore(source, places[block_id])
+        for sequence, rows in swapped:
+            tables = [[NO_BLOCK if block is NO_BLOCK else places[block.block_id] for block in row] for row in rows]
             self._tables[sequence.sequence_id] = tables
+            for row, table in zip(rows, tables, strict=True):
+                self.host.pool.free(block for block in row if block is not NO_BLOCK)
+                self.pool.touch(block for block in table if block is not NO_BLOCK)
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
+        self.pool.free(places.values())  # they were taken with one reference each, and have one for each table now
 
     def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
         """Give back all blocks of `sequence`, last one first, so that ends of prefixes are reused before the starts.
@@ -455,7 +448,7 @@ class KVCacheManager:
             return
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + count]
-        parent = self._parent(sequence, index, 0)
+        parent = self._parent(sequence, index)
         name = self._hasher.extend(parent, tokens)
         if self.pool.lookup(name) is None:
             self.pool.register(block, name, parent, tokens, self._step - 1)
@@ -568,8 +561,13 @@ class KVCacheManager:
             parent = hashes[-1] if hashes else self._hasher.root(sequence.cache_salt)
             start = len(hashes) * self.block_size
             hashes.append(self._hasher.extend(parent, sequence.token_ids[start : start + self.block_size]))
-        return hashes[index] if group == 0 else hashes[index] + bytes((group,))
+        return _of_group(hashes[index], group)
 
-    def _parent(self, sequence: CachedSequence, index: int, group: int) -> bytes:
-        """Return the name of what comes before block `index`."""
-        return self._name(sequence, index - 1, group) if index else self._hasher.root(sequence.cache_salt)
+    def _parent(self, sequence: CachedSequence, index: int) -> bytes:
+        """Return the name, in the first group of layers, of what comes before block `index`."""
+        return self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+
+
+def _of_group(name: bytes, group: int) -> bytes:
+    """Return the name of a block of the given group of layers."""
+    return name + bytes((group,)) if group else name

@@ -18,6 +18,9 @@ from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.disk_index import RecordHeader
 from quire.step import BlockLoad, BlockSave, TransferKind
 
+# Looked up once: enum attributes are slow, and a block may move with every token.
+_COPY, _OUT, _IN = int(TransferKind.COPY), int(TransferKind.OUT), int(TransferKind.IN)
+
 
 class Movements:
     """What the worker will be told to move, in the order decided.
@@ -34,7 +37,7 @@ class Movements:
 
     def copy(self, source: Block, destination: Block) -> None:
         """Copy a block within the device."""
-        self.transfers.append((int(TransferKind.COPY), source.block_id, destination.block_id))
+        self.transfers.append((_COPY, source.block_id, destination.block_id))
 
     def take(self) -> tuple[list[tuple[int, int, int]], list[BlockSave], list[BlockLoad]]:
         """Return transfers, saves and loads, and start afresh."""
@@ -65,7 +68,8 @@ class HostTier:
         if known is not None:
             self.pin(known)  # counts as a use
         elif self.pool.num_free:
-            (known,) = self.swap_out([block])
+            (known,) = self.pool.get_new_blocks(1)
+            self._movements.transfers.append((_OUT, block.block_id, known.block_id))
             self.pool.register(known, block.block_hash, block.parent_hash, block.token_ids)
         else:
             return
@@ -81,14 +85,14 @@ class HostTier:
 
     def restore(self, source: Block, destination: Block) -> None:
         """Copy a host block's content to a device block."""
-        self._movements.transfers.append((int(TransferKind.IN), source.block_id, destination.block_id))
+        self._movements.transfers.append((_IN, source.block_id, destination.block_id))
 
     def swap_out(self, blocks: Iterable[Block]) -> list[Block]:
         """Copy device blocks to host blocks with one reference each; the caller has checked that so many are free."""
         sources = list(blocks)
         places = self.pool.get_new_blocks(len(sources))
         for source, place in zip(sources, places, strict=True):
-            self._movements.transfers.append((int(TransferKind.OUT), source.block_id, place.block_id))
+            self._movements.transfers.append((_OUT, source.block_id, place.block_id))
         return places
 
 
