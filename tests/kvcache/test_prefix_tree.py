@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.kvcache.block import Block
@@ -62,22 +64,23 @@ def test_only_what_was_computed_before_counts(before_step, found):
 
 def test_of_thousands_of_children_only_the_latest_are_looked_at():
     class Tokens(list):
-        """Counts how often a child is compared."""
-
-        reads = 0
+        """Notes which children are compared."""
 
         def __getitem__(self, index):
-            Tokens.reads += isinstance(index, slice)
+            compared.add(tuple(self))
             return super().__getitem__(index)
+
+    compared: set[tuple[int, ...]] = set()
 
     tree = PrefixTree()
     for number in range(3000):
         child = block(number, "p", f"n{number}", 7, number, 0)
         child.token_ids = Tokens(child.token_ids)
         tree.add(child)
+    compared.clear()
     match, length = tree.match(b"p", [7, 2999, 1], 1)
     assert match is not None and (match.block_id, length) == (2999, 2)
-    assert Tokens.reads == MOST_CHILDREN
+    assert compared == {(7, number, 0) for number in range(3000 - MOST_CHILDREN, 3000)}
     assert tree.match(b"p", [7, 0, 0], 1)[1] == 1  # the first child went on longer, but is too old to be looked at
 
 
@@ -87,6 +90,20 @@ def test_a_tree_from_which_everything_was_removed_is_empty():
     for made in blocks[::-1]:
         tree.remove(made)
     assert tree._children == {}
+
+
+def test_the_best_match_is_that_of_a_plain_search():
+    rng = random.Random(0)
+    for _ in range(300):
+        blocks = [
+            block(i, "p", f"n{i}", 1, *(rng.randint(0, 1) for _ in range(rng.randint(0, 5))))
+            for i in range(rng.randint(1, MOST_CHILDREN))
+        ]
+        wanted = [1, *(rng.randint(0, 1) for _ in range(rng.randint(0, 6)))]
+        match, length = tree_of(*blocks).match(b"p", wanted, 1)
+        assert match is not None
+        assert length == common_length(match.token_ids, wanted)
+        assert length == max(common_length(each.token_ids, wanted) for each in blocks)
 
 
 # ---- being looked at ----

@@ -52,7 +52,8 @@ class PrefixTree:
         for number, block in enumerate(reversed(siblings.values())):
             if number == MOST_CHILDREN:
                 break
-            if block.step < before_step:
+            # Most children part from the prompt no later than the best so far, which one comparison tells.
+            if block.step < before_step and block.token_ids[: most + 1] == token_ids[: most + 1]:
                 length = common_length(block.token_ids, token_ids)
                 if length > most:
                     best, most = block, length
