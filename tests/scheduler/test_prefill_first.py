@@ -214,18 +214,38 @@ def test_no_prompt_is_tried_while_anything_is_swapped_out(classic, request_of):
     assert len(r.tokens["tiny"]) == 1
 
 
-def test_what_is_half_computed_is_not_swapped(classic, request_of):
-    """A group that is computed again gets there one sequence after the other; its blocks so far are dropped."""
-    r = classic(
-        num_blocks=14, num_host_blocks=40, preemption_mode="recompute", max_num_batched_tokens=20, max_num_seqs=4
-    )
-    r.add(request_of("a", 12, 30), request_of("b", 12, 12, n=2))
-    while not r.step().preempted_sequence_ids:
-        pass
+def test_a_group_that_is_half_computed_again_is_not_swapped(classic, request_of):
+    """Its second sequence finds no room, the first goes on meanwhile; when that has to stop, all begin anew."""
+    r = classic(num_blocks=11, num_host_blocks=40, preemption_mode="recompute", enable_prefix_caching=False)
+    r.add(request_of("a", 12, 24), request_of("b", 12, 12, n=2))
+    while not r.requests["b"].num_preemptions:
+        r.step()
     r.scheduler.preemption_mode = "swap"
     r.finish()
-    for index, name in enumerate(r.requests["b"].sequence_ids):
-        assert r.tokens[name] == r.expected("b", index)[0]
+    preempted = [plan.preempted_sequence_ids for plan in r.plans if plan.preempted_sequence_ids]
+    assert preempted == [["b-0", "b-1"], ["b-0"]], "the second time only one had got so far"
+    assert r.scheduler.stats().num_swapped_out == 0
+    for index in range(2):
+        assert r.tokens[f"b-{index}"] == r.expected("b", index)[0]
+
+
+def test_what_has_grown_into_the_watermark_is_resumed_all_the_same(classic, request_of):
+    """Seven blocks of ten are the most for a new prompt; one that ran and grew was promised more."""
+    r = classic(num_blocks=10, watermark=0.3)
+    r.add(request_of("a", 4, 14), request_of("b", 20, 17))
+    r.finish()
+    assert r.last["b"].num_preemptions == 1
+    assert r.tokens["b"] == r.expected("b")[0]
+
+
+def test_a_hit_inside_a_block_that_there_is_no_room_to_copy_is_cut(classic, request_of):
+    r = classic(num_blocks=3, prefix_match_unit=1)
+    r.add(request_of("a", [1, 2, 3, 4, 5, 6], 1))
+    r.finish()
+    r.add(request_of("b", [1, 2, 3, 4, 5, 6, 9, 9, 9, 9], 2))
+    r.finish()
+    assert r.first["b"].num_cached_tokens == 4
+    assert r.tokens["b"] == r.expected("b")[0]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

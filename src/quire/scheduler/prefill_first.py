@@ -250,7 +250,7 @@ class PrefillFirstScheduler(BaseScheduler):
     # ---- swapped requests ----
 
     def _schedule_swapped(self, plan: Plan) -> None:
-        """Bring back swapped requests in order, while there are seats, budget and blocks."""
+        """Bring back swapped requests in order, while there are budget and blocks; nobody has taken their seats."""
         left = self._waiting.num_swapped
         swapped: list[Request] = []
         for request in self._waiting:
@@ -259,7 +259,5 @@ class PrefillFirstScheduler(BaseScheduler):
             if request.status is RequestStatus.SWAPPED:
                 swapped.append(request)
         for request in swapped:
-            if self._num_seats + request.num_seats > self.max_num_seqs:
-                break
             if self._swap_in(request, plan, self.watermark_blocks) is False:
                 break
