@@ -126,7 +126,8 @@ def make_request(request_id: str, prompt: list[int]) -> AddRequest:
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=None, ignore_eos=True),
         arrival_time=0.0,
-        seed=0,
+        sequence_ids=[request_id],
+        seeds=[0],
         stop_ids=[],
         max_tokens=2**19,
     )
