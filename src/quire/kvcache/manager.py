@@ -68,6 +68,7 @@ class KVCacheManager:
                 raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
         self.block_size = block_size
         self.windows = list(windows)
+        self._is_plain = self.windows == [None]
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.movements = Movements()
@@ -222,15 +223,16 @@ class KVCacheManager:
         with nothing allocated, when fewer than `num_reserved_blocks` blocks would remain free.
         """
         size = self.block_size
-        start = sequence.num_computed_tokens + (hit.num_tokens if hit is not None else 0)
-        end = start + num_new_tokens
+        start = sequence.num_computed_tokens
         tables = self._tables.get(sequence.sequence_id)
-        if hit is None and tables is not None and len(tables) == 1 and len(tables[0]) * size >= end:
-            table = tables[0]
-            if self.windows[0] is None and (start % size == 0 or table[start // size].ref_count == 1):
-                if end // size > start // size:
-                    self._register(sequence, tables, start, end)
+        if hit is not None:
+            start += hit.num_tokens
+        elif self._is_plain and tables is not None:
+            # The way of nearly every token: its slot is in the last block, which is nobody else's, and not full yet.
+            index = start // size
+            if (start + num_new_tokens) // size == index < len(tables[0]) and tables[0][index].ref_count == 1:
                 return UNCHANGED
+        end = start + num_new_tokens
         if tables is not None:
             self._release_passed(tables, start)
         num_needed, shared = self._needed(tables, hit, start, end)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 
 from quire.errors import QuireError
 from quire.scheduler.beam import place
@@ -233,7 +234,7 @@ class BaseScheduler(RequestLives, ABC):
         stats.num_free_blocks = self.kv.pool.num_free
         stats.num_free_host_blocks = self.kv.host.pool.num_free
         stats.num_disk_blocks = len(self.kv.disk)
-        return SchedulerStats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        return copy(stats)
 
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant, between steps; costs O(blocks + requests)."""

@@ -138,7 +138,9 @@ class Scheduler(BaseScheduler):
                     if num_new == 0:
                         plan.num_owed_blocks += self._num_blocks_after(sequence, sequence.num_computed_tokens)
                         continue
-                if not self._continue(sequence, num_new, plan):
+                if not (sequence.known and self._give(sequence, num_new, plan)) and not self._continue(
+                    sequence, num_new, plan
+                ):
                     return
                 if num_new < num_left:
                     num_done = sequence.num_computed_tokens + plan.num_scheduled.get(sequence.sequence_id, 0)
