@@ -97,7 +97,7 @@ class SchedulerOutput(msgspec.Struct):
     `num_scheduled_tokens[sequence_id]` tokens are computed for each sequence named there, starting at its
     `num_computed_tokens`; a sequence whose last known token is among them is sampled. What happens, in this order:
 
-    1. `saves`: blocks are written to disk.
+    1. With `erase_stored` the disk store forgets all it has. `saves`: blocks are written to it.
     2. `transfers` (kind, source, destination), one after the other: a block may be the destination of one and the
        source of a later one. Block ids of the device, or of the host's pool, as `TransferKind` says.
     3. `loads` are begun. They go on beside later steps; `ModelOutput.loaded` says when each is done. With
@@ -118,6 +118,7 @@ class SchedulerOutput(msgspec.Struct):
     saves: list[BlockSave] = []
     loads: list[BlockLoad] = []
     wait_for_loads: bool = False
+    erase_stored: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -130,6 +131,7 @@ class SchedulerOutput(msgspec.Struct):
             or self.saves
             or self.loads
             or self.wait_for_loads
+            or self.erase_stored
         )
 
 

@@ -194,3 +194,12 @@ def test_a_folder_too_small_for_everything_keeps_what_was_used_last(tmp_path: Pa
         found.append(cached)
     assert found[1] == found[3] == 384  # whole, where it was the last one
     assert found[2] < 384 > found[4]
+
+
+def test_a_reset_erases_the_disk_too(tmp_path: Path, cold: Said) -> None:
+    with LLM(**options_of(tmp_path)) as llm:
+        run = [{"prompt_token_ids": prompt_of(0)}]
+        llm.generate(run, SamplingParams(max_tokens=4), use_tqdm=False)
+        llm.reset_prefix_cache()
+    [(num_cached, again)] = here([prompt_of(0)], tmp_path)
+    assert (num_cached, again) == (0, cold)

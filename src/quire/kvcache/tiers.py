@@ -28,12 +28,13 @@ class Movements:
     Saves happen before transfers: their sources are read before anything of this step overwrites them.
     """
 
-    __slots__ = ("loads", "saves", "transfers")
+    __slots__ = ("erase_stored", "loads", "saves", "transfers")
 
     def __init__(self) -> None:
         self.transfers: list[tuple[int, int, int]] = []
         self.saves: list[BlockSave] = []
         self.loads: list[BlockLoad] = []
+        self.erase_stored = False
 
     def copy(self, source: Block, destination: Block) -> None:
         """Copy a block within the device."""
@@ -44,6 +45,11 @@ class Movements:
         taken = self.transfers, self.saves, self.loads
         self.transfers, self.saves, self.loads = [], [], []
         return taken
+
+    def take_erasure(self) -> bool:
+        """Return whether the disk store is to forget everything, before the saves; once."""
+        erase, self.erase_stored = self.erase_stored, False
+        return erase
 
 
 class HostTier:
@@ -166,8 +172,11 @@ class DiskTier:
             self._free.append(slot)
 
     def clear(self) -> int:
-        """Forget all records; return how many there were."""
+        """Forget all records, on the disk as well; return how many there were."""
         count = len(self._records)
         for name in list(self._records):
             self.drop(name)
+        if self.num_slots:
+            self._movements.saves.clear()
+            self._movements.erase_stored = True
         return count

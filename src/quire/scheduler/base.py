@@ -36,7 +36,7 @@ class BaseScheduler(RequestLives, ABC):
         self._stats.num_scheduled_tokens += total
         finished_ids, self._finished_ids = self._finished_ids, []
         forks, self._forks = self._forks, []
-        return plan.finish(finished_ids, forks, self.kv.movements.take(), loading=self.kv.num_loading > 0)
+        return plan.finish(finished_ids, forks, self.kv.movements, loading=self.kv.num_loading > 0)
 
     @abstractmethod
     def _plan(self, plan: Plan) -> None:
@@ -46,7 +46,7 @@ class BaseScheduler(RequestLives, ABC):
         """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""
         self.kv.save_all()
         plan = Plan(self.max_num_batched_tokens)
-        return plan.finish([], [], self.kv.movements.take(), loading=False)
+        return plan.finish([], [], self.kv.movements, loading=False)
 
     # ---- taking in the results ----
 

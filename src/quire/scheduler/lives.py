@@ -168,7 +168,8 @@ class RequestLives:
 
     def has_unfinished(self) -> bool:
         """Whether there is work: live requests, a refusal to be sent, or an end the worker has not been told of."""
-        return bool(self._requests or self._news or self._finished_ids or self.kv.num_loading)
+        owed = self._news or self._finished_ids or self.kv.num_loading or self.kv.movements.erase_stored
+        return bool(self._requests or owed)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.step import BlockLoad, BlockSave, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
+from quire.kvcache.tiers import Movements
+from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 
 
 class Plan:
@@ -38,15 +39,10 @@ class Plan:
         self.preempted: list[str] = []
 
     def finish(
-        self,
-        finished_ids: list[str],
-        forks: list[ForkData],
-        movements: tuple[list[tuple[int, int, int]], list[BlockSave], list[BlockLoad]],
-        *,
-        loading: bool,
+        self, finished_ids: list[str], forks: list[ForkData], movements: Movements, *, loading: bool
     ) -> SchedulerOutput:
         """Return the plan as the worker gets it; with nothing to compute but something `loading`, it is to wait."""
-        transfers, saves, loads = movements
+        transfers, saves, loads = movements.take()
         return SchedulerOutput(
             new_sequences=self.new_sequences,
             continuing=self.continuing,
@@ -59,4 +55,5 @@ class Plan:
             saves=saves,
             loads=loads,
             wait_for_loads=loading and not self.num_scheduled,
+            erase_stored=movements.take_erasure(),
         )

@@ -164,6 +164,14 @@ class DiskStore:
         except OSError as error:
             self.stop_saving(str(error))
 
+    def erase(self) -> None:
+        """Forget every block, and give its disk space back. Nobody may save or load meanwhile."""
+        try:
+            os.truncate(self._headers, 0)
+            os.truncate(self._blocks, 0)
+        except OSError as error:
+            logger.warning("%s: the blocks could not be erased (%s)", self.folder, error)
+
     def stop_saving(self, reason: str) -> None:
         """Write nothing more; what is there can still be loaded."""
         if not self._failed:

@@ -77,6 +77,11 @@ class DiskThreads:
             self._room.release(len(done))
         return done
 
+    def erase(self) -> None:
+        """Forget every block that was saved; loads under way may still end well."""
+        self.flush()
+        self._store.erase()
+
     def flush(self) -> None:
         """Return when every save so far is in the files."""
         self._saves.join()

@@ -95,6 +95,8 @@ class BlockTransfers:
         `wait_for_loads` it has at least one entry, unless no load is under way or the disk takes longer than
         `disk_threads.PATIENCE_S`.
         """
+        if step.erase_stored and self._disk is not None:
+            self._disk.erase()
         for first in range(0, len(step.saves), BLOCKS_AT_ONCE):
             self._save(step.saves[first : first + BLOCKS_AT_ONCE])
         for kind, pairs in order_transfers(step.transfers):
