@@ -357,6 +357,7 @@ KV_OPTIONS = {
     "windows": (None,),
     "enable_prefix_caching": True,
     "prefix_match_unit": 4,
+    "merge_duplicates": False,
     "num_host_blocks": 0,
     "num_disk_records": 0,
     "stored": (),

@@ -41,6 +41,7 @@ def shared_options(rng: random.Random) -> dict:
         "num_blocks": num_blocks,
         "windows": windows,
         "prefix_match_unit": rng.choice((1, 1, 2, 8)),
+        "merge_duplicates": rng.random() < 0.3,
         "num_host_blocks": rng.choice((0, 5, num_blocks, 4 * num_blocks)),
         "num_disk_records": rng.choice((0, 3, 100, 300)),
         "max_num_seqs": rng.choice((1, 4, 6, 8, 8)),
@@ -130,6 +131,7 @@ class RandomLoad:
         scheduler, live_before = self.run.scheduler, list(self.run.scheduler._running)
         oldest = live_before[0] if live_before else None
         left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in live_before}
+        loading = scheduler.kv.num_loading
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
         names = set(plan.num_scheduled_tokens)
         assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
@@ -145,6 +147,8 @@ class RandomLoad:
                 for name in left[request.request_id]:
                     assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
         prompts_only = isinstance(scheduler, PrefillFirstScheduler) and not names & decodes
+        if loading and not names:
+            return  # all blocks are being read into, and will be free when that is done
         if oldest is not None and not scheduler.policy.preempts and not prompts_only:  # so does the first in line
             assert names & {name for name in names if name.split("-")[0].split("#")[0] == oldest.request_id} or (
                 oldest.status.finished

@@ -474,6 +474,18 @@ def test_bad_options_are_named(run, option, value):
     assert error.value.param.endswith(option)
 
 
+@pytest.mark.parametrize(("merges", "most"), [(True, 5), (False, 8)])
+def test_sequences_that_say_the_same_come_to_share_what_they_say_if_asked_to(run, request_of, merges, most):
+    """Two prompts that are one, computed apart: each has blocks of its own, until these are full."""
+    r = run(merge_duplicates=merges, max_num_batched_tokens=9)
+    r.add(request_of("a", PROMPT[:3], 13))
+    r.step()
+    r.add(request_of("b", PROMPT[:3], 13))
+    r.finish()
+    assert r.tokens["a"] == r.tokens["b"]
+    assert r.most_blocks == most  # 16 tokens each: four blocks, or one more that is not full yet
+
+
 # ---- cost ----
 
 

@@ -39,6 +39,7 @@ def create_scheduler(
         max_step_tokens=options.max_num_batched_tokens,
         enable_prefix_caching=cache.enable_prefix_caching,
         prefix_match_unit=cache.prefix_match_unit,
+        merge_duplicates=options.scheduler == "prefill-first",
         num_host_blocks=num_host_blocks,
         num_disk_records=num_disk_records,
         stored=stored,
