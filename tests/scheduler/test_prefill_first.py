@@ -272,6 +272,23 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
     assert r.scheduler.stats().disk_cache_hits > 0
 
 
+@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+def test_a_load_from_disk_leaves_blocks_to_those_who_run(run, request_of, kind):
+    r = run(kind, num_blocks=8, num_disk_records=50)
+    prompt = list(range(24))
+    r.add(request_of("a", prompt, 1))
+    r.finish()
+    r.add(request_of("filler", 28, 1))
+    r.finish()
+    r.add(request_of("runs", 7, 6))
+    r.step()
+    r.worker.load_delay = 3
+    r.add(request_of("b", [*prompt, 30], 1))
+    r.finish()
+    assert r.last["runs"].num_preemptions == 0
+    assert r.scheduler.stats().disk_cache_hits > 0
+
+
 def test_priority_orders_the_queue_and_the_victims(classic, request_of):
     r = classic(num_blocks=6, policy="priority", max_num_seqs=2)
     r.add(request_of("late", 7, 9, priority=5))

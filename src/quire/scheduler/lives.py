@@ -347,7 +347,9 @@ class RequestLives:
     def _start_loading(self, request: Request, hit: PrefixHit) -> bool:
         """Begin to read from disk what `request` could use of it; say whether there was anything to read."""
         request.loaded = True
-        request.loading = set(self.kv.start_loads(hit))
+        # Those who run must be able to go on meanwhile: a block each, and some to grow.
+        num_reserved = self._num_seats * len(self.kv.windows) + self.watermark_blocks if self._running else 0
+        request.loading = set(self.kv.start_loads(hit, num_reserved))
         if not request.loading:
             return False
         self._waiting.remove(request)
