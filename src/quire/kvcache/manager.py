@@ -42,6 +42,8 @@ class KVCacheManager:
         enable_prefix_caching: whether blocks are registered and looked up at all.
         prefix_match_unit: matches that end inside a block are rounded down to a multiple of so many tokens; the block
             size or more leaves whole blocks only.
+        merge_duplicates: whether sequences that generate the same text side by side come to share its blocks, one
+            by one as they fill. Ids in a block table change then.
         num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
         hasher: names blocks; None draws a random key.
@@ -58,6 +60,7 @@ class KVCacheManager:
         max_step_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         prefix_match_unit: int = 1,
+        merge_duplicates: bool = False,
         num_host_blocks: int = 0,
         num_disk_records: int = 0,
         stored: Iterable[tuple[int, bytes]] = (),
@@ -83,6 +86,7 @@ class KVCacheManager:
         self.disk = DiskTier(num_disk_records, stored, self.movements)
         self._has_disk = num_disk_records > 0
         self._match_unit = prefix_match_unit
+        self._merges = merge_duplicates and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
         self._tables: dict[str, list[list[Block]]] = {}
         self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
@@ -244,6 +248,8 @@ class KVCacheManager:
         if tables is None:
             tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
         replaced = [self._unshare(tables, group, start // size) for group in shared]
+        if self._merges and start and start % size == 0 and hit is None:
+            replaced += self._merge(tables, start // size - 1)
         new_block_ids = self._extend(tables, hit, end)
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else [], replaced)
@@ -274,6 +280,19 @@ class KVCacheManager:
         self.pool.free((block,))
         tables[group][index] = copy
         return group, index, copy.block_id
+
+    def _merge(self, tables: list[list[Block]], index: int) -> list[tuple[int, int, int]]:
+        """Let block `index`, full and computed, be the one that others hold with this content; takes no free block."""
+        replaced = []
+        for group, table in enumerate(tables):
+            block = table[index]
+            other = None if block.block_hash is None else self.pool.lookup(block.block_hash)
+            if other is not None and other is not block and other.ref_count and other.step < self._step:
+                self.pool.touch((other,))
+                self._free((block,))
+                table[index] = other
+                replaced.append((group, index, other.block_id))
+        return replaced
 
     def _extend(self, tables: list[list[Block]], hit: PrefixHit | None, end: int) -> list[list[int]]:
         """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
