@@ -202,6 +202,39 @@ def test_identical_sequences_computed_side_by_side_keep_their_own_blocks():
     assert kv.find_prefix(Sequence("c", [1, 2, 3, 4, 5])).tables == [[kv.pool.blocks[tables[1][0]]]]
 
 
+def test_duplicates_are_merged_if_asked_once_the_block_is_full_and_computed():
+    kv = manager(merge_duplicates=True)
+    a, b = Sequence("a", [1, 2, 3]), Sequence("b", [1, 2, 3])
+    start(kv, a)
+    start(kv, b)
+    grow(kv, a, 4)
+    grow(kv, b, 4)
+    assert table(kv, a) != table(kv, b)
+    kv.start_step()
+    b.token_ids.append(5)
+    allocation = kv.allocate_slots(b, 1)
+    assert allocation == ([table(kv, b)[1:]], [(0, 0, table(kv, a)[0])])
+    assert transfers(kv) == []
+    kv.check_integrity()
+
+
+def test_merging_takes_no_free_block():
+    """The other copy is free, and one's own stays with a fork: to merge would cost a block that nobody counted."""
+    kv = manager(3, merge_duplicates=True)
+    a, b = Sequence("a", [1, 2, 3]), Sequence("b", [1, 2, 3])
+    start(kv, a)
+    start(kv, b)
+    grow(kv, a, 4)
+    grow(kv, b, 4)
+    fork(kv, b, "c")
+    kv.free(a)
+    start(kv, Sequence("x", [9]))
+    assert kv.pool.num_free == 1
+    grow(kv, b, 5)
+    assert kv.pool.num_free == 0
+    kv.check_integrity()
+
+
 def test_each_block_is_hashed_once_and_its_tokens_are_read_once():
     class Tokens(list):
         slices = 0
