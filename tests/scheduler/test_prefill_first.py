@@ -11,7 +11,7 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.prefill_first import PrefillFirstScheduler, Room
 from quire.scheduler.scheduler import Scheduler
-from quire.step import KVCacheGroup
+from quire.step import KVCacheGroup, TransferKind
 
 
 @pytest.fixture
@@ -381,3 +381,23 @@ def test_options_that_contradict_each_other_are_refused(options, named):
     with pytest.raises(ConfigError, match=named) as error:
         EngineConfig.from_kwargs(**options)
     assert error.value.param == named
+
+
+def test_what_comes_back_and_is_passed_in_one_step_is_not_written_to_disk(request_of):
+    """Writes to disk go first in a step: the block would hold something else still."""
+    kv = KVCacheManager(6, 2, windows=(3,), max_step_tokens=8, num_host_blocks=8, num_disk_records=1)
+    a, b = (request_of(name, 9, 1).sequences[0] for name in "ab")
+    kv.start_step()
+    assert kv.allocate_slots(a, 7) is not None
+    a.num_computed_tokens = 7
+    kv.start_step()
+    assert kv.swap_out([a])
+    kv.start_step()
+    kv.movements.take()
+    kv.swap_in([a])
+    assert kv.allocate_slots(a, 1) is not None  # its window has passed the first two blocks
+    assert kv.allocate_slots(b, 8) is not None  # which are reused at once
+    transfers, saves, _ = kv.movements.take()[:3]
+    returned = {target for kind, _, target in transfers if kind == TransferKind.IN}
+    assert len(returned) == 4
+    assert not returned & {save.block_id for save in saves}
