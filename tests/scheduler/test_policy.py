@@ -80,4 +80,4 @@ def test_random_pushes_and_removals(request_of):
             queue.remove(removed)
         assert len(queue) == len(model)
         assert list(queue) == sorted(model.values(), key=lambda r: r.order_key)
-        assert queue.peek() is (list(queue)[0] if model else None)
+        assert queue.peek() is (next(iter(queue)) if model else None)

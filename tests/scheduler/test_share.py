@@ -1,4 +1,4 @@
-"""How prompts share a step: the shortest first, a part for the oldest, no step stretched by those that do not end in it."""
+"""How prompts share a step: the shortest first, a part for the oldest, and no step stretched by what does not end."""
 
 from __future__ import annotations
 
