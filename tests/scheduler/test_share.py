@@ -1,4 +1,4 @@
-"""How prompts share a step: the shortest first, a part for the oldest, and no step stretched by what does not end."""
+"""How prompts share a step: the shortest first, a part for the oldest, and those that do not end in it wait."""
 
 from __future__ import annotations
 
