@@ -10,6 +10,7 @@ do (here: by taking the others' shares away).
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -111,12 +112,14 @@ def main() -> None:
     parser.add_argument("--num-short", type=int, default=20)
     parser.add_argument("--output", type=int, default=8)
     parser.add_argument("--gap", type=float, default=0.0)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--hf-overrides", type=json.loads, default={})
     args = parser.parse_args()
     core = EngineCore(
         EngineConfig.from_kwargs(
             model=args.model,
             load_format=args.load_format,
+            hf_overrides=args.hf_overrides,
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_memory_bytes=2**30,
         )
