@@ -474,6 +474,30 @@ def test_bad_options_are_named(run, option, value):
     assert error.value.param.endswith(option)
 
 
+def test_one_that_does_not_fit_is_overtaken_for_so_long_and_no_longer(run, request_of):
+    now = [0.0]
+    r = run(num_blocks=8, max_overtake_seconds=2.0, clock=lambda: now[0])
+    r.add(request_of("a", 20, 12), request_of("big", 16, 1))
+    r.step()
+    r.add(request_of("small", 2, 1))
+    assert set(r.step().num_scheduled_tokens) == {"a", "small"}
+    now[0] = 2.0
+    r.add(request_of("late", 2, 1))
+    while "big" not in r.first:
+        assert "late" not in r.step().num_scheduled_tokens or "big" in r.first
+    r.finish()
+
+
+def test_urgent_ones_that_wait_for_memory_are_not_overtaken_only_to_preempt_again(run, request_of):
+    r = run(num_blocks=8, policy="priority", max_overtake_seconds=5.0)
+    r.add(request_of("a", 20, 12))
+    r.step()
+    r.add(request_of("urgent", 16, 1), request_of("small", 2, 1, priority=1))
+    r.finish()
+    assert list(r.first) == ["a", "urgent", "small"]
+    assert r.scheduler.stats().num_preemptions == 0
+
+
 @pytest.mark.parametrize(("merges", "most"), [(True, 5), (False, 8)])
 def test_sequences_that_say_the_same_come_to_share_what_they_say_if_asked_to(run, request_of, merges, most):
     """Two prompts that are one, computed apart: each has blocks of its own, until these are full."""

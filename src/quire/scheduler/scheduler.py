@@ -202,7 +202,8 @@ class Scheduler(BaseScheduler):
     def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
         """Admit waiting requests in order while there are seats, budget and blocks.
 
-        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`.
+        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
+        preempt others it is not overtaken: they would have to go again in the next step.
         """
         if not self._waiting or self._blocked == self._state():
             return
@@ -223,7 +224,7 @@ class Scheduler(BaseScheduler):
                 now = self.clock()
                 if request.blocked_since is None:
                     request.blocked_since = now
-                if now - request.blocked_since >= self.max_overtake_seconds:
+                if self.policy.preempts or now - request.blocked_since >= self.max_overtake_seconds:
                     break
         if blocked and all_tried:
             self._blocked = self._state()
