@@ -168,12 +168,7 @@ class Machine:
         assert hit.num_tokens < len(sequence.token_ids)
         num_new = self.rng.randint(1, min(12, len(sequence.token_ids) - hit.num_tokens))
         if not self.allocate(sequence, num_new, hit):
-            if hit.partial is None:
-                return True
-            hit.drop_partial()
-            num_new = min(num_new, len(sequence.token_ids) - hit.num_tokens)
-            if not self.allocate(sequence, num_new, hit):
-                return True
+            return True
         if hit.num_tokens:
             self.counts["hit"] = self.counts.get("hit", 0) + 1
             self.counts["partial"] = self.counts.get("partial", 0) + (hit.partial is not None)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from tests.kvcache.model import BLOCK, COPY, Sequence, cached, fill, grow, manager, snapshot, start, table, transfers
+from tests.kvcache.model import BLOCK, COPY, Sequence, cached, fill, grow, manager, start, table, transfers
 
 
 def token_manager(num_blocks: int = 16, unit: int = 1, **options) -> KVCacheManager:
@@ -96,29 +96,24 @@ def test_a_match_of_less_than_an_eighth_of_a_block_is_not_worth_a_copy(shared: i
     assert kv.find_prefix(Sequence("b", [*range(shared), 900, 900])).num_tokens == expected
 
 
-def test_a_source_that_is_the_last_free_block_needs_a_second_one():
+def test_a_source_that_is_the_last_free_block_is_taken_over():
     kv = token_manager(3)
     a, b = Sequence("a", [1, 2, 3]), Sequence("b", list(range(50, 58)))
     start(kv, a)
     start(kv, b)
     kv.free(a)
-    assert kv.pool.num_free == 1
+    (source,) = kv.pool.free_block_ids()
     kv.start_step()
     c = Sequence("c", [1, 2, 3, 4])
     hit = kv.find_prefix(c)
     assert hit.num_tokens == 3
-    before = snapshot(kv)
-    assert kv.allocate_slots(c, 1, hit) is None  # the copy cannot go where its source is
-    assert snapshot(kv) == before
-    hit.drop_partial()
-    assert (hit.num_tokens, hit.partial) == (0, None)
-    assert kv.allocate_slots(c, 4, hit) is not None
+    assert kv.allocate_slots(c, 1, hit) == ([[source]], [])
+    assert transfers(kv) == []  # its content is there already
     c.num_computed_tokens = 4
-    assert transfers(kv) == []
     kv.check_integrity()
 
 
-def test_a_source_survives_being_the_next_to_be_reused():
+def test_a_source_that_is_the_next_to_be_reused_is_taken_over_and_the_other_block_kept():
     """The free queue holds the source and one more block, and the source stands first."""
     kv = token_manager(3)
     a = Sequence("a", [1, 2, 3])
@@ -135,8 +130,9 @@ def test_a_source_survives_being_the_next_to_be_reused():
     c = Sequence("c", [1, 2, 3, 4])
     hit = kv.find_prefix(c)
     assert hit.partial is source
-    assert kv.allocate_slots(c, 1, hit) is not None
-    assert transfers(kv) == [(COPY, source.block_id, other.block_id)]
+    assert kv.allocate_slots(c, 1, hit) == ([[source.block_id]], [])
+    assert transfers(kv) == []
+    assert kv.pool.lookup(b"o" * 16) is other
 
 
 def test_a_source_in_use_costs_one_block_only():

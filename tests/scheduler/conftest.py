@@ -133,6 +133,7 @@ class FakeWorker:
         self.loads: list[BlockLoad] = []
         self.rows: dict[str, Row] = {}
         self.left: dict[str, Row] = {}
+        self.restored: set[int] = set()  # blocks whose content came back from the host
         self.salts: dict[str, str | None] = {}
         self.version = 0
         self.load_delay = 0
@@ -197,10 +198,9 @@ class FakeWorker:
     def _update(self, plan: SchedulerOutput) -> None:
         for name in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             self.left[name] = self.rows.pop(name)  # KeyError: told twice, or never told of it
-        restored: set[int] = set()
         for kind, source, destination in plan.transfers:
-            if kind == TransferKind.IN or (kind == TransferKind.COPY and source in restored):
-                restored.add(destination)
+            if kind == TransferKind.IN or (kind == TransferKind.COPY and source in self.restored):
+                self.restored.add(destination)
         for fork in plan.forks:
             assert fork.sequence_id not in self.rows
             assert fork.parent_id in self.rows or fork.samples
@@ -213,7 +213,7 @@ class FakeWorker:
         for new in plan.new_sequences:
             assert new.sequence_id not in self.rows
             version = self.version
-            if restored.intersection(*new.block_ids[:1]):  # it may have been swapped, and goes on with what it had
+            if self.restored.intersection(*new.block_ids[:1]):  # it may have been swapped, and goes on with what it had
                 request_id = new.sequence_id.split("#")[0]  # a beam may have been swapped before it was heard of
                 names = [name for name in self.left if name.split("#")[0] == request_id]
                 names = [new.sequence_id] if new.sequence_id in self.left else names
@@ -257,6 +257,7 @@ class FakeWorker:
                     prefix = POISON if name in broken else row.prefix(position)
                     if offset == 0:
                         self.blocks[block] = {}
+                        self.restored.discard(block)
                     self.blocks[block][offset] = Content(prefix, min(oldest, self.version), group)
 
     def first_seen(self, group: int, position: int) -> int:

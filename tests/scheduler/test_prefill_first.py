@@ -238,13 +238,13 @@ def test_what_has_grown_into_the_watermark_is_resumed_all_the_same(classic, requ
     assert r.tokens["b"] == r.expected("b")[0]
 
 
-def test_a_hit_inside_a_block_that_there_is_no_room_to_copy_is_cut(classic, request_of):
+def test_a_hit_inside_a_block_needs_no_room_beside_its_copy(classic, request_of):
     r = classic(num_blocks=3, prefix_match_unit=1)
     r.add(request_of("a", [1, 2, 3, 4, 5, 6], 1))
     r.finish()
     r.add(request_of("b", [1, 2, 3, 4, 5, 6, 9, 9, 9, 9], 2))
     r.finish()
-    assert r.first["b"].num_cached_tokens == 4
+    assert r.first["b"].num_cached_tokens == 6
     assert r.tokens["b"] == r.expected("b")[0]
 
 

@@ -130,7 +130,9 @@ class RandomLoad:
     def step(self) -> None:
         scheduler, live_before = self.run.scheduler, list(self.run.scheduler._running)
         oldest = live_before[0] if live_before else None
-        left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in live_before}
+        # Of a request that is half computed again, what others of its sequences take may make one wait.
+        whole = [r for r in live_before if len(r.sequences) == 1 or all(s.num_left <= 1 for s in r.sequences)]
+        left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in whole}
         loading = scheduler.kv.num_loading
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
         names = set(plan.num_scheduled_tokens)
@@ -143,7 +145,7 @@ class RandomLoad:
                 assert all(r.num_preemptions for r in scheduler._running if r not in live_before)
         elif sum(map(len, left.values())) <= scheduler.max_num_batched_tokens // 2:
             preempted = set(plan.preempted_sequence_ids)
-            for request in live_before:  # everybody's decode advances who was not preempted
+            for request in whole:  # everybody's decode advances who was not preempted
                 for name in left[request.request_id]:
                     assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
         prompts_only = isinstance(scheduler, PrefillFirstScheduler) and not names & decodes

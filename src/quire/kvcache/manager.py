@@ -241,8 +241,6 @@ class KVCacheManager:
             self._release_passed(tables, start)
         num_needed, shared = self._needed(tables, hit, start, end)
         num_woken, num_restored = hit.counts() if hit is not None else (0, 0)
-        if hit is not None and hit.partial is not None:
-            num_woken += hit.partial.ref_count == 0
         if num_needed + num_woken + num_restored + num_reserved_blocks > self.pool.num_free:
             return None
         if tables is None:
@@ -303,20 +301,30 @@ class KVCacheManager:
                     self.host.pin(found.block)
                 elif isinstance(found, Block) and found is not NO_BLOCK:
                     self.pool.touch((found,))
-            if hit.partial is not None:
-                self.pool.touch((hit.partial,))
         appended = []
         for group, table in enumerate(tables):
             first = len(table)
             if hit is not None:
+                copies = self._copy_partial(hit)
                 for found in hit.tables[group]:
                     table.append(self._restore(found) if isinstance(found, HostBlock) else found)  # type: ignore[arg-type]
+                table += copies
             table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0))
             appended.append([block.block_id for block in table[first:]])
-        if hit is not None and hit.partial is not None:
-            self.movements.copy(hit.partial, tables[0][len(hit.tables[0])])
-            self.pool.free((hit.partial,))
         return appended
+
+    def _copy_partial(self, hit: PrefixHit) -> list[Block]:
+        """Return a new block with the content of `hit.partial`, if there is that.
+
+        Its source is read before anything else is written, so that it may itself be reused in this step. It keeps its
+        place in the free queue: what is only begun with is worth less than what is used whole.
+        """
+        if hit.partial is None:
+            return []
+        (copy,) = self.pool.get_new_blocks(1)
+        if copy is not hit.partial:
+            self.movements.copy(hit.partial, copy)
+        return [copy]
 
     def _restore(self, found: HostBlock) -> Block:
         """Return a new device block with the content, and the name, of a pinned host block; unpin that."""

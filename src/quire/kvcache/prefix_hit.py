@@ -59,11 +59,6 @@ class PrefixHit:
         self.partial, self.num_partial = block, num_tokens
         self.num_tokens += num_tokens
 
-    def drop_partial(self) -> None:
-        """End the hit with its last whole block: there is no memory for a copy."""
-        self.num_tokens -= self.num_partial
-        self.partial, self.num_partial = None, 0
-
     def counts(self) -> tuple[int, int]:
         """Return how many device blocks the hit takes out of the free queue, and how many blocks must be copied in."""
         num_woken = num_restored = 0

@@ -213,17 +213,14 @@ class RequestLives:
         remain free; with None none need. `hit` is fresh from `find_prefix`, if that was asked already.
         """
         hit = hit or self.kv.find_prefix(sequence)
-        while True:
-            num_new = min(sequence.num_tokens - hit.num_tokens, most)
-            reserved = 0
-            if num_reserved is not None:
-                reserved = num_reserved + self._num_blocks_after(sequence, hit.num_tokens + num_new)
-            if self._give(sequence, num_new, plan, hit, reserved):
-                self._note_hit(sequence, hit)
-                return num_new
-            if hit.partial is None:
-                return 0
-            hit.drop_partial()
+        num_new = min(sequence.num_tokens - hit.num_tokens, most)
+        reserved = 0
+        if num_reserved is not None:
+            reserved = num_reserved + self._num_blocks_after(sequence, hit.num_tokens + num_new)
+        if not self._give(sequence, num_new, plan, hit, reserved):
+            return 0
+        self._note_hit(sequence, hit)
+        return num_new
 
     def _note_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         request = sequence.request

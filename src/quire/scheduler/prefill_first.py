@@ -136,9 +136,6 @@ class PrefillFirstScheduler(BaseScheduler):
         if (hit.loads or hit.loading) and not request.loaded and (hit.loading or self._start_loading(request, hit)):
             return Room.OK
         room = self.can_allocate(request, hit)
-        if room is Room.LATER and hit.partial is not None:
-            hit.drop_partial()
-            room = self.can_allocate(request, hit)
         if room is not Room.OK:
             if room is Room.NEVER or self._is_alone(request):
                 self._infeasible(request, self._num_required(request))
@@ -164,7 +161,7 @@ class PrefillFirstScheduler(BaseScheduler):
             return Room.NEVER
         end = min(first.num_tokens, hit.num_tokens + self.max_num_batched_tokens)
         num_new = sum(max(-(-end // self.kv.block_size) - len(table), 0) for table in hit.tables)
-        num_new += sum(hit.counts()) + (hit.partial is not None and hit.partial.ref_count == 0)
+        num_new += sum(hit.counts())
         num_later = self._num_blocks_after(first, end) + self._num_required(request)
         num_later -= self.kv.num_blocks_for(first.num_tokens)
         if self._running:
