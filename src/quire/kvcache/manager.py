@@ -20,6 +20,7 @@ from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.cached_sequence import CachedSequence
 from quire.kvcache.growth import num_blocks_to_advance
+from quire.kvcache.loading import Loading
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
 from quire.kvcache.tiers import DiskTier, HostTier, Movements
@@ -90,7 +91,7 @@ class KVCacheManager:
         self._hasher = hasher or BlockHasher()
         self._tables: dict[str, list[list[Block]]] = {}
         self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
-        self._loading: dict[int, tuple[Block, bytes, bytes, list[int]]] = {}
+        self._loading = Loading(self.pool, self.disk)
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
         self._unsaved: dict[int, Block] = {}  # named blocks that became free and are not on disk yet
         self._step = 0
@@ -171,7 +172,7 @@ class KVCacheManager:
 
     def _find_on_disk(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
         """Note what the disk could add to `hit`."""
-        loading = {name for _, name, _, _ in self._loading.values()}
+        loading = self._loading.names()
 
         def find(group: int, index: int) -> Found | None:
             name = self._name(sequence, index, group)
@@ -206,7 +207,7 @@ class KVCacheManager:
         self._unshared.update(self._tables)
         self._unshared.update(self._swapped)
         self._unsaved.clear()
-        self._loading = {block_id: (block, b"", b"", []) for block_id, (block, *_) in self._loading.items()}
+        self._loading.forget()
         self.host.pool.unregister_all()
         self.disk.clear()
         return self.pool.unregister_all()
@@ -501,28 +502,11 @@ class KVCacheManager:
 
         `num_reserved_blocks` remain free.
         """
-        started = []
-        for name in hit.loads:
-            if self.pool.num_free <= num_reserved_blocks:
-                break
-            (block,) = self.pool.get_new_blocks(1)  # whose content may go to disk, in the place of an older record
-            if self.disk.find(name) is None:
-                self.pool.free((block,))
-                continue
-            header = self.disk.header(name)
-            self.disk.load(name, block)
-            self._loading[block.block_id] = (block, name, header.parent, header.token_ids)
-            started.append(block.block_id)
-        return started
+        return self._loading.start(hit.loads, num_reserved_blocks)
 
     def finish_load(self, block_id: int, sound: bool) -> None:
         """Take note that a load has ended; a damaged record is forgotten, and its tokens are computed again."""
-        block, name, parent, token_ids = self._loading.pop(block_id)
-        if name and not sound:
-            self.disk.drop(name)
-        elif name and self.pool.lookup(name) is None:
-            self.pool.register(block, name, parent, token_ids, self._step - 1)
-        self.pool.free((block,))
+        self._loading.finish(block_id, sound, self._step - 1)
 
     @property
     def num_loading(self) -> int:
@@ -555,7 +539,7 @@ class KVCacheManager:
     @property
     def loading_ids(self) -> Set[int]:
         """Ids of the device blocks that are being read from disk."""
-        return self._loading.keys()
+        return self._loading.block_ids
 
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant of tables, references, free queues, or hash maps; O(blocks)."""
@@ -567,7 +551,7 @@ class KVCacheManager:
                     raise QuireError(f"block table of {sequence_id!r} is empty or holds a block twice")
                 for block_id in ids:
                     counts[block_id] += 1
-        for block_id in self._loading:
+        for block_id in self._loading.block_ids:
             counts[block_id] += 1
         self.pool.check_integrity(counts)
         host_counts = [0] * self.host.pool.num_blocks
