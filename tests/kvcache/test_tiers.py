@@ -465,3 +465,21 @@ def test_headers_survive_the_way_to_the_disk_and_back(num_tokens, sizes):
     assert RecordHeader.decode(data + bytes(9)) == header  # records are padded
     for length in range(len(data)):
         assert RecordHeader.decode(data[:length]) is None
+
+
+def test_what_is_reused_next_goes_to_the_host_many_blocks_at_a_time():
+    """Once reuse has begun, a step copies out ahead what the next ones will take, and these copy nothing."""
+    kv = manager(8, num_host_blocks=16)
+    a = Sequence("a", list(range(32)))
+    start(kv, a)
+    kv.free(a)  # eight blocks with content, the last one to be reused first
+    b = Sequence("b", [*range(100, 104)])
+    start(kv, b)
+    assert [kind for kind, _, _ in moved(kv)] == [OUT]
+    kv.start_step()
+    ahead = moved(kv)
+    assert [kind for kind, _, _ in ahead] == [OUT] * 7
+    assert {source for _, source, _ in ahead} == set(kv.pool.free_block_ids())
+    grow(kv, b, *range(104, 109))
+    assert moved(kv) == []
+    kv.check_integrity()

@@ -6,7 +6,7 @@ its content until it is handed out again, so the free queue *is* the prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.errors import QuireError
 from quire.kvcache.block import Block
@@ -25,7 +25,8 @@ class BlockPool:
         on_reuse: told of a block with content that is about to be handed out again, while the content is still there.
 
     Attributes:
-        blocks: all blocks, by id. num_released: how many times a block became free; only grows.
+        blocks: all blocks, by id. num_released, num_reused: how many times a block became free, and how many times one
+            with content to be kept was handed out again; they only grow.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BlockPool:
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_released = 0
+        self.num_reused = 0
         self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
         self._free = FreeQueue(self.blocks)
         self._cached: dict[bytes, Block] = {}
@@ -52,6 +54,10 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks no sequence holds; many of them still answer to prefix hits."""
         return len(self._free)
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks in the order of reuse."""
+        return iter(self._free)
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
@@ -69,6 +75,7 @@ class BlockPool:
             block = self._free.popleft()
             if block.block_hash is not None:
                 if self._on_reuse is not None:
+                    self.num_reused += 1
                     self._on_reuse(block)
                 self.unregister(block)
             block.ref_count = 1

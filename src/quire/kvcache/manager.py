@@ -95,6 +95,7 @@ class KVCacheManager:
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
         self._unsaved: dict[int, Block] = {}  # named blocks that became free and are not on disk yet
         self._step = 0
+        self._num_reused = 0
 
     # ---- sizes ----
 
@@ -140,6 +141,9 @@ class KVCacheManager:
     def start_step(self) -> None:
         """Begin a step: what was computed before it may be copied, and what became free is written to disk."""
         self._step += 1
+        if self.pool.num_reused != self._num_reused:
+            self._num_reused = self.pool.num_reused
+            self.host.keep_ahead(self.pool.free_blocks(), self.block_size)
         if self._unsaved:
             for block in self._unsaved.values():
                 self.disk.keep(block)

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from quire.kvcache.block import Block
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.disk_index import RecordHeader
 from quire.step import BlockLoad, BlockSave, TransferKind
+
+AHEAD = 64  # blocks copied to the host at a time, before they are reused
+SOON = 8  # of which one that is not kept yet starts that
 
 # Looked up once: enum attributes are slow, and a block may move with every token.
 _COPY, _OUT, _IN = int(TransferKind.COPY), int(TransferKind.OUT), int(TransferKind.IN)
@@ -80,6 +84,25 @@ class HostTier:
         else:
             return
         self.unpin(known)
+
+    def keep_ahead(self, free: Iterable[Block], block_size: int) -> None:
+        """Copy out what the device will reuse next, many blocks at a time: one by one it costs several times as much.
+
+        `free` are the device's free blocks, the next to be reused first. Tails are left out: nothing finds them here.
+        """
+        most = min(AHEAD, self.pool.num_blocks // 2)
+        following = list(islice(free, most))
+        wanted = [
+            block
+            for block in following
+            if block.block_hash is not None
+            and len(block.token_ids) == block_size
+            and self.pool.lookup(block.block_hash) is None
+        ]
+        # Only when one of the next few is not kept yet: then it is time for the next lot.
+        if wanted and any(block in wanted for block in following[:SOON]):
+            for block in wanted:
+                self.keep(block)
 
     def pin(self, block: Block) -> None:
         """Protect a host block from reuse until `unpin`."""

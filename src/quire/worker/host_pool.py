@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import numpy as np
 
 from quire.errors import ConfigError
@@ -18,8 +21,8 @@ class HostPool:
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         try:
-            self._data = np.zeros((num_blocks, block_nbytes), np.uint8)
-        except MemoryError as error:
+            self._data = _lazy_zeros(num_blocks * block_nbytes).reshape(num_blocks, block_nbytes)
+        except (MemoryError, OSError, OverflowError) as error:
             raise ConfigError(
                 f"swap_space: {num_blocks} blocks of {block_nbytes} bytes could not be allocated; ask for less",
                 param="swap_space",
@@ -32,3 +35,17 @@ class HostPool:
     def write(self, block_ids: np.ndarray, start: int, stop: int, data: np.ndarray) -> None:
         """Store uint8 [n, stop - start] as bytes `start` to `stop` of blocks int64 [n]."""
         self._data[block_ids, start:stop] = data
+
+
+def _lazy_zeros(nbytes: int) -> np.ndarray:
+    """Return uint8 [nbytes] that the system hands out piece by piece, in large pages where it can.
+
+    In small ones, the first write to a block takes several times as long as the copy itself.
+    """
+    if nbytes == 0:
+        return np.zeros(0, np.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
