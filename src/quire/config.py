@@ -168,7 +168,7 @@ class SchedulerConfig:
         metavar="SECONDS",
     )
     tenant_weights: dict[str, Any] = option(
-        {}, "With the fair policy, JSON object of shares by tenant; others weigh 1.", json=True
+        {}, "For the fair policy: JSON object of shares by tenant; others weigh 1.", json=True
     )
     watermark: float = option(
         0.01,
@@ -469,6 +469,8 @@ class EngineConfig:
             )
         if options.delay_factor and not classic:
             raise ConfigError("delay_factor needs scheduler prefill-first", param="delay_factor")
+        if options.tenant_weights and options.scheduling_policy != "fair":
+            raise ConfigError("tenant_weights needs scheduling_policy fair", param="tenant_weights")
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""

@@ -17,6 +17,7 @@ from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.errors import ConfigError
+from quire.kvcache.growth import longest_length, most_blocks
 from quire.step import KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -341,33 +342,16 @@ def _any_length(config: EngineConfig) -> EngineConfig:
 
 
 def blocks_of(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
-    """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers.
-
-    A windowed group needs what the queries of one step see, wherever in a block that begins. It says the same as
-    `KVCacheManager.num_blocks_for` will, once there is a manager.
-    """
-    size, total = config.cache.block_size, 0
-    step = min(length, config.scheduler.max_num_batched_tokens)
+    """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers."""
     assert config.model.max_model_len is not None
-    for group in spec.groups(config.model.max_model_len):
-        blocks = -(-length // size)
-        if group.sliding_window is not None:
-            blocks = min(blocks, (group.sliding_window + step - 2) // size + 2)
-        total += blocks
-    return total
+    windows = [group.sliding_window for group in spec.groups(config.model.max_model_len)]
+    return most_blocks(length, windows, config.cache.block_size, config.scheduler.max_num_batched_tokens)
 
 
 def longest_context(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) -> int:
     """Return the length of the longest sequence that `num_blocks` hold, at most max_model_len [tokens]."""
     assert config.model.max_model_len is not None
-    low, high = 0, config.model.max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_of(config, spec, middle) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return longest_length(config.model.max_model_len, lambda length: blocks_of(config, spec, length) <= num_blocks)
 
 
 def _context(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, num_blocks: int) -> int:

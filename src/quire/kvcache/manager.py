@@ -19,7 +19,7 @@ from quire.kvcache.block import Block
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.cached_sequence import CachedSequence
-from quire.kvcache.growth import num_blocks_to_advance
+from quire.kvcache.growth import longest_length, most_blocks, num_blocks_to_advance
 from quire.kvcache.loading import Loading
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
@@ -101,14 +101,7 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at a time."""
-        size = self.block_size
-        count = 0
-        for window in self.windows:
-            whole = -(-num_tokens // size)
-            if window is not None:
-                whole = min(whole, (window + min(num_tokens, self.max_step_tokens) - 2) // size + 2)
-            count += whole
-        return count
+        return most_blocks(num_tokens, self.windows, self.block_size, self.max_step_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits when it has the pool to itself."""
@@ -116,11 +109,7 @@ class KVCacheManager:
 
     def longest_sequence(self, most: int) -> int:
         """Return the most tokens, up to `most`, of a sequence that has the pool to itself."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.can_ever_fit(middle) else (low, middle - 1)
-        return low
+        return longest_length(most, self.can_ever_fit)
 
     def block_ids(self, sequence_id: str) -> list[list[int]]:
         """Return the block tables of a sequence, one for each group of layers; empty ones if it holds no blocks."""
