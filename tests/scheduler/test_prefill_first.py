@@ -373,6 +373,7 @@ def test_the_config_chooses_the_scheduler():
         ({"scheduler": "prefill-first", "scheduling_policy": "lpm"}, "scheduling_policy"),
         ({"scheduler": "prefill-first", "long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
         ({"delay_factor": 0.5}, "delay_factor"),
+        ({"tenant_weights": {"a": 2.0}}, "tenant_weights"),
         ({"scheduler": "fifo"}, "scheduler"),
         ({"watermark": 1.0}, "watermark"),
     ],
