@@ -7,24 +7,23 @@ vocabulary in `frontend.processor`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
+from quire.checks import INT64_MAX, check_bool, check_float, check_int, check_list, check_strings
 from quire.errors import RequestError, UnsupportedError, echo
+from quire.structured_outputs import StructuredOutputParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
-MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
-INT64_MAX = 2**63 - 1
 GREEDY_EPSILON = 1e-5
 MAX_LENGTH_PENALTY = 10.0
 # What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
@@ -37,6 +36,7 @@ BEAM_FIELDS = frozenset(
         "include_stop_str_in_output",
         "skip_special_tokens",
         "truncate_prompt_tokens",
+        "structured_outputs",
         "seed",
     )
 )
@@ -48,74 +48,6 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` if it is an int (not a bool) within [low, high]; raise `RequestError` naming the field else."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {echo(value)}", param=name, code="invalid_type")
-    if value < low:
-        raise RequestError(
-            f"{name} must be at least {low}, got {echo(value)}", param=name, code="integer_below_min_value"
-        )
-    if value > high:
-        raise RequestError(
-            f"{name} must be at most {high}, got {echo(value)}", param=name, code="integer_above_max_value"
-        )
-    return value
-
-
-def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
-    """Return `value` as a finite float within [low, high] ((low, high] with `low_open`); raise `RequestError` else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} must be a number, got {echo(value)}", param=name, code="invalid_type")
-    if isinstance(value, float) and math.isnan(value):  # huge integers are no floats
-        raise RequestError(f"{name} must be a finite number, got nan", param=name, code="invalid_value")
-    if value < low or (low_open and value == low):
-        bound = "greater than" if low_open else "at least"
-        raise RequestError(
-            f"{name} must be {bound} {low:g}, got {echo(value)}", param=name, code="decimal_below_min_value"
-        )
-    if value > high:
-        raise RequestError(
-            f"{name} must be at most {high:g}, got {echo(value)}", param=name, code="decimal_above_max_value"
-        )
-    return float(value)
-
-
-def check_bool(name: str, value: Any) -> bool:
-    """Return `value` if it is a bool; raise `RequestError` naming the field otherwise."""
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {echo(value)}", param=name, code="invalid_type")
-    return value
-
-
-def check_list(name: str, value: Any, most: int) -> list[Any]:
-    """Return `value` if it is a list of at most `most` items; raise `RequestError` naming the field otherwise."""
-    if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a list, got {echo(value)}", param=name, code="invalid_type")
-    if len(value) > most:
-        raise RequestError(
-            f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
-        )
-    return list(value)
-
-
-def _check_strings(name: str, value: Any, most: int) -> list[str]:
-    strings = [value] if isinstance(value, str) else check_list(name, value, most)
-    for index, item in enumerate(strings):
-        where = name if isinstance(value, str) else f"{name}[{index}]"
-        if not isinstance(item, str):
-            raise RequestError(f"{where} must be a string, got {echo(item)}", param=where, code="invalid_type")
-        if not item:
-            raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
-        if len(item) > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"{where} may have at most {MAX_STOP_LENGTH} characters, got {len(item)}",
-                param=where,
-                code="string_above_max_length",
-            )
-    return strings
 
 
 def _check_token_ids(name: str, value: Any, most: int) -> list[int]:
@@ -157,6 +89,24 @@ def check_best_of(value: Any, n: int) -> int:
     return int(value)
 
 
+def check_form(value: Any) -> StructuredOutputParams | None:
+    """Return structured-output parameters, given as such or as a mapping; raise `RequestError` else."""
+    if value is None or isinstance(value, StructuredOutputParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"structured_outputs must be an object, got {echo(value)}", param="structured_outputs", code="invalid_type"
+        )
+    unknown = [name for name in value if name not in StructuredOutputParams.__struct_fields__]
+    if unknown:
+        raise RequestError(
+            f"unknown parameter structured_outputs.{echo(unknown[0])[1:-1]}",
+            param="structured_outputs",
+            code="unknown_parameter",
+        )
+    return StructuredOutputParams(**value)
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
@@ -175,6 +125,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         logit_bias: token id -> value in [-100, 100] added to the logit. allowed_token_ids: nothing else may be
             sampled. bad_words: texts that may not be generated.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt; None keeps all.
+        structured_outputs: the form of the text; with reasoning, of what comes after it.
+        thinking_token_budget: most tokens of reasoning; then it is ended. None or -1: no bound.
     """
 
     n: int = 1
@@ -198,6 +150,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputParams | None = None
+    thinking_token_budget: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -212,8 +166,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
+        self._check_form()
         if self.best_of is not None:
             self._check_best_of(self.best_of)
+
+    def _check_form(self) -> None:
+        self.structured_outputs = check_form(self.structured_outputs)
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, -1, INT64_MAX)
+            if self.thinking_token_budget == -1:
+                self.thinking_token_budget = None
 
     def _check_best_of(self, best_of: int) -> None:
         check_best_of(best_of, self.n)
@@ -260,8 +222,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
 
     def _check_lists(self) -> None:
-        self.stop = [] if self.stop is None else _check_strings("stop", self.stop, MAX_STOP_STRINGS)
-        self.bad_words = [] if self.bad_words is None else _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        self.stop = [] if self.stop is None else check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        self.bad_words = [] if self.bad_words is None else check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         if self.stop_token_ids is None:
             self.stop_token_ids = []
         else:
@@ -301,7 +263,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         early_stopping: True ends the search with the first `beam_width` finished beams; False, when no running one can
             rank before them, judged by its present length; "never", judged by the longest possible one (those of
             `transformers`).
-        include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens: as for `SamplingParams`.
+        include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens, structured_outputs: as for `SamplingParams`.
     """
 
     beam_width: int
@@ -313,6 +275,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputParams | None = None
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
@@ -331,6 +294,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_bool(name, getattr(self, name))
         if self.truncate_prompt_tokens is not None:
             check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
+        self.structured_outputs = check_form(self.structured_outputs)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
@@ -362,6 +326,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             include_stop_str_in_output=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            structured_outputs=asked.structured_outputs,
             **options,
         )
 

@@ -17,6 +17,20 @@ from quire.sampling_params import SamplingParams
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
+class ThinkingData(msgspec.Struct, frozen=True):
+    """How to end a sequence's reasoning when it grows too long.
+
+    Reasoning is open from the first generated token on if `open` is set, otherwise from where `start_ids` were
+    generated, and ends where `end_ids` were. After `budget` tokens of it that are not its end, `end_ids` are appended
+    as if they had been sampled. Only the first reasoning of a sequence counts.
+    """
+
+    start_ids: list[int]
+    end_ids: list[int]
+    budget: int
+    open: bool = False
+
+
 class NewSequenceData(msgspec.Struct):
     """A sequence the worker does not know (first time, or resumed after preemption), in full.
 
@@ -25,6 +39,9 @@ class NewSequenceData(msgspec.Struct):
     `num_computed_tokens` tokens have their KV there. `seed` is always set: the front draws one for requests that gave
     none. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
     tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
+
+    With `grammar` (Lark, as `structured.builder` writes it) the tokens after the prompt spell a text of its language.
+    `sampler_state` is what `ModelOutput.sampler_states` last said of it.
     """
 
     sequence_id: str
@@ -37,6 +54,9 @@ class NewSequenceData(msgspec.Struct):
     block_ids: list[list[int]]
     num_computed_tokens: int
     num_candidates: int = 0
+    grammar: str | None = None
+    thinking: ThinkingData | None = None
+    sampler_state: float | None = None
 
 
 class ContinuingSequenceData(msgspec.Struct):
@@ -149,13 +169,17 @@ class TokenTopLogprobs(msgspec.Struct, array_like=True):
 class ModelOutput(msgspec.Struct):
     """What one step produced.
 
-    `sampled_token_ids[sequence_id]` holds the new tokens (one; more with speculation) of each sequence that was
-    sampled; sequences still inside their prompt are absent, and so are beams, which have `candidates`: the most likely
-    next tokens with their log-probabilities, falling (the first entry, elsewhere the chosen token's, is the best one's
+    `sampled_token_ids[sequence_id]` holds the new tokens (one; more where a grammar leaves no choice, or reasoning is
+    ended) of each sequence that was sampled. Those in `completed` have then said all that their grammar allows, and
+    must be ended. `sampler_states` has what must be kept of samplers with a memory (mirostat).
+
+    Sequences still inside their prompt are absent, and so are beams, which have `candidates`: the most likely next
+    tokens with their log-probabilities, falling (the first entry, elsewhere the chosen token's, is the best one's
     again). `logprobs` has one entry per sampled token for those who asked. `prompt_logprobs` has one entry per prompt
     position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token),
-    for those who asked. `errors` names sequences whose logits were not finite; they produced no token and must be
-    ended. `loaded` says of each device block whose load from disk ended whether the record was sound.
+    for those who asked. `errors` names sequences whose logits were not finite, or to which their options left no token;
+    they produced no token and must be ended. `loaded` says of each device block whose load from disk ended whether the
+    record was sound.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -164,6 +188,8 @@ class ModelOutput(msgspec.Struct):
     errors: dict[str, str] = {}
     candidates: dict[str, TokenTopLogprobs] = {}
     loaded: dict[int, bool] = {}
+    completed: list[str] = []
+    sampler_states: dict[str, float] = {}
 
 
 class LayerKVSpec(msgspec.Struct, frozen=True):

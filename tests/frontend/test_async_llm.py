@@ -23,9 +23,9 @@ from quire.errors import (
     RequestError,
 )
 from quire.frontend.async_llm import RequestStream
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
+from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.test_output_processor import Listener
 from tests.helpers.fake_engine import FakeClient, fake_async_llm, fake_front_model
 

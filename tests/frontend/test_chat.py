@@ -13,7 +13,7 @@ from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
-from quire.frontend.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level
 from tests.frontend.templates import CONTROLS, NAMED, PLAIN_ADDED, STYLES
 

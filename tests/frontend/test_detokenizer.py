@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.frontend.detokenizer import IncrementalDetokenizer, StopChecker
-from quire.frontend.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import CORPUS, MAKERS, NAMED
 
 KINDS = ["byte_level", "llama", "first", "metaspace"]

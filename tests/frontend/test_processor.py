@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.processor import Processor, child_seed
-from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.helpers.fake_engine import small_tokenizer
 

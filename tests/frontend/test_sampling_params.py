@@ -104,6 +104,7 @@ NOT_FOR_BEAMS: dict[str, Any] = {
     "logit_bias": {1: 1.0},
     "allowed_token_ids": [1],
     "detokenize": False,
+    "thinking_token_budget": 5,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from quire.errors import ModelError, RequestError
-from quire.frontend.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import CORPUS, MAKERS, train_byte_level, write_folder
 
 TEXTS = [

@@ -27,9 +27,9 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.llm import LLM
 from quire.frontend.loading import FrontModel
-from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import BeamSearchParams
 from quire.step import BeamOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
+from quire.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 CHAT_TEMPLATE = (

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SchedulerStats, SequenceOutput
+from quire.step import SchedulerStats, SequenceOutput, ThinkingData
 
 
 class AddRequest(msgspec.Struct, tag=True):
@@ -27,6 +27,8 @@ class AddRequest(msgspec.Struct, tag=True):
         priority: lower runs earlier (with the priority policy). cache_salt: prefix blocks are shared only among
             requests with the same salt. tenant: on whose account it runs, see `--tenant-weights`.
         beam: search for the most likely sequences instead of sampling.
+        grammar: what the text must look like, as in `NewSequenceData`; compiled by the engine before it is queued.
+        thinking: how to end reasoning that grows too long.
     """
 
     request_id: str
@@ -42,6 +44,8 @@ class AddRequest(msgspec.Struct, tag=True):
     cache_salt: str | None = None
     tenant: str = ""
     beam: BeamSearchParams | None = None
+    grammar: str | None = None
+    thinking: ThinkingData | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -29,10 +29,10 @@ from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
 from quire.frontend.stats import StatListener
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats
+from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.errors import QuireError, RequestError
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 def check_beam_params(params: object) -> None:

@@ -29,7 +29,7 @@ from quire.errors import ModelError, RequestError, echo
 from quire.frontend.chat_sandbox import compile_template, render_bounded
 from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
-from quire.frontend.tokenizer import Tokenizer, check_text
+from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 MAX_DEPTH = 64
 MARK_DIGITS = 24

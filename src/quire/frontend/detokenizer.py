@@ -12,8 +12,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.frontend.pieces import Pieces
-from quire.frontend.tokenizer import REPLACEMENT, Tokenizer, strip_spaces
+from quire.tokenizer.pieces import Pieces
+from quire.tokenizer.tokenizer import REPLACEMENT, Tokenizer, strip_spaces
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 CONTEXT_TOKENS = 5

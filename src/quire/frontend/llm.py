@@ -18,9 +18,9 @@ from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.progress import Progress, progress_bar
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.inline import InlineEngine

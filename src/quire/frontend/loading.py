@@ -13,8 +13,8 @@ from quire.engine.messages import Ready
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.processor import Processor
-from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tokenizer_files import read_chat_template
+from quire.tokenizer.files import read_chat_template
+from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from quire.engine.messages import AddRequest, EngineOutputs
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stats import FinishedRequest, StatListener
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, SequenceOutput, TokenTopLogprobs
+from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, echo
-from quire.frontend.tokenizer import Tokenizer, check_text
 from quire.sampling_params import MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 Prompt = str | list[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams

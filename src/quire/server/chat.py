@@ -9,10 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError
 from quire.frontend.processor import Params
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import INT64_MAX, MAX_LOGPROBS, check_int
+from quire.sampling_params import MAX_LOGPROBS
 from quire.server.context import ServerContext, context_of
 from quire.server.generation import ChunkUsage, Generation, Usage, check_stream_fields, recommended, request_params
 from quire.server.logprobs import chat_logprobs, prompt_logprobs

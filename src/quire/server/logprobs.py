@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Logprob, TokenLogprobs
+from quire.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -inf
 

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.processor import check_ids
-from quire.frontend.tokenizer import Tokenizer, check_text
 from quire.server.context import context_of
 from quire.server.errors import JSON
 from quire.server.messages import check_messages, check_template_fields
 from quire.server.parsing import parse_request
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
+from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 THREAD_SIZE = 4096
 

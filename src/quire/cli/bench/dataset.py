@@ -12,7 +12,7 @@ import numpy as np
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.tokenizer.tokenizer import Tokenizer
 
 
 DEFAULT_INPUT_LEN = 1024

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.cli.bench.dataset import Sample
     from quire.cli.bench.http1 import HttpClient
     from quire.cli.bench.load import Answer, LoadRequest
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.tokenizer.tokenizer import Tokenizer
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
 RETRY_SECONDS = 0.5
@@ -211,7 +211,7 @@ async def wait_until_ready(client: HttpClient, seconds: float) -> tuple[str, int
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer that prompts are made with. Raises `ConfigError` naming --tokenizer."""
     from quire.checkpoint.folder import resolve_model
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.tokenizer.tokenizer import Tokenizer
 
     try:
         return Tokenizer.from_folder(resolve_model(name))

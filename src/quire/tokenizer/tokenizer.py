@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.errors import RequestError
-from quire.frontend.pieces import Pieces, pieces_of
-from quire.frontend.tokenizer_files import read_tokenizer_folder
+from quire.tokenizer.files import read_tokenizer_folder
+from quire.tokenizer.pieces import Pieces, pieces_of
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 RELEASE_GIL_CHARS = 2048
