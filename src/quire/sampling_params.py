@@ -263,7 +263,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         early_stopping: True ends the search with the first `beam_width` finished beams; False, when no running one can
             rank before them, judged by its present length; "never", judged by the longest possible one (those of
             `transformers`).
-        include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens, structured_outputs: as for `SamplingParams`.
+        include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens, structured_outputs: as for
+            `SamplingParams`.
     """
 
     beam_width: int
