@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 from quire.errors import ConfigError, echo
 
 DEMO_MODEL = "quire-demo"
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,21 @@ class ModelConfig:
         choices=("auto", "none"),
     )
     chat_template: str | None = option(None, "File with a Jinja chat template, if not the model's own.")
+    chat_template_content_format: str = option(
+        "auto",
+        "How chat templates are given content: as a text (string), as a list of parts (openai), or as the request has "
+        "it, but as a text where the template knows no parts (auto).",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {}, "JSON object of chat template variables, such as enable_thinking; requests override it.", json=True
+    )
+    tool_call_parser: str | None = option(
+        None, "Format of the model's tool calls; default: recognised from the chat template.", metavar="NAME"
+    )
+    reasoning_parser: str | None = option(
+        None, "Format of the model's reasoning; default: recognised from the chat template.", metavar="NAME"
+    )
     allow_nonfinite: bool = option(False, "Serve weights even if some are NaN or infinite.")
     seed: int = option(
         0,
@@ -248,6 +266,9 @@ class ServerConfig:
     timeout_keep_alive: int = option(5, "Seconds an idle connection stays open.", low=1, high=3600, metavar="SECONDS")
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may go on after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
+    )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring a chat template of their own; it runs sandboxed, with bounds."
     )
     ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
     disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
@@ -439,6 +460,11 @@ class EngineConfig:
             raise ConfigError(
                 "skip_tokenizer_init contradicts tokenizer; give one of them", param="skip_tokenizer_init"
             )
+        for name in model.default_chat_template_kwargs:
+            if name in TEMPLATE_ARGUMENTS or not name.isidentifier():
+                raise ConfigError(
+                    f"default_chat_template_kwargs must not set {echo(name)}", param="default_chat_template_kwargs"
+                )
         if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
