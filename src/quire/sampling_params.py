@@ -7,6 +7,7 @@ vocabulary in `frontend.processor`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
@@ -15,16 +16,29 @@ import msgspec
 
 from quire.checks import INT64_MAX, check_bool, check_float, check_int, check_list, check_strings
 from quire.errors import RequestError, UnsupportedError, echo
+from quire.sampling_options import (
+    LogitsProcessorParams,
+    RepetitionDetectionParams,
+    as_struct,
+    check_processors,
+)
+from quire.sampling_rules import check_combinations
 from quire.structured_outputs import StructuredOutputParams
 
+logger = logging.getLogger(__name__)
+
 MAX_N = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # of chat completions (`top_logprobs`); elsewhere the model option `max_logprobs` bounds them
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
 GREEDY_EPSILON = 1e-5
+LEAST_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
+MAX_SEQUENCE_BREAKERS = 16
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_LENGTH_PENALTY = 10.0
 # What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
 BEAM_FIELDS = frozenset(
@@ -91,20 +105,7 @@ def check_best_of(value: Any, n: int) -> int:
 
 def check_form(value: Any) -> StructuredOutputParams | None:
     """Return structured-output parameters, given as such or as a mapping; raise `RequestError` else."""
-    if value is None or isinstance(value, StructuredOutputParams):
-        return value
-    if not isinstance(value, Mapping):
-        raise RequestError(
-            f"structured_outputs must be an object, got {echo(value)}", param="structured_outputs", code="invalid_type"
-        )
-    unknown = [name for name in value if name not in StructuredOutputParams.__struct_fields__]
-    if unknown:
-        raise RequestError(
-            f"unknown parameter structured_outputs.{echo(unknown[0])[1:-1]}",
-            param="structured_outputs",
-            code="unknown_parameter",
-        )
-    return StructuredOutputParams(**value)
+    return None if value is None else as_struct("structured_outputs", value, StructuredOutputParams)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -116,17 +117,36 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             returned, best first. None means n. More than n of them are not streamed, and need a temperature.
         presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
         repetition_penalty: (0, 10], over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
-        temperature: [0, 2]; below 1e-5 means greedy.
+        temperature: [0, 2]; below 1e-5 means greedy, where top_p, top_k and min_p change nothing and are reset; what
+            is between that and 0.01 is raised to 0.01, with a warning.
         top_p: (0, 1], nucleus sampling (Holtzman et al. 2019). top_k: 0 or -1 means all tokens. min_p: [0, 1].
-        seed: makes sampling reproducible whatever else is in the batch; None draws one.
+        seed: makes sampling reproducible whatever else is in the batch; None or -1 draws one.
         stop: up to 4 strings that end the text; stop_token_ids: ids that end it.
         max_tokens: None means as many as fit in the context. min_tokens: EOS and stop ids are barred before.
-        logprobs, prompt_logprobs: number of alternatives per position, 0..20, or None for none at all.
+        logprobs, prompt_logprobs: number of alternatives per position, at most the model option `max_logprobs`; -1:
+            the whole vocabulary; True: 1; None: no log-probabilities at all.
+        logprob_token_ids: up to 128 ids whose log-probabilities are given at each position, in place of the likeliest;
+            `logprobs` is then absent or their number. prompt_logprob_start: first position of the prompt to score.
+        flat_logprobs: log-probabilities come as `outputs.FlatLogprobs`, which has few objects for many numbers.
         logit_bias: token id -> value in [-100, 100] added to the logit. allowed_token_ids: nothing else may be
             sampled. bad_words: texts that may not be generated.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt; None keeps all.
         structured_outputs: the form of the text; with reasoning, of what comes after it.
         thinking_token_budget: most tokens of reasoning; then it is ended. None or -1: no bound.
+        spaces_between_special_tokens: False: special tokens in the text have no blanks beside them that the
+            tokenizer's decoder would put there.
+        stream_interval: a stream has an output every so many tokens of a completion; first and last always come.
+        skip_reading_prefix_cache: compute the whole prompt. skip_clone: this object will not be changed by whoever
+            gave it, and is used as it is.
+        repetition_detection: ends an output that goes round in circles, with finish_reason "repetition".
+        logits_processors: names (or names and arguments) of plug-ins of the model option `logits_processors`;
+            extra_args: arguments for all of them.
+        typical_p, top_n_sigma, xtc_*, dry_*, dynatemp_*, mirostat*: the samplers of llama.cpp, see `sampling.filters`,
+            `sampling.dry` and `sampling.mirostat`; all off by default. dry_sequence_breakers: None means newline,
+            colon, double quote, and asterisk.
+        prompt_logprob_token_ids, watermarking, routed_experts_prompt_start, trace_decode_token_ids: are refused.
+
+    Which fields exclude or need each other stands in `sampling_rules`.
     """
 
     n: int = 1
@@ -156,19 +176,51 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    spaces_between_special_tokens: bool = True
+    stream_interval: int | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_start: int | None = None
+    flat_logprobs: bool = False
+    skip_reading_prefix_cache: bool = False
+    skip_clone: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None
+    logits_processors: list[LogitsProcessorParams] | None = None
+    extra_args: dict[str, Any] | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: list[str] | None = None
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    watermarking: Any = None
+    routed_experts_prompt_start: int | None = None
+    trace_decode_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
         self._check_numbers()
+        self._check_samplers()
         self._check_counts()
+        self._check_logprobs()
         self._check_lists()
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        self._check_parts()
+        for name in SWITCHES:
             check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         self._check_form()
         if self.best_of is not None:
             self._check_best_of(self.best_of)
+        check_combinations(self, DEFAULTS)
 
     def _check_form(self) -> None:
         self.structured_outputs = check_form(self.structured_outputs)
@@ -205,6 +257,40 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_int("top_k", self.top_k, -1, INT64_MAX)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), INT64_MAX)
+            if self.seed == -1:
+                self.seed = None
+        if self.greedy:  # the likeliest token survives all three
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < LEAST_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, LEAST_TEMPERATURE)
+            self.temperature = LEAST_TEMPERATURE
+
+    def _check_samplers(self) -> None:
+        self.typical_p = check_float("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
+        self.top_n_sigma = check_float("top_n_sigma", self.top_n_sigma, -1.0, 1000.0)
+        if self.top_n_sigma < 0.0:
+            if self.top_n_sigma != -1.0:
+                raise RequestError(
+                    f"top_n_sigma must be -1 or at least 0, got {self.top_n_sigma:g}",
+                    param="top_n_sigma",
+                    code="decimal_below_min_value",
+                )
+            self.top_n_sigma = 0.0
+        self.xtc_probability = check_float("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        self.xtc_threshold = check_float("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        self.dry_multiplier = check_float("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        self.dry_base = check_float("dry_base", self.dry_base, 1.0, 100.0)
+        check_int("dry_allowed_length", self.dry_allowed_length, 1, INT64_MAX)
+        check_int("dry_penalty_last_n", self.dry_penalty_last_n, -1, INT64_MAX)
+        if self.dry_sequence_breakers is not None:
+            self.dry_sequence_breakers = check_strings(
+                "dry_sequence_breakers", self.dry_sequence_breakers, MAX_SEQUENCE_BREAKERS
+            )
+        self.dynatemp_range = check_float("dynatemp_range", self.dynatemp_range, 0.0, 2.0)
+        self.dynatemp_exponent = check_float("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        check_int("mirostat", self.mirostat, 0, 2)
+        self.mirostat_tau = check_float("mirostat_tau", self.mirostat_tau, 0.0, 100.0, low_open=True)
+        self.mirostat_eta = check_float("mirostat_eta", self.mirostat_eta, 0.0, 1.0)
 
     def _check_counts(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -215,11 +301,35 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("truncate_prompt_tokens", "stream_interval"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None:
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
+                check_int(name, getattr(self, name), 1, INT64_MAX)
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), -1, INT64_MAX)
+        if self.prompt_logprob_start is not None:
+            check_int("prompt_logprob_start", self.prompt_logprob_start, 0, INT64_MAX)
+        if self.logprob_token_ids is not None:
+            name = "logprob_token_ids"
+            self.logprob_token_ids = _check_token_ids(name, self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+            if not self.logprob_token_ids:
+                raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
+
+    def _check_parts(self) -> None:
+        if self.repetition_detection is not None:
+            self.repetition_detection = as_struct(
+                "repetition_detection", self.repetition_detection, RepetitionDetectionParams
+            )
+        if self.logits_processors is not None:
+            self.logits_processors = check_processors(self.logits_processors) or None
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise RequestError(
+                f"extra_args must be an object, got {echo(self.extra_args)}", param="extra_args", code="invalid_type"
+            )
 
     def _check_lists(self) -> None:
         self.stop = [] if self.stop is None else check_strings("stop", self.stop, MAX_STOP_STRINGS)
@@ -251,6 +361,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)
+
+
+SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "spaces_between_special_tokens",
+    "flat_logprobs",
+    "skip_reading_prefix_cache",
+    "skip_clone",
+)
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -311,11 +434,12 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         rest = dict(fields)
         options = {name: rest.pop(name) for name in ("length_penalty", "early_stopping") if name in rest}
         best_of = rest.pop("best_of", None)
-        asked = SamplingParams(**{"temperature": 0.0, **rest})
-        if asked.temperature != 0.0:
+        temperature = check_float("temperature", rest.pop("temperature", 0.0), 0.0, 2.0)
+        if temperature != 0.0:
             raise UnsupportedError(
-                f"temperature must be 0 or absent with beam search, got {asked.temperature:g}", param="temperature"
+                f"temperature must be 0 or absent with beam search, got {temperature:g}", param="temperature"
             )
+        asked = SamplingParams(**rest)
         neutral = SamplingParams(top_k=min(asked.top_k, 0), output_kind=asked.output_kind)  # 0 and -1 are the same
         for name in SamplingParams.__struct_fields__:
             if name not in BEAM_FIELDS and getattr(asked, name) != getattr(neutral, name):

@@ -10,6 +10,7 @@ import pytest
 from quire import BeamSearchParams, SamplingParams
 from quire.errors import RequestError, UnsupportedError
 from quire.sampling_params import BEAM_FIELDS, RequestOutputKind
+from quire.sampling_rules import MIROSTAT_REPLACES, with_recommended
 
 
 def test_best_of_is_how_many_are_generated() -> None:
@@ -105,6 +106,37 @@ NOT_FOR_BEAMS: dict[str, Any] = {
     "allowed_token_ids": [1],
     "detokenize": False,
     "thinking_token_budget": 5,
+    "spaces_between_special_tokens": False,
+    "stream_interval": 2,
+    "logprob_token_ids": [1],
+    "skip_reading_prefix_cache": True,
+    "skip_clone": True,
+    "repetition_detection": {"max_pattern_size": 3},
+    "logits_processors": ["x"],
+    "typical_p": 0.5,
+    "top_n_sigma": 1.0,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.5,
+    "dynatemp_range": 0.5,
+    "mirostat": 2,
+    "prompt_logprob_token_ids": [[1]],
+    "watermarking": True,
+    "routed_experts_prompt_start": 0,
+    "trace_decode_token_ids": [1],
+}
+# Fields that mean nothing without another one, which is named.
+DEPENDENT: dict[str, tuple[Any, str]] = {
+    "prompt_logprob_start": (1, "prompt_logprobs"),
+    "flat_logprobs": (True, "logprobs"),
+    "extra_args": ({"a": 1}, "logits_processors"),
+    "xtc_threshold": (0.2, "xtc_probability"),
+    "dry_base": (2.0, "dry_multiplier"),
+    "dry_allowed_length": (3, "dry_multiplier"),
+    "dry_penalty_last_n": (64, "dry_multiplier"),
+    "dry_sequence_breakers": (["x"], "dry_multiplier"),
+    "dynatemp_exponent": (2.0, "dynatemp_range"),
+    "mirostat_tau": (3.0, "mirostat"),
+    "mirostat_eta": (0.2, "mirostat"),
 }
 
 
@@ -117,4 +149,120 @@ def test_what_beams_cannot_honour_is_refused_by_name(name: str) -> None:
 
 def test_every_sampling_field_is_honoured_by_beams_or_refused() -> None:
     elsewhere = {"best_of", "output_kind"}
-    assert set(SamplingParams.__struct_fields__) == {*NOT_FOR_BEAMS, *elsewhere} | BEAM_FIELDS
+    assert set(SamplingParams.__struct_fields__) == {*NOT_FOR_BEAMS, *DEPENDENT, *elsewhere} | BEAM_FIELDS
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
+    value, needed = DEPENDENT[name]
+    with pytest.raises(RequestError, match=f"{name} has no effect without .*{needed}") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    with pytest.raises(RequestError, match=name):
+        BeamSearchParams.from_fields({"n": 2, name: value}, most_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"logprobs": -2}, "logprobs", "integer_below_min_value"),
+        ({"logprobs": False}, "logprobs", "invalid_type"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs", "invalid_type"),
+        ({"logprob_token_ids": []}, "logprob_token_ids", "empty_array"),
+        ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "array_above_max_length"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids[0]", "invalid_value"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs", "invalid_value"),
+        ({"prompt_logprob_start": -1, "prompt_logprobs": 0}, "prompt_logprob_start", "integer_below_min_value"),
+        ({"stream_interval": 0}, "stream_interval", "integer_below_min_value"),
+        ({"stream_interval": 2, "output_kind": RequestOutputKind.FINAL_ONLY}, "stream_interval", "invalid_value"),
+        ({"stream_interval": 2, "best_of": 2}, "stream_interval", "invalid_value"),
+        ({"spaces_between_special_tokens": 0}, "spaces_between_special_tokens", "invalid_type"),
+        (
+            {"spaces_between_special_tokens": False, "detokenize": False},
+            "spaces_between_special_tokens",
+            "invalid_value",
+        ),
+        ({"flat_logprobs": 1, "logprobs": 1}, "flat_logprobs", "invalid_type"),
+        ({"skip_clone": None}, "skip_clone", "invalid_type"),
+        ({"typical_p": 0.0}, "typical_p", "decimal_below_min_value"),
+        ({"top_n_sigma": -0.5}, "top_n_sigma", "decimal_below_min_value"),
+        ({"top_n_sigma": float("nan")}, "top_n_sigma", "invalid_value"),
+        ({"xtc_probability": 1.5}, "xtc_probability", "decimal_above_max_value"),
+        ({"dry_multiplier": -1}, "dry_multiplier", "decimal_below_min_value"),
+        ({"dry_multiplier": 1, "dry_base": 0.9}, "dry_base", "decimal_below_min_value"),
+        ({"dry_multiplier": 1, "dry_allowed_length": 0}, "dry_allowed_length", "integer_below_min_value"),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": [""]}, "dry_sequence_breakers[0]", "string_below_min_length"),
+        ({"mirostat": 3}, "mirostat", "integer_above_max_value"),
+        ({"mirostat": True}, "mirostat", "invalid_type"),
+        ({"mirostat": 1, "mirostat_tau": 0}, "mirostat_tau", "decimal_below_min_value"),
+        ({"logits_processors": "x"}, "logits_processors", "invalid_type"),
+        ({"logits_processors": [{"args": {}}]}, "logits_processors[0]", "missing_required_parameter"),
+        ({"logits_processors": [{"name": "x", "how": 1}]}, "logits_processors[0]", "unknown_parameter"),
+        ({"logits_processors": ["x"], "extra_args": [1]}, "extra_args", "invalid_type"),
+        ({"repetition_detection": 3}, "repetition_detection", "invalid_type"),
+        ({"repetition_detection": {}}, "repetition_detection", "missing_required_parameter"),
+        (
+            {"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+            "repetition_detection.min_count",
+            "integer_below_min_value",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4}},
+            "repetition_detection.min_pattern_size",
+            "integer_above_max_value",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 4096, "min_count": 4096}},
+            "repetition_detection",
+            "invalid_value",
+        ),
+        ({"watermarking": {"key": 1}}, "watermarking", "unsupported_parameter"),
+        ({"routed_experts_prompt_start": 0}, "routed_experts_prompt_start", "unsupported_parameter"),
+        ({"trace_decode_token_ids": [3]}, "trace_decode_token_ids", "unsupported_parameter"),
+        ({"prompt_logprob_token_ids": [[3]]}, "prompt_logprob_token_ids", "unsupported_parameter"),
+        ({"mirostat": 2, "temperature": 0}, "mirostat", "invalid_value"),
+        ({"dynatemp_range": 0.5, "temperature": 0}, "dynatemp_range", "invalid_value"),
+    ],
+)
+def test_bad_sampling_params_are_named(fields: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+@pytest.mark.parametrize("name", MIROSTAT_REPLACES)
+def test_mirostat_replaces_the_other_truncations(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} contradicts mirostat") as caught:
+        SamplingParams(mirostat=2, **{name: NOT_FOR_BEAMS[name]})
+    assert caught.value.param == name
+    SamplingParams(mirostat=1, top_k=-1, top_n_sigma=-1)  # both say "off"
+    recommended = {name: NOT_FOR_BEAMS[name], "temperature": 0.5}
+    assert with_recommended(recommended, {"mirostat": 2}) == {"temperature": 0.5, "mirostat": 2}
+    assert with_recommended(recommended, {"mirostat": 0})[name] == NOT_FOR_BEAMS[name]
+
+
+def test_values_that_mean_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(logprobs=1, prompt_logprobs=1)
+    assert SamplingParams(top_n_sigma=-1).top_n_sigma == 0.0
+    greedy = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.5)
+    assert greedy.greedy and (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
+    assert not caplog.records
+    low = SamplingParams(temperature=0.001)
+    assert low.temperature == 0.01 and "0.001" in caplog.text
+    low.clone(seed=1)
+    assert len(caplog.records) == 1
+
+
+def test_sampling_params_survive_the_wire() -> None:
+    params = SamplingParams(
+        logits_processors=["a", {"name": "b", "args": {"x": [1]}}],
+        extra_args={"y": 2},
+        repetition_detection={"max_pattern_size": 3, "min_count": 4},
+        dry_multiplier=1,
+        dry_sequence_breakers="x",
+        logprob_token_ids=(3, 4),
+    )
+    assert params.logits_processors[1].args == {"x": [1]} and params.repetition_detection.min_count == 4
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert params.clone() == params
