@@ -242,6 +242,49 @@ def test_keep_only() -> None:
         np.testing.assert_array_equal(backend.to_numpy(target), expected)
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 8191, 8192, 8225, 20001])
+@pytest.mark.parametrize("density", [0.02, 0.5, 0.98])
+def test_a_bitmask_bars_the_tokens_whose_bits_are_clear(vocab: int, density: float) -> None:
+    rng = np.random.default_rng(vocab)
+    logits, mask = normal(rng, 5, vocab), rng.random((3, vocab)) < density
+    mask[1], mask[2, : vocab // 2] = True, False
+    expected = logits.copy()
+    rows = np.array([4, 0, 2])
+    expected[rows] = np.where(mask, expected[rows], -np.inf)
+    padded = np.ones((3, -(-vocab // 32) * 32), bool)  # bits beyond the vocabulary mean nothing
+    padded[:, :vocab] = mask
+    bits = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    for backend in pair():
+        target = backend.from_numpy(logits.copy())
+        backend.apply_bitmask(target, rows, bits)
+        np.testing.assert_array_equal(backend.to_numpy(target), expected)
+        slanted = backend.from_numpy(np.concatenate([logits, logits], axis=1))[:, 1 : vocab + 1]
+        backend.apply_bitmask(slanted, rows, bits)
+        barred = np.zeros((5, vocab), bool)
+        barred[rows] = ~mask
+        np.testing.assert_array_equal(backend.to_numpy(slanted) == -np.inf, barred)
+
+
+def test_no_way_of_sampling_takes_a_token_that_is_barred() -> None:
+    rng = np.random.default_rng(3)
+    vocab, count = 3001, 200
+    for top_k, top_p, min_p in [(0, 1.0, 0.0), (50, 1.0, 0.0), (2000, 0.99, 0.0), (0, 0.999, 0.0), (0, 1.0, 0.2)]:
+        logits, mask = normal(rng, count, vocab) * 5, rng.random((count, vocab)) < 0.01
+        mask[np.arange(count), rng.integers(0, vocab, count)] = True
+        logits[~mask] += 30  # what is barred would be likely
+        bits = np.packbits(np.pad(mask, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little").view(np.int32)
+        uniforms = rng.random(count)
+        uniforms[:20] = np.nextafter(1.0, 0.0)
+        drawn = []
+        for backend in pair():
+            target = backend.from_numpy(logits.copy())
+            backend.apply_bitmask(target, np.arange(count), bits)
+            options = np.full(count, 2.0), np.full(count, top_k), np.full(count, top_p), np.full(count, min_p)
+            drawn.append(backend.sample(target, *options, uniforms))
+            assert mask[np.arange(count), drawn[-1]].all()
+        np.testing.assert_array_equal(drawn[0][20:], drawn[1][20:])  # the others' draws are at the very end
+
+
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = normal(np.random.default_rng(16), 5, 20001)
     logits[1, [7, 300, 20000]] = 9.0

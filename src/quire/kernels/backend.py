@@ -267,6 +267,12 @@ class Backend(Protocol):
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
 
+    def apply_bitmask(self, logits: Array, rows: np.ndarray, bitmask: np.ndarray) -> None:
+        """In place: on `rows` int64 [P], no two the same, every token whose bit is clear becomes -inf.
+
+        bitmask is int32 [P, ceil(V / 32)], contiguous; token t is bit t % 32, from the lowest, of word t // 32.
+        """
+
     def rows_finite(self, logits: Array) -> Array:
         """Return bool [R]: whether the row holds no NaN and no +inf, and not only -inf. May be part of a `graph`."""
 

@@ -1,12 +1,14 @@
 """From logits to tokens: applies each row's options in a fixed order and draws with (seed, position) keyed numbers.
 
-Order: raw log-probabilities are taken first (they describe the model, not the options); then allowed tokens, biases
-and barred tokens, penalties; then temperature, top-k, min-p, top-p and the draw, which are one backend op.
+Order: raw log-probabilities are taken first (they describe the model, not the options); then what a grammar allows,
+allowed tokens, biases and barred tokens, penalties; then temperature, top-k, min-p, top-p and the draw, which are one
+backend op.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +18,23 @@ from quire.sampling.rng import uniforms
 from quire.step import TokenTopLogprobs
 
 
+class Bitmask(NamedTuple):
+    """What grammars leave of the vocabulary: for places `rows` int64 [P] of the batch, `bits` int32 [P, words].
+
+    See `Backend.apply_bitmask`.
+    """
+
+    rows: np.ndarray
+    bits: np.ndarray
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """The options of R rows, as numpy arrays of that length.
 
     `positions` are the sequence positions the sampled tokens will take. `extras[r]` is None for most rows;
-    `output_ids[r]` (tokens generated so far) is only read where extras are present.
+    `output_ids[r]` (tokens generated so far) is only read where extras are present. `mask` is None where no row has a
+    grammar.
     """
 
     temperature: np.ndarray
@@ -32,11 +45,15 @@ class SamplingBatch:
     positions: np.ndarray
     extras: list[Extras | None]
     output_ids: list[np.ndarray]
+    mask: Bitmask | None = None
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Chosen tokens int64 [R], of no meaning where logits are not finite; logprobs per row where asked for."""
+    """Chosen tokens int64 [R]; logprobs per row where asked for.
+
+    Tokens are of no meaning where logits are not finite, and -1 where a grammar and other options leave none.
+    """
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenTopLogprobs]
@@ -52,7 +69,10 @@ class Sampler:
         """Sample from `logits` float32 [R, V], which may be overwritten."""
         wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.num_logprobs is not None]
         raw = logits[self.backend.from_numpy(np.array(wanting, dtype=np.int64))] if wanting else None
+        if batch.mask is not None:
+            self.backend.apply_bitmask(logits, batch.mask.rows, batch.mask.bits)
         self._apply_extras(logits, batch)
+        empty = None if batch.mask is None else ~self.backend.to_numpy(self.backend.rows_finite(logits))
         tokens = self.backend.sample(
             logits,
             batch.temperature,
@@ -61,7 +81,9 @@ class Sampler:
             batch.min_p,
             uniforms(batch.seeds, batch.positions) if batch.temperature.any() else np.zeros(len(batch.seeds)),
         )
-        return Sampled(tokens, self._logprobs(raw, wanting, tokens, batch.extras))
+        if empty is not None:
+            tokens = np.where(empty, -1, tokens)
+        return Sampled(tokens, self._logprobs(raw, wanting, np.maximum(tokens, 0), batch.extras))
 
     def _apply_extras(self, logits: Array, batch: SamplingBatch) -> None:
         rows = [(r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits]

@@ -321,6 +321,11 @@ class CPUBackend:
         for row, allowed in zip(rows.tolist(), mask, strict=True):
             np.copyto(logits[row], -np.inf, where=~allowed)
 
+    def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
+        """See `Backend.apply_bitmask`."""
+        self._known = None
+        choose.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
+
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
         """See `Backend.rows_finite`."""
         known = survey(self._launcher, logits)

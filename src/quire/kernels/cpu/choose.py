@@ -87,6 +87,37 @@ def penalize(
         logits[...] = target
 
 
+# Masks of bits
+
+
+@op
+def keep_bits_pieces(args, first, last, scratch):
+    """Items are pieces of rows. logits, elements between rows, V, pieces of a row, rows, words, words of a row."""
+    logits, stride, size, pieces, rows = floats(args[0]), args[1], args[2], args[3], longs(args[4])
+    words, width = ints(args[5]), args[6]
+    for item in range(first, last):
+        p, begin = item // pieces, item % pieces * PIECE
+        at = rows[p] * stride
+        for start in range(begin, min(begin + PIECE, size), 32):
+            word = np.int64(words[p * width + start // 32])
+            if word != -1:
+                for i in range(start, min(start + 32, size)):
+                    if (word >> (i - start)) & 1 == 0:
+                        logits[at + i] = -np.inf
+
+
+def keep_bits(launcher: Launcher, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
+    """Bar tokens of logits [R, V] in place, see `Backend.apply_bitmask`; rows int64 [P], bitmask int32 [P, words]."""
+    target, stride = as_rows(logits)
+    size = logits.shape[1]
+    assert bitmask.shape[1] * 32 >= size, "a bit for each token"
+    pieces = -(-size // PIECE)
+    options = target, stride, size, pieces, rows, bitmask, bitmask.shape[1]
+    launcher.emit(keep_bits_pieces, *options, items=len(rows) * pieces, work=len(rows) * size)
+    if target is not logits:
+        logits[...] = target
+
+
 # Weights
 
 ROUNDER = 1.5 * 2.0**52  # adding it leaves the nearest integer in the low bits

@@ -287,6 +287,11 @@ class ReferenceBackend:
         index = self.from_numpy(rows)
         logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
 
+    def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
+        """See `Backend.apply_bitmask`."""
+        bits = np.unpackbits(bitmask.astype("<i4").view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        self.keep_only(logits, rows, bits.astype(bool))
+
     def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Backend.rows_finite`."""
         return torch.isfinite(logits.amax(dim=-1))
