@@ -88,6 +88,15 @@ class ModelConfig:
         "Where default sampling values come from: auto reads generation_config.json, none keeps the neutral ones.",
         choices=("auto", "none"),
     )
+    max_logprobs: int = option(
+        20, "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.", low=-1
+    )
+    logits_processors: list[str] = option(
+        [],
+        "Plug-ins that requests may name to change logits: NAME=MODULE:ATTRIBUTE, or the name of an entry point of "
+        "the group quire.logits_processors.",
+        metavar="PLUGIN",
+    )
     chat_template: str | None = option(None, "File with a Jinja chat template, if not the model's own.")
     chat_template_content_format: str = option(
         "auto",
