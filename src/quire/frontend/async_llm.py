@@ -24,20 +24,24 @@ from quire.engine.client import EngineClient
 from quire.engine.create import create_client
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.frontend.asking import demand
 from quire.frontend.beams import beam_search_output
+from quire.frontend.formats.message import MessageAsk
+from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
 from quire.frontend.stats import StatListener
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SchedulerStats
+from quire.step import SchedulerStats, ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 THREAD_CHARS = 4096
 TOKENIZER_THREADS = 2
+GRAMMAR_THREADS = 8  # they wait for other processes
 QUEUED_PER_RUNNING = 4
 
 T = TypeVar("T")
@@ -138,6 +142,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._grammars = GrammarCompiler()
+        self._grammar_threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._stats_calls: set[int] = set()
@@ -194,6 +200,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tenant: str = "",
         param: str = "prompt",
+        ask: MessageAsk | None = None,
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
 
@@ -203,6 +210,7 @@ class AsyncLLM:
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
             cache_salt: prefix blocks are shared only among requests with the same salt.
             tenant: on whose account it runs. param: what errors call the prompt.
+            ask: what the message that follows the prompt may be; None if it is no message.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -218,6 +226,7 @@ class AsyncLLM:
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param)
+            grammar, thinking = await self._demand(params, token_ids, ask)
         finally:
             self._num_admitting -= 1
         processor = self._alive()
@@ -229,6 +238,8 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            grammar=grammar,
+            thinking=thinking,
         )
         news = asyncio.Event()
         state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), news.set)
@@ -320,6 +331,20 @@ class AsyncLLM:
             return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param))
         return processor.tokenize(prompt, params, param=param)
 
+    async def _demand(
+        self, params: Params, token_ids: list[int], ask: MessageAsk | None
+    ) -> tuple[str | None, ThinkingData | None]:
+        """Return the grammar that the text must follow, and the bound on reasoning, as far as they are asked for."""
+        wanted = demand(self.front_model, params, token_ids, ask)
+        job = wanted.job
+        if job is None or self._grammars.known(job):
+            return None if job is None else self._grammars.compile(job), wanted.thinking
+        if self._grammar_threads is None:
+            self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="quire-grammar")
+        assert self._loop is not None
+        # Not the tokenizer's threads: one form that takes long must not hold up everyone's prompts.
+        return await self._loop.run_in_executor(self._grammar_threads, self._grammars.compile, job), wanted.thinking
+
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         assert self._loop is not None
         return self._loop.run_in_executor(self._threads, work)
@@ -370,8 +395,10 @@ class AsyncLLM:
             await asyncio.gather(self._receiver, return_exceptions=True)
         self._die(EngineDeadError("the engine was closed"))
         await self._client.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        self._grammars.close()
+        for threads in (self._threads, self._grammar_threads):
+            if threads is not None:
+                threads.shutdown(wait=False)
 
     async def _receive(self) -> None:
         """The background task: deliver what the engine says until it is gone."""

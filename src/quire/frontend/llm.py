@@ -12,7 +12,10 @@ from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
 from quire.errors import EngineDeadError, RequestError
+from quire.frontend.asking import demand
 from quire.frontend.beams import beam_search_output, check_beam_params
+from quire.frontend.formats.message import MessageAsk
+from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.interrupt import deferred_interrupt
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
@@ -61,6 +64,7 @@ class LLM:
         self._front = front_model
         self._processor = front_model.processor(engine.ready, seed=config.model.seed)
         self._outputs = OutputProcessor(front_model.tokenizer)
+        self._grammars = GrammarCompiler()
         self._num_requests = 0
 
     def generate(
@@ -158,11 +162,12 @@ class LLM:
         priority: int | Sequence[int],
         use_tqdm: bool,
         tenant: str | Sequence[str],
+        asks: Sequence[MessageAsk] | None = None,
     ) -> list[RequestOutput]:
         engine = self._open_engine()
         priorities = _one_each(priority, len(prompts), "priority")
         tenants = _one_each(tenant, len(prompts), "tenant")
-        states = self._admit(prompts, params, priorities, tenants)
+        states = self._admit(prompts, params, priorities, tenants, asks)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
         left = len(states)
         with (
@@ -194,7 +199,12 @@ class LLM:
         return [item.clone(output_kind=RequestOutputKind.FINAL_ONLY) for item in chosen]
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], priorities: Sequence[int], tenants: Sequence[str]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        priorities: Sequence[int],
+        tenants: Sequence[str],
+        asks: Sequence[MessageAsk] | None,
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
         engine = self._open_engine()
@@ -202,14 +212,18 @@ class LLM:
         for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
             param = "prompt" if len(prompts) == 1 else f"prompts[{index}]"
             request_id = str(self._num_requests + index)
-            adds = self._processor.process(
-                prompt,
+            arrival_time = time.monotonic()
+            token_ids = self._processor.tokenize(prompt, item, param=param)
+            wanted = demand(self._front, item, token_ids, None if asks is None else asks[index])
+            adds = self._processor.build(
+                token_ids,
                 item,
                 request_id,
-                arrival_time=time.monotonic(),
+                arrival_time=arrival_time,
                 priority=priorities[index],
                 tenant=tenants[index],
-                param=param,
+                grammar=None if wanted.job is None else self._grammars.compile(wanted.job),
+                thinking=wanted.thinking,
             )
             checked.append((request_id, prompt, adds, item))
         self._num_requests += len(checked)
@@ -273,6 +287,7 @@ class LLM:
         """Release the model and its memory. Later calls do nothing."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._grammars.close()
             engine.close()
 
     def _open_engine(self) -> InlineEngine:

@@ -20,6 +20,7 @@ from typing import Any
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, echo
 from quire.sampling_params import MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -180,14 +181,19 @@ class Processor:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        grammar: str | None = None,
+        thinking: ThinkingData | None = None,
     ) -> list[AddRequest]:
         """Return what the engine is to be told: one `AddRequest`.
+
+        `grammar` is what came of the form that `params` ask for, `thinking` of their budget (`frontend.asking`).
 
         Its sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed itself, the others
         seeds derived from it. More sequences than the engine runs at a time go into several `AddRequest`s, the first
         of which asks for prompt logprobs. A beam search is one sequence of the request's id.
         """
         self._check_options(request_id, priority, cache_salt, tenant)
+        assert params.structured_outputs is None or grammar is not None, "a form without its grammar would be ignored"
         beam = None
         if isinstance(params, BeamSearchParams):
             self.check_beam_width(params.beam_width)
@@ -205,9 +211,11 @@ class Processor:
             "priority": priority,
             "cache_salt": cache_salt,
             "tenant": tenant,
+            "grammar": grammar,
+            "thinking": thinking,
         }
         if beam is not None:
-            beam = beam.clone(max_tokens=max_tokens)
+            beam = beam.clone(max_tokens=max_tokens, structured_outputs=None)
             return [
                 AddRequest(
                     request_id, sampling_params=params, sequence_ids=[request_id], seeds=[0], beam=beam, **shared
@@ -299,7 +307,8 @@ class Processor:
 def _one_of(params: SamplingParams) -> SamplingParams:
     """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
     ranked = params.num_sequences > params.n and params.logprobs is None
-    return params.clone(n=1, best_of=None, logprobs=0 if ranked else params.logprobs)
+    # The engine gets the grammar; the form it was made of may be large.
+    return params.clone(n=1, best_of=None, logprobs=0 if ranked else params.logprobs, structured_outputs=None)
 
 
 def _like_a_beam(params: BeamSearchParams) -> SamplingParams:

@@ -1,0 +1,90 @@
+"""What a request demands of the form of its text, put together: grammar, bound on reasoning, what a message may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.errors import UnsupportedError
+from quire.frontend.formats.message import MessageAsk, Tool
+from quire.frontend.grammar_jobs import FormJob, Job, MessageJob
+from quire.frontend.loading import FrontModel
+from quire.frontend.processor import Params
+from quire.sampling_params import SamplingParams
+from quire.step import ThinkingData
+
+TAIL_TOKENS = 64  # of a prompt, in which the beginning of reasoning is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`job` for `GrammarCompiler`, if there is anything to compile; `thinking` for the engine."""
+
+    job: Job | None = None
+    thinking: ThinkingData | None = None
+
+
+def prompt_tail(front: FrontModel, prompt_token_ids: Sequence[int]) -> str:
+    """Return the last characters of a prompt, special tokens as text."""
+    if front.tokenizer is None:
+        return ""
+    return front.tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+
+
+def message_ask(
+    front: FrontModel,
+    prompt_token_ids: Sequence[int],
+    *,
+    tools: Sequence[Tool] = (),
+    choice: str = "auto",
+    parallel: bool = True,
+) -> MessageAsk:
+    """Return what may follow a prompt that ends with the beginning of an assistant's message."""
+    assert front.tokenizer is not None, "there is a chat template"
+    fmt = front.message_format
+    tail = prompt_tail(front, prompt_token_ids)
+    return MessageAsk(
+        tools=list(tools),
+        choice=choice if tools else "none",
+        parallel=parallel,
+        reasoning_open=fmt.reasoning_open(tail),
+        can_reason=fmt.can_reason_after(tail),
+        special_tokens=front.tokenizer.control_tokens,
+        end_tokens=front.end_tokens,
+    )
+
+
+def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], ask: MessageAsk | None) -> Demand:
+    """Return what a request needs beyond sampling.
+
+    Args:
+        ask: what its message may be; None for texts that are no messages, whose form is that of the whole text.
+
+    Raises:
+        UnsupportedError: the model's reasoning cannot be told from the rest, so that it cannot be bounded.
+    """
+    form = params.structured_outputs
+    job: Job | None = None
+    if ask is not None:
+        if form is not None or (ask.tools and ask.choice != "none"):
+            job = MessageJob(front.tool_format, front.reasoning_format, msgspec.structs.replace(ask, form=form))
+    elif form is not None:
+        special = front.tokenizer.control_tokens if front.tokenizer is not None else {}
+        job = FormJob(form, special if form.structural_tag is not None else {})
+    budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
+    return Demand(job, None if budget is None else _thinking(front, prompt_token_ids, budget))
+
+
+def _thinking(front: FrontModel, prompt_token_ids: Sequence[int], budget: int) -> ThinkingData:
+    fmt, tokenizer = front.message_format, front.tokenizer
+    texts = fmt.thinking_texts
+    if tokenizer is None or texts is None:
+        raise UnsupportedError(
+            "thinking_token_budget needs a model whose reasoning is marked, and this one's chat template marks none; "
+            "--reasoning-parser names the marks",
+            param="thinking_token_budget",
+        )
+    start, end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return ThinkingData(start, end, budget, open=fmt.reasoning_open(prompt_tail(front, prompt_token_ids)))

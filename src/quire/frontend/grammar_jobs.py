@@ -1,0 +1,56 @@
+"""What the front and the process that compiles grammars say to each other, and how it is framed."""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+import msgspec
+
+from quire.frontend.formats.message import MessageAsk
+from quire.structured_outputs import StructuredOutputParams
+
+HEADER = struct.Struct("<I")
+
+
+class FormJob(msgspec.Struct, tag=True, frozen=True):
+    """Compile a form that stands by itself."""
+
+    form: StructuredOutputParams
+    special_tokens: dict[str, int] = {}
+
+
+class MessageJob(msgspec.Struct, tag=True, frozen=True):
+    """Compile what a message of a model may be; the names are those of its formats."""
+
+    tool_format: str | None
+    reasoning_format: str | None
+    ask: MessageAsk
+
+
+class Answer(msgspec.Struct):
+    """A grammar (None: nothing is to be constrained), or the error, by its parts."""
+
+    grammar: str | None = None
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+Job = FormJob | MessageJob
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Return the next message; None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    """Send one message."""
+    stream.write(HEADER.pack(len(data)) + data)
+    stream.flush()

@@ -1,0 +1,50 @@
+"""A process of its own that compiles grammars, so that one which takes too long can be stopped.
+
+It reads jobs from standard input and writes answers to standard output, each as a four-byte length and msgpack. What
+it answers was compiled by the same code, within the same limits, that the engine will use. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import msgspec
+
+from quire.errors import RequestError
+from quire.frontend.formats.registry import format_named
+from quire.frontend.grammar_jobs import Answer, FormJob, Job, read_frame, write_frame
+from quire.structured.compile import checked, compile_form
+
+MEMORY = 1 << 30  # bytes of address space; about 200 MiB of it are the interpreter and its libraries
+
+
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def answer_to(job: Job) -> Answer:
+    """Compile; what is wrong with the request is an answer, too."""
+    try:
+        if isinstance(job, FormJob):
+            return Answer(compile_form(job.form, job.special_tokens))
+        grammar = format_named(job.tool_format, job.reasoning_format).grammar(job.ask)
+        return Answer(None if grammar is None else checked(grammar))
+    except RequestError as error:
+        return Answer(error=error.message, param=error.param, code=error.code)
+    except RecursionError:
+        return Answer(error="it is nested too deeply", code="grammar_too_complex")
+    except MemoryError:
+        return Answer(error="compiling it takes too much memory", code="grammar_too_complex")
+
+
+def main() -> None:
+    """Answer jobs until standard input ends; an empty message says that it is ready."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    write_frame(sys.stdout.buffer, b"")
+    while (data := read_frame(sys.stdin.buffer)) is not None:
+        write_frame(sys.stdout.buffer, _encode(answer_to(_decode_job(data))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""`GrammarCompiler`: has grammars compiled in processes that can be stopped, and remembers what came of it.
+
+A form that takes longer than `TIMEOUT` seconds costs a process and its own request, nothing else. Answers, errors too,
+are kept up to a number of bytes; the same job asked for twice at a time is done once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+import quire
+from quire.errors import QuireError, RequestError
+from quire.frontend.grammar_jobs import Answer, Job, read_frame, write_frame
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 2.0  # seconds for one job
+START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
+MOST_PROCESSES = 2
+CACHE_BYTES = 16 << 20
+
+_encode = msgspec.msgpack.Encoder().encode  # keeps the order of keys, which a schema may care about
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class GrammarCompiler:
+    """Compiles jobs; safe to use from several threads. Processes start with the first job, and end with `close`."""
+
+    def __init__(self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES) -> None:
+        self._timeout = timeout
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, Answer] = OrderedDict()
+        self._cached_bytes = 0
+        self._under_way: dict[bytes, Future[Answer]] = {}
+        self._idle: list[_Process] = []
+        self._places = threading.BoundedSemaphore(MOST_PROCESSES)
+        self._closed = False
+
+    def known(self, job: Job) -> bool:
+        """Whether `compile` would answer at once."""
+        with self._lock:
+            return _key(_encode(job)) in self._cache
+
+    def compile(self, job: Job) -> str | None:
+        """Return the grammar for a job; None if nothing is to be constrained. Blocks up to some seconds.
+
+        Raises:
+            RequestError: what is wrong with the form; "grammar_too_complex" if it took too long or too much memory.
+        """
+        data = _encode(job)
+        key = _key(data)
+        with self._lock:
+            answer = self._cache.get(key)
+            if answer is not None:
+                self._cache.move_to_end(key)
+                return _result(answer)
+            pending = self._under_way.get(key)
+            mine = pending is None
+            if pending is None:
+                pending = self._under_way[key] = Future()
+        if not mine:
+            return _result(pending.result())
+        try:
+            answer = self._ask(data)
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[key]
+            pending.set_exception(error)
+            raise
+        with self._lock:
+            del self._under_way[key]
+            self._remember(key, answer, len(data))
+        pending.set_result(answer)
+        return _result(answer)
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.kill()
+
+    def _ask(self, data: bytes) -> Answer:
+        with self._places:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            try:
+                if process is None or not process.alive:
+                    process = _Process()
+                answer = process.ask(data, self._timeout)
+            except _TooLateError:
+                logger.warning("compiling a grammar took more than %g s; it was stopped", self._timeout)
+                return Answer(
+                    error=f"compiling it takes more than {self._timeout:g} seconds", code="grammar_too_complex"
+                )
+            with self._lock:
+                if not self._closed:
+                    self._idle.append(process)
+                    return answer
+            process.kill()
+            return answer
+
+    def _remember(self, key: bytes, answer: Answer, size: int) -> None:
+        self._cache[key] = answer
+        self._cached_bytes += _size(answer)
+        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= _size(oldest)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _TooLateError(Exception):
+    """The process gave no answer in time, or died of the job."""
+
+
+class _Process:
+    """One process that compiles."""
+
+    def __init__(self) -> None:
+        environment = dict(os.environ)
+        root = str(Path(quire.__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire.frontend.grammar_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        try:
+            self._read(START_TIMEOUT)
+        except _TooLateError:
+            raise QuireError("the process that compiles grammars does not start") from None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take a job."""
+        return self._process.poll() is None
+
+    def ask(self, data: bytes, timeout: float) -> Answer:
+        """Have a job done; a process that does not answer in time is gone afterwards."""
+        assert self._process.stdin is not None
+        try:
+            write_frame(self._process.stdin, data)  # type: ignore[arg-type]
+        except OSError:
+            self.kill()
+            raise _TooLateError from None
+        return _decode_answer(self._read(timeout))
+
+    def _read(self, timeout: float) -> bytes:
+        """Wait for the beginning of an answer, then read it: it is written in one go."""
+        stream = self._process.stdout
+        assert stream is not None
+        deadline = time.monotonic() + timeout
+        ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+        data = read_frame(stream) if ready else None  # type: ignore[arg-type]
+        if data is None:
+            self.kill()
+            raise _TooLateError
+        return data
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def _key(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _size(answer: Answer) -> int:
+    return len(answer.grammar or "") + len(answer.error or "") + 256
+
+
+def _result(answer: Answer) -> str | None:
+    if answer.error is not None:
+        raise RequestError(answer.error, param=answer.param or "structured_outputs", code=answer.code)
+    return answer.grammar

@@ -1,0 +1,127 @@
+"""From `StructuredOutputParams` to a grammar: which part of this room compiles what."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+
+import llguidance
+
+from quire.errors import RequestError
+from quire.structured.builder import GrammarBuilder, literal
+from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_json_object, add_schema
+from quire.structured.lark import add_grammar
+from quire.structured.limits import MAX_CHOICE_CHARS, parser_limits
+from quire.structured.regex import add_regex
+from quire.structured.structural_tag import add_structural_tag
+from quire.structured_outputs import StructuredOutputParams
+
+WALKS = 3
+WALK_BYTES = 100
+USUAL = b"aeinorst0123456789" * 8
+
+
+def compile_form(params: StructuredOutputParams, special_tokens: Mapping[str, int] | None = None) -> str:
+    """Return the grammar of texts in this form, as Lark that llguidance accepts.
+
+    Raises:
+        RequestError: the form is malformed, unsupported or too complex; the message says which part.
+    """
+    builder = GrammarBuilder(special_tokens)
+    return checked(builder.lark(add_form(builder, params)))
+
+
+def checked(grammar: str) -> str:
+    """Return `grammar` if llguidance can read it within its limits and follow it for a while.
+
+    Raises:
+        RequestError: "grammar_too_complex".
+    """
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
+    problem = messages[0] if failed else _walk(grammar)
+    if problem:
+        raise RequestError(
+            f"the grammar is too complex: {problem.splitlines()[0][:200]}",
+            param="structured_outputs",
+            code="grammar_too_complex",
+        )
+    return grammar
+
+
+def _walk(grammar: str) -> str:
+    """Write a few texts of the grammar at random; return what went wrong, or nothing.
+
+    States of lexer and parser are made when they are first met, so a grammar that needs too many shows it here, not
+    in the middle of an answer.
+    """
+    draw = random.Random(0)
+    start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
+    if start.is_error():
+        return ""  # it names special tokens, which a tokenizer of bytes has not; the engine knows them
+    for _ in range(WALKS):
+        matcher = start.deep_copy()
+        for _ in range(WALK_BYTES):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            # Letters and digits often, so that repetitions are gone into and texts do not end at once.
+            allowed = [byte for byte in (*USUAL, *range(256)) if mask >> byte & 1]
+            if matcher.is_error() or not allowed:
+                break
+            matcher.consume_token(draw.choice(allowed))
+        if matcher.is_error():
+            return matcher.get_error()
+    return ""
+
+
+def add_form(builder: GrammarBuilder, params: StructuredOutputParams) -> str:
+    """Add what `params` asks for; return the name of its rule or terminal. Raises as `compile_form`."""
+    options = json_options(params)
+    if params.json is not None:
+        return _add_json(builder, params.json, options)
+    if params.json_object is not None:
+        return add_json_object(builder, options)
+    if params.regex is not None:
+        return add_regex(builder, params.regex)
+    if params.choice is not None:
+        return _add_choice(builder, params.choice)
+    if params.grammar is not None:
+        return add_grammar(builder, params.grammar)
+    assert params.structural_tag is not None, "exactly one is given"
+    return add_structural_tag(builder, params.structural_tag, options)
+
+
+def json_options(params: StructuredOutputParams) -> JsonOptions:
+    """Return how JSON is to be written."""
+    whitespace = params.whitespace_pattern or "flexible"
+    return JsonOptions(
+        whitespace="none" if params.disable_any_whitespace else whitespace,
+        additional_properties=not params.disable_additional_properties,
+        ordered=params.property_order == "schema",
+    )
+
+
+def _add_json(builder: GrammarBuilder, schema: str | dict[str, object] | bool, options: JsonOptions) -> str:
+    param = "structured_outputs.json"
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"{param} is not valid JSON: {str(error)[:100]}", param=param, code="invalid_json_schema"
+            ) from None
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{param} must be an object or a boolean", param=param, code="invalid_json_schema")
+    try:
+        return add_schema(builder, schema, options=options)
+    except SchemaError as error:
+        raise RequestError(f"{param}: {error.message}", param=param, code=error.code) from None
+
+
+def _add_choice(builder: GrammarBuilder, choices: list[str]) -> str:
+    if sum(map(len, choices)) > MAX_CHOICE_CHARS:
+        raise RequestError(
+            f"structured_outputs.choice may have at most {MAX_CHOICE_CHARS} characters in all",
+            param="structured_outputs.choice",
+            code="grammar_too_complex",
+        )
+    return builder.terminal(" | ".join(map(literal, dict.fromkeys(choices))), "choice")

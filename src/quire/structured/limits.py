@@ -1,0 +1,31 @@
+"""How much one grammar may cost: bounds that are checked before compiling, and those that llguidance enforces."""
+
+from __future__ import annotations
+
+import llguidance
+
+MAX_REGEX_CHARS = 4096
+MAX_GRAMMAR_CHARS = 65536
+MAX_CHOICE_CHARS = 65536
+
+# Of the lexer: states it may build in all (1 to 2 kB each), and work in one step (about 14 units a microsecond).
+MAX_LEXER_STATES = 50_000
+STEP_LEXER_FUEL = 200_000
+INITIAL_LEXER_FUEL = 2_000_000
+# Of the parser: items in a row, items in one step (about 20 a microsecond), symbols of the whole grammar.
+MAX_ITEMS_IN_ROW = 2_000
+STEP_MAX_ITEMS = 50_000
+MAX_GRAMMAR_SYMBOLS = 500_000
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """Return the bounds within which a grammar is compiled and followed; who exceeds them fails alone."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        verbose_errors=False,
+    )
