@@ -291,15 +291,18 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[int]:
         """Render a conversation with the model's chat template and tokenize it, for `submit`.
 
         Control tokens that the messages spell out are tokenized as ordinary text. `truncate_prompt_tokens` keeps only
-        the last so many tokens; it belongs here, because otherwise a longer conversation is refused.
+        the last so many tokens; it belongs here, because otherwise a longer conversation is refused. `chat_template` is
+        Jinja text to use in the place of the model's template; whether a caller may bring one is for the server to say.
 
         Raises:
             RequestError: the template refuses the messages, or the model has none.
@@ -308,21 +311,22 @@ class AsyncLLM:
         await self.start()
         processor = self._alive()
         assert self._front is not None
-        template = self._front.template()
+        front = self._front
 
         def render() -> list[int]:
-            return template.encode(
+            return front.template(chat_template).encode(
                 messages,
                 processor,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
+                documents=documents,
                 variables=chat_template_kwargs,
                 truncate_prompt_tokens=truncate_prompt_tokens,
             )
 
-        size = text_size([messages, tools, chat_template_kwargs])
-        return await self._in_thread(render) if size > THREAD_CHARS else render()
+        size = text_size([messages, tools, documents, chat_template_kwargs])
+        return await self._in_thread(render) if size > THREAD_CHARS or chat_template is not None else render()
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str) -> list[int]:
         processor = self._alive()

@@ -2,7 +2,7 @@
 
 Templates are Jinja programs from model folders. They run sandboxed, without a loader, with bounds on their output and
 on their steps, and see nothing but plain JSON data; for well-formed input the text is the one that the Transformers
-library renders.
+library renders (5.x; docs/chat_templates.md has the few differences). Messages are prepared in `chat_messages`.
 
 Control tokens in user text. What a caller writes into a message must not become a control token, or a user could end
 their own turn and begin the system's. `ChatTemplate.encode` finds out by rendering a second time, with a mark (random
@@ -20,37 +20,57 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from quire.errors import ModelError, RequestError, echo
-from quire.frontend.chat_sandbox import compile_template, render_bounded
+from quire.config import TEMPLATE_ARGUMENTS
+from quire.errors import ModelError, RequestError, UnsupportedError, echo
+from quire.frontend.chat_messages import (
+    REASONING_KEYS,
+    Marker,
+    TemplateTraits,
+    check_documents,
+    plain_data,
+    prepare_message,
+)
+from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
-MAX_DEPTH = 64
 MARK_DIGITS = 24
-ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ .-]{0,63}")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-PROBE = "quire probe"
-
-Marker = Callable[[str], str]
+MAX_REQUEST_TEMPLATE = 2**16
+REQUEST_TEMPLATES = 8
 
 
 class ChatTemplate:
-    """A compiled template together with the tokenizer it belongs to.
+    """A compiled template together with the tokenizer it belongs to. Safe to use from several threads.
 
     Args:
         source: Jinja text. origin: the file it came from, for error messages.
+        content_format: "string" or "openai" give content as a text or as parts; "auto" gives it as the message has it,
+            but parts joined by line breaks where the template knows none.
+        default_kwargs: variables for every rendering, unless it has others of the same name.
 
     Raises:
         ModelError: a syntax error; the message names file and line.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, *, origin: str = "chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        origin: str = "chat template",
+        content_format: str = "auto",
+        default_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.source = source
         self._tokenizer = tokenizer
         try:
@@ -58,14 +78,24 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
         self._controls = ControlFinder(tokenizer.control_tokens)
-        self._takes_parts: bool | None = None
+        self._defaults = dict(default_kwargs or {})
+        self._traits = TemplateTraits(self._try, content_format)
+
+    def reads(self, name: str) -> bool:
+        """Whether the template looks anywhere at a variable, such as "tools", "documents" or "enable_thinking"."""
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        return variables_read(self.source)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Return the text of a conversation.
@@ -73,14 +103,18 @@ class ChatTemplate:
         Args:
             messages: objects with "role", "content" and whatever else the template knows.
             add_generation_prompt: end with the beginning of an assistant's turn.
-            continue_final_message: end within the last message, for the model to go on.
-            tools: JSON schemas of functions. variables: what else the template may use, such as enable_thinking.
+            continue_final_message: end within the last message, for the model to go on; a text names the field that
+                is to go on, such as "reasoning_content", in the place of "content".
+            tools: JSON schemas of functions. documents: objects, commonly with "title" and "text", for templates that
+                read them. variables: what else the template may use, such as enable_thinking.
 
         Raises:
             RequestError: the messages are malformed, or the template refuses them; param is "messages".
+            UnsupportedError: there are documents, which the template does not read.
         """
-        options = _Options(messages, add_generation_prompt, continue_final_message, tools, variables)
-        return self._render(options, lambda text: text)
+        ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables)
+        ask.check(self)
+        return self._render(ask, lambda text: text)
 
     def encode(
         self,
@@ -88,8 +122,9 @@ class ChatTemplate:
         processor: Processor | None = None,
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[int]:
@@ -102,32 +137,33 @@ class ChatTemplate:
         Raises:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
         """
-        options = _Options(messages, add_generation_prompt, continue_final_message, tools, variables or {})
+        ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables or {})
+        ask.check(self)
         seen = _Seen(self._controls.first_char)
-        text = self._render(options, seen)
+        text = self._render(ask, seen)
         if processor is not None:
             processor.check_chars(len(text), "messages")
             if truncate_prompt_tokens is None:
                 processor.check_pieces(text, "messages")
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if seen.suspicious:
-            token_ids = self._without_injection(options, token_ids)
+            token_ids = self._without_injection(ask, token_ids)
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if processor is not None:
             processor.check_length(len(token_ids), "messages")
         return token_ids
 
-    def _without_injection(self, options: _Options, token_ids: list[int]) -> list[int]:
+    def _without_injection(self, ask: _Ask, token_ids: list[int]) -> list[int]:
         """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
         mark = _random_digits()
         controls = self._controls
 
         def with_marked_tokens() -> str:
-            return self._render(options, lambda text: controls.mark_tokens(text, mark))
+            return self._render(ask, lambda text: controls.mark_tokens(text, mark), marked=True)
 
         try:
-            marked = self._render(options, lambda text: controls.mark_beginnings(text, mark))
+            marked = self._render(ask, lambda text: controls.mark_beginnings(text, mark), marked=True)
         except RequestError:
             marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
         genuine = controls.ids(marked)
@@ -142,90 +178,133 @@ class ChatTemplate:
             [part.replace(mark, "") if isinstance(part, str) else part for part in segments]
         )
 
-    def _render(self, options: _Options, mark: Marker) -> str:
-        messages = [self._message(item, index, mark) for index, item in enumerate(options.messages)]
-        end_mark = None
-        if options.continue_final_message:
-            end_mark = _mark_end(messages[-1])
+    def _render(self, ask: _Ask, mark: Marker, marked: bool = False) -> str:
+        messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(ask.messages)]
+        end = _mark_end(messages[-1], ask.continued_field) if ask.continued_field else None
         context = {
             **self._tokenizer.special_tokens,
-            **_plain(options.variables, "chat_template_kwargs", mark),
+            **self._defaults,
+            **plain_data(ask.variables, "chat_template_kwargs", mark),
             "messages": messages,
-            "tools": None if options.tools is None else _plain(options.tools, "tools", mark),
-            "add_generation_prompt": options.add_generation_prompt,
+            "tools": None if ask.tools is None else plain_data(ask.tools, "tools", mark),
+            "documents": None if ask.documents is None else plain_data(ask.documents, "documents", mark),
+            "add_generation_prompt": ask.add_generation_prompt,
         }
-        context.setdefault("documents", None)
         text = render_bounded(self._template, context)
         check_text(text, "messages")
-        return text if end_mark is None else _cut_end(text, end_mark)
+        if end is None:
+            return text
+        # Marks may stand where the template changed the text; whether it did shows in the rendering without them.
+        return end.cut(text, strict=not marked)
 
-    def _message(self, message: Any, index: int, mark: Marker) -> dict[str, Any]:
-        """Return a message as the template sees it: without nulls, text parts joined unless it handles parts."""
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
-        role = message.get("role")
-        if role is None:
-            raise RequestError(f"{where}.role is missing", param=f"{where}.role", code="missing_required_parameter")
-        if not isinstance(role, str) or not ROLE.fullmatch(role):
-            raise RequestError(f"{where}.role must be a plain word, got {echo(role)}", param=f"{where}.role")
-        plain = {key: value for key, value in message.items() if value is not None and key != "role"}
-        content = plain.get("content")
-        if isinstance(content, list | tuple):
-            texts = _texts_of(content, f"{where}.content")
-            if not self._handles_parts():
-                plain["content"] = "\n".join(texts)
-        plain = {"role": role, **_plain(plain, where, mark)}
-        reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
-        if reasoning is not None:  # templates read it under either of two names
-            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-        return plain
-
-    def _handles_parts(self) -> bool:
-        """Whether the template takes content as a list of parts; found out by trying."""
-        if self._takes_parts is None:
-            message = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
-            context = {**self._tokenizer.special_tokens, "messages": [message], "tools": None, "documents": None}
-            try:
-                text = render_bounded(self._template, {**context, "add_generation_prompt": True})
-            except RequestError:
-                text = ""
-            self._takes_parts = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
-        return self._takes_parts
+    def _try(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render a small conversation; None if the template fails on it."""
+        context = {
+            **self._tokenizer.special_tokens,
+            **self._defaults,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        try:
+            return render_bounded(self._template, context)
+        except RequestError:
+            return None
 
 
-class _Options:
-    """What to render, checked as far as it does not depend on the template."""
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What to render."""
 
-    def __init__(
-        self,
-        messages: Any,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Any,
-        variables: Mapping[str, Any],
-    ) -> None:
-        if not isinstance(messages, list | tuple):
+    messages: Any
+    add_generation_prompt: bool
+    continue_final_message: bool | str
+    tools: Any
+    documents: Any
+    variables: Mapping[str, Any]
+
+    @property
+    def continued_field(self) -> str | None:
+        """The field of the last message that the model is to go on with."""
+        if isinstance(self.continue_final_message, str):
+            return self.continue_final_message or None
+        return "content" if self.continue_final_message else None
+
+    def check(self, template: ChatTemplate) -> None:
+        """Raise `RequestError` for what no template could make something of, and for documents nobody reads."""
+        if not isinstance(self.messages, list | tuple):
             raise RequestError(
-                f"messages must be a list of objects, got {echo(messages)}", param="messages", code="invalid_type"
+                f"messages must be a list of objects, got {echo(self.messages)}", param="messages", code="invalid_type"
             )
-        if not messages:
+        if not self.messages:
             raise RequestError("messages must not be empty", param="messages", code="empty_array")
-        if add_generation_prompt and continue_final_message:
+        if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "continue_final_message contradicts add_generation_prompt; give one of them",
                 param="continue_final_message",
             )
-        taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
+        taken = TEMPLATE_ARGUMENTS & set(self.variables)
         if taken:
             raise RequestError(
                 f"chat_template_kwargs must not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
             )
-        self.messages = messages
-        self.add_generation_prompt = add_generation_prompt
-        self.continue_final_message = continue_final_message
-        self.tools = tools
-        self.variables = variables
+        if self.documents is not None:
+            check_documents(self.documents)
+            if self.documents and not template.reads("documents"):
+                raise UnsupportedError("documents: the chat template of this model reads none", param="documents")
+
+
+class RequestTemplates:
+    """Templates that requests bring, compiled; the last few are kept. Safe to use from several threads.
+
+    Args:
+        content_format, default_kwargs: as for `ChatTemplate`.
+    """
+
+    def __init__(self, content_format: str = "auto", default_kwargs: Mapping[str, Any] | None = None) -> None:
+        self._content_format = content_format
+        self._default_kwargs = default_kwargs
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], ChatTemplate] = OrderedDict()
+
+    def get(self, source: Any, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template with this Jinja text.
+
+        Raises:
+            RequestError: it is no text, too long, or has a syntax error; param is "chat_template".
+        """
+        if not isinstance(source, str):
+            raise RequestError(
+                f"chat_template must be a string, got {echo(source)}", param="chat_template", code="invalid_type"
+            )
+        if len(source) > MAX_REQUEST_TEMPLATE:
+            raise RequestError(
+                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_TEMPLATE} are allowed",
+                param="chat_template",
+                code="string_above_max_length",
+            )
+        key = (source, id(tokenizer))
+        with self._lock:
+            template = self._kept.get(key)
+            if template is not None:
+                self._kept.move_to_end(key)
+                return template
+        try:
+            template = ChatTemplate(
+                source,
+                tokenizer,
+                origin="this request",
+                content_format=self._content_format,
+                default_kwargs=self._default_kwargs,
+            )
+        except ModelError as error:
+            raise RequestError(error.message, param="chat_template") from None
+        with self._lock:
+            self._kept[key] = template
+            while len(self._kept) > REQUEST_TEMPLATES:
+                self._kept.popitem(last=False)
+        return template
 
 
 class _Seen:
@@ -241,71 +320,46 @@ class _Seen:
         return text
 
 
-def _plain(value: Any, path: str, mark: Marker, depth: int = 0) -> Any:
-    """Copy JSON-like data, every text marked. Raises `RequestError` for anything else: templates see only data."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return mark(str.__str__(value))
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if depth >= MAX_DEPTH:
-        raise RequestError(f"{path[:100]} is nested deeper than {MAX_DEPTH} levels", param=path.split("[")[0])
-    if isinstance(value, Mapping):
-        return {_key(key, path, mark): _plain(item, f"{path}.{key}", mark, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]", mark, depth + 1) for index, item in enumerate(value)]
-    raise RequestError(f"{path} must be JSON data, got {type(value).__name__}", param=path, code="invalid_type")
-
-
-def _key(key: Any, path: str, mark: Marker) -> str:
-    if not isinstance(key, str):
-        raise RequestError(f"{path} has key {echo(key)}; keys must be texts", param=path, code="invalid_type")
-    return mark(key)
-
-
-def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
-    """Return the texts of content parts. Raises `RequestError` for parts of another kind."""
-    texts = []
-    for index, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise RequestError(
-                f"{where}[{index}] is not a text; this model takes text only",
-                param=f"{where}[{index}]",
-                code="unsupported_content_type",
-            )
-        texts.append(text)
-    return texts
-
-
 def _random_digits() -> str:
     return f"{secrets.randbelow(10**MARK_DIGITS):0{MARK_DIGITS}}"
 
 
-def _mark_end(message: dict[str, Any]) -> str:
-    """Put a mark behind the content of the last message, so that `_cut_end` finds where it ends."""
-    end_mark = _random_digits()
-    content = message.get("content")
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where the last message ends: the mark that stands there, and the text before it."""
+
+    mark: str
+    text: str
+
+    def cut(self, rendered: str, strict: bool) -> str:
+        """Return what is rendered before the mark. Raises `RequestError` if the text is not there unchanged."""
+        position = rendered.rfind(self.mark)
+        if position < 0 or (strict and self.text.strip() not in rendered):
+            raise RequestError(
+                "the chat template changes or drops the last message, so it cannot be continued",
+                param="continue_final_message",
+            )
+        kept = rendered[:position]
+        # The blank behind the mark shows whether the template trims content; then the end is trimmed here.
+        return kept if rendered.startswith(self.mark + " ", position) else kept.rstrip()
+
+
+def _mark_end(message: dict[str, Any], field: str) -> _End:
+    """Put a mark behind a field of the last message, so that `_End.cut` finds where it ends."""
+    mark = _random_digits()
+    content = message.get(field)
     if isinstance(content, str):
-        message["content"] = content + end_mark + " "
-        return end_mark
+        names = REASONING_KEYS if field in REASONING_KEYS else (field,)
+        for name in names:
+            if message.get(name) == content:
+                message[name] = content + mark + " "
+        return _End(mark, content)
     for part in reversed(content if isinstance(content, list) else []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
-            part["text"] = part["text"] + end_mark + " "
-            return end_mark
-    raise RequestError("continue_final_message needs a last message with text content", param="messages")
-
-
-def _cut_end(text: str, end_mark: str) -> str:
-    position = text.rfind(end_mark)
-    if position < 0:
-        raise RequestError(
-            "the chat template drops the end of the last message, so it cannot be continued",
-            param="continue_final_message",
-        )
-    kept = text[:position]
-    # The blank behind the mark shows whether the template trims content; then the end is trimmed here.
-    return kept if text.startswith(end_mark + " ", position) else kept.rstrip()
+            text = part["text"]
+            part["text"] = text + mark + " "
+            return _End(mark, text)
+    raise RequestError(
+        f"continue_final_message needs a last message with {'text content' if field == 'content' else echo(field)}",
+        param="messages",
+    )

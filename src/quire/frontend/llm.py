@@ -124,8 +124,10 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
@@ -134,13 +136,15 @@ class LLM:
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
-            add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as for `ChatTemplate.render`.
+            add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs: as for
+                `ChatTemplate.render`.
+            chat_template: Jinja text to use in the place of the model's template.
             The others as for `generate`.
 
         Raises:
             RequestError: as `generate`; also if the template refuses the messages, or the model has none.
         """
-        template = self._front.template()
+        template = self._front.template(chat_template)
         conversations = [messages] if _is_conversation(messages) else list(messages)
         prompts = [
             template.encode(
@@ -149,6 +153,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
+                documents=documents,
                 variables=chat_template_kwargs,
             )
             for conversation in conversations

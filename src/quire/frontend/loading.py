@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.checkpoint.folder import resolve_model
@@ -11,7 +11,7 @@ from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import EngineConfig
 from quire.engine.messages import Ready
 from quire.errors import RequestError
-from quire.frontend.chat import ChatTemplate
+from quire.frontend.chat import ChatTemplate, RequestTemplates
 from quire.frontend.processor import Processor
 from quire.tokenizer.files import read_chat_template
 from quire.tokenizer.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ class FrontModel:
 
     Attributes:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
+        request_templates: those that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
     """
 
@@ -32,6 +33,7 @@ class FrontModel:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     use_sampling_defaults: bool = True
+    request_templates: RequestTemplates = field(default_factory=RequestTemplates)
 
     def processor(self, ready: Ready, seed: int | None = None) -> Processor:
         """Return the processor for requests to an engine that is ready; `seed` as in `Processor`."""
@@ -48,8 +50,16 @@ class FrontModel:
             seed=seed,
         )
 
-    def template(self) -> ChatTemplate:
-        """Return the chat template, or raise `RequestError` saying that the model has none."""
+    def template(self, source: str | None = None) -> ChatTemplate:
+        """Return the model's chat template, or the one with this Jinja text, which a request brought.
+
+        Raises:
+            RequestError: the model has none, or the text makes none.
+        """
+        if source is not None:
+            if self.tokenizer is None:
+                raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)", param="chat_template")
+            return self.request_templates.get(source, self.tokenizer)
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use completions, or give one with chat_template")
         return self.chat_template
@@ -65,6 +75,7 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
     info = load_model_info(folder, model.hf_overrides)
     tokenizer = chat_template = None
+    content_format, default_kwargs = model.chat_template_content_format, model.default_chat_template_kwargs
     if not model.skip_tokenizer_init:
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
@@ -74,5 +85,13 @@ def load_front_model(config: EngineConfig) -> FrontModel:
             path = Path(model.chat_template).expanduser()
             source, origin = read_chat_template(path), str(path)
         if source is not None:
-            chat_template = ChatTemplate(source, tokenizer, origin=origin)
-    return FrontModel(info, tokenizer, chat_template, use_sampling_defaults=model.generation_config == "auto")
+            chat_template = ChatTemplate(
+                source, tokenizer, origin=origin, content_format=content_format, default_kwargs=default_kwargs
+            )
+    return FrontModel(
+        info,
+        tokenizer,
+        chat_template,
+        use_sampling_defaults=model.generation_config == "auto",
+        request_templates=RequestTemplates(content_format, default_kwargs),
+    )

@@ -1,0 +1,232 @@
+"""Messages as a chat template sees them: plain JSON data, marked, in the form that the template reads.
+
+What transformers shows a template is what is shown here: messages without their nulls, reasoning under each of its
+names, everything else as given. `TemplateTraits` adds what transformers leaves to the caller: it finds out, by trying
+the template on small conversations, whether it takes content as parts, and tool arguments as an object or as a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from quire.errors import RequestError, echo
+
+MAX_DEPTH = 64
+ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ .-]{0,63}")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+PROBES = ("quire probe one", "quire probe two")
+PROBE_ARGUMENTS = {"quire_probe": "value 7"}
+PROBE_ID = "quire0000"  # nine letters and digits, as Mistral's templates demand
+
+Marker = Callable[[str], str]
+
+
+class TemplateTraits:
+    """In what form a template takes content and tool calls; found out when first needed.
+
+    Args:
+        render: renders messages with the template, or returns None if it fails on them.
+        content_format: "auto", or "string" or "openai" to settle the matter of content.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]]], str | None], content_format: str = "auto") -> None:
+        self._render = render
+        self.content_format = content_format
+        self._takes_parts: dict[str, bool] = {}
+        self._takes_arguments: tuple[bool, bool] | None = None
+        self._needs_content: bool | None = None
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether messages of this role may have a list of parts as content."""
+        if self.content_format != "auto":
+            return self.content_format == "openai"
+        if role not in ("system", "user", "assistant", "tool"):
+            role = "system" if role == "developer" else "user"
+        if role not in self._takes_parts:
+            self._takes_parts[role] = self._find_parts(role)
+        return self._takes_parts[role]
+
+    def _find_parts(self, role: str) -> bool:
+        parts = [{"type": "text", "text": probe} for probe in PROBES]
+        text = self._render(self._conversation(role, parts))
+        if text is None and role != "user" and self._render(self._conversation(role, PROBES[0])) is None:
+            return self.takes_parts("user")  # it knows no such role, or not like this
+        return text is not None and all(
+            probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text for probe in PROBES
+        )
+
+    def _conversation(self, role: str, content: Any) -> list[dict[str, Any]]:
+        user = {"role": "user", "content": "x"}
+        message = {"role": role, "content": content}
+        if role == "tool":
+            arguments: Any = {} if self.takes_arguments()[0] else "{}"
+            answer = {**message, "tool_call_id": PROBE_ID, "name": "probe"}
+            return [user, {**_call(arguments), "content": ""}, answer]
+        return {"system": [message, user], "user": [message], "assistant": [user, message]}[role]
+
+    def takes_arguments(self) -> tuple[bool, bool]:
+        """Whether the arguments of tool calls may be objects, and whether they may be texts."""
+        if self._takes_arguments is None:
+            raw = json.dumps(PROBE_ARGUMENTS)
+            as_object = self._calls(PROBE_ARGUMENTS)
+            as_text = self._calls(raw)
+            self._takes_arguments = (
+                as_object is not None and "quire_probe" in as_object and "'quire_probe'" not in as_object,
+                as_text is not None and raw in as_text,
+            )
+        return self._takes_arguments
+
+    def _calls(self, arguments: Any, with_content: bool = True) -> str | None:
+        call = {**_call(arguments), "content": self._text("")} if with_content else _call(arguments)
+        return self._render([{"role": "user", "content": self._text("x")}, call])
+
+    def _text(self, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.content_format == "openai" else text
+
+    def needs_content(self) -> bool:
+        """Whether the template fails on tool calls without content, but not with an empty one."""
+        if self._needs_content is None:
+            arguments: Any = PROBE_ARGUMENTS if self.takes_arguments()[0] else json.dumps(PROBE_ARGUMENTS)
+            without = self._calls(arguments, with_content=False)
+            self._needs_content = without is None and self._calls(arguments) is not None
+        return self._needs_content
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "probe", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
+
+
+def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Marker) -> dict[str, Any]:
+    """Return message number `index` as the template sees it, every text but the role marked.
+
+    Raises:
+        RequestError: it is malformed, or has what the template cannot show; param names the place.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
+    role = message.get("role")
+    if role is None:
+        raise RequestError(f"{where}.role is missing", param=f"{where}.role", code="missing_required_parameter")
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
+        raise RequestError(f"{where}.role must be a plain word, got {echo(role)}", param=f"{where}.role")
+    shown = {key: value for key, value in message.items() if value is not None}
+    content = shown.get("content")
+    if isinstance(content, list | tuple):
+        texts = _texts_of(content, f"{where}.content")
+        if not traits.takes_parts(role):
+            shown["content"] = "\n".join(texts)
+    elif isinstance(content, str) and traits.content_format == "openai":
+        shown["content"] = [{"type": "text", "text": content}]
+    if shown.get("tool_calls"):
+        shown["tool_calls"] = _shown_calls(shown["tool_calls"], traits, f"{where}.tool_calls")
+        if "content" not in shown and traits.needs_content():
+            shown["content"] = [] if traits.content_format == "openai" else ""
+    plain: dict[str, Any] = plain_data(shown, where, mark)
+    plain["role"] = str.__str__(role)
+    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
+    if reasoning is not None:  # templates read it under either of two names
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
+    """Return the texts of content parts. Raises `RequestError` for parts of another kind."""
+    texts = []
+    for index, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{index}] is not a text; this model takes text only",
+                param=f"{where}[{index}]",
+                code="unsupported_content_type",
+            )
+        texts.append(text)
+    return texts
+
+
+def _shown_calls(calls: Any, traits: TemplateTraits, where: str) -> Any:
+    """Return tool calls with their arguments in the form the template takes, if it takes only the other one."""
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} must be a list of objects, got {echo(calls)}", param=where, code="invalid_type")
+    return [_shown_call(call, traits, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
+    if not isinstance(call, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(call)}", param=where, code="invalid_type")
+    function = call.get("function")
+    nested = isinstance(function, Mapping)
+    holder = function if isinstance(function, Mapping) else call
+    arguments = holder.get("arguments")
+    objects, texts = traits.takes_arguments()
+    if isinstance(arguments, str) and objects and not texts:
+        place = f"{where}.function.arguments" if nested else f"{where}.arguments"
+        holder = {**holder, "arguments": _read_arguments(arguments, place)}
+    elif isinstance(arguments, Mapping) and texts and not objects:
+        plain = plain_data(arguments, f"{where}.function.arguments", lambda text: text)
+        holder = {**holder, "arguments": json.dumps(plain, ensure_ascii=False)}
+    return {**call, "function": holder} if nested else holder
+
+
+def _read_arguments(text: str, where: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        arguments = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{where} must be the JSON text of an object for this model's chat template, got {echo(text)}", param=where
+        )
+    return arguments
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def check_documents(documents: Any) -> None:
+    """Raise `RequestError` unless documents are a list of objects."""
+    if not isinstance(documents, list | tuple):
+        raise RequestError(
+            f"documents must be a list of objects, got {echo(documents)}", param="documents", code="invalid_type"
+        )
+    for index, document in enumerate(documents):
+        if not isinstance(document, Mapping):
+            place = f"documents[{index}]"
+            raise RequestError(f"{place} must be an object, got {echo(document)}", param=place, code="invalid_type")
+
+
+def plain_data(value: Any, path: str, mark: Marker, depth: int = 0) -> Any:
+    """Copy JSON-like data, every text marked. Raises `RequestError` for anything else: templates see only data."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return mark(str.__str__(value))
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if depth >= MAX_DEPTH:
+        raise RequestError(f"{path[:100]} is nested deeper than {MAX_DEPTH} levels", param=path.split("[")[0])
+    if isinstance(value, Mapping):
+        return {
+            _plain_key(key, path, mark): plain_data(item, f"{path}.{key}", mark, depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        items = [plain_data(item, f"{path}[{index}]", mark, depth + 1) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    raise RequestError(f"{path} must be JSON data, got {type(value).__name__}", param=path, code="invalid_type")
+
+
+def _plain_key(key: Any, path: str, mark: Marker) -> str:
+    if not isinstance(key, str):
+        raise RequestError(f"{path} has key {echo(key)}; keys must be texts", param=path, code="invalid_type")
+    return mark(key)
