@@ -267,6 +267,9 @@ class Backend(Protocol):
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
 
+    def put_rows(self, logits: Array, rows: np.ndarray, values: np.ndarray) -> None:
+        """In place: `rows` int64 [P] become `values`, float32 numpy [P, V]."""
+
     def apply_bitmask(self, logits: Array, rows: np.ndarray, bitmask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], no two the same, every token whose bit is clear becomes -inf.
 

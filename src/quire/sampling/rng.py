@@ -20,8 +20,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return float64 [R] in [0, 1), one for each seed (int64 or uint64 [R]) and token position (int [R])."""
+def uniforms(seeds: np.ndarray, positions: np.ndarray, purpose: int = 0) -> np.ndarray:
+    """Return float64 [R] in [0, 1), one for each seed (int64 or uint64 [R]) and token position (int [R]).
+
+    Draws of another `purpose` at the same position are independent; 0 is that of the token itself.
+    """
     stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
+    if purpose:
+        stream = _mix(stream ^ np.uint64(purpose))
     bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

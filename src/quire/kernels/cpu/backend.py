@@ -321,6 +321,11 @@ class CPUBackend:
         for row, allowed in zip(rows.tolist(), mask, strict=True):
             np.copyto(logits[row], -np.inf, where=~allowed)
 
+    def put_rows(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.put_rows`."""
+        self._known = None
+        logits[rows] = values
+
     def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
         """See `Backend.apply_bitmask`."""
         self._known = None

@@ -287,6 +287,10 @@ class ReferenceBackend:
         index = self.from_numpy(rows)
         logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
 
+    def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.put_rows`."""
+        logits[self.from_numpy(rows)] = self.from_numpy(values)
+
     def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
         """See `Backend.apply_bitmask`."""
         bits = np.unpackbits(bitmask.astype("<i4").view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
