@@ -1,0 +1,293 @@
+"""`OpenAIBackend`: programs on any server with OpenAI's API, through the `openai` package (`pip install quire[lang]`).
+
+Plain text goes to completions, programs with roles to chat completions. The endpoint is a black box: the whole text is
+sent with each call, and whether forks share anything there is its own affair (the prefix cache of a Quire server finds
+it). What an endpoint cannot do is refused before anything is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.errors import (
+    ConfigError,
+    GenerationError,
+    NotFoundError,
+    OverloadedError,
+    QuireError,
+    RequestError,
+    UnsupportedError,
+    echo,
+)
+from quire.lang.backend import Backend, Capture, Context, Emit, Transcript
+from quire.lang.parts import Gen, Select, max_tokens_of
+from quire.lang.speculation import Surplus
+from quire.structured_outputs import KINDS, StructuredOutputParams
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+DIALECTS = ("basic", "openai", "vllm")
+# Sampling options that every endpoint knows; others are fields of vLLM's dialect, which Quire's servers speak.
+COMMON_OPTIONS = frozenset(
+    ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens")
+)
+
+
+class OpenAIBackend(Backend):
+    """An endpoint.
+
+    Args:
+        base_url: such as http://127.0.0.1:8000/v1. model: None takes the first that the endpoint lists.
+        api_key: the environment is not looked at. timeout: of a call [s].
+        dialect: what the endpoint knows. "basic": text and the common sampling options. "openai": also, in chats,
+            `response_format` with a JSON schema. "vllm": also the fields of vLLM and Quire, so that everything works but
+            select by log-probability: `structured_outputs`, `continue_final_message`, all sampling options.
+        speculate: take several gens out of one call where they fit, see `speculation`. Then text is not streamed.
+        speculated_tokens: how many tokens more than its `max_tokens` such a call asks for.
+
+    Attributes:
+        num_calls: generations that were asked of the endpoint.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str = "none",
+        dialect: str = "openai",
+        speculate: bool = False,
+        speculated_tokens: int = 64,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        if dialect not in DIALECTS:
+            raise ConfigError(f"dialect must be one of {', '.join(DIALECTS)}, got {echo(dialect)}", param="dialect")
+        if speculated_tokens < 1:
+            raise ConfigError(
+                f"speculated_tokens must be at least 1, got {speculated_tokens}", param="speculated_tokens"
+            )
+        self.dialect = dialect
+        self.speculate = speculate
+        self.speculated_tokens = speculated_tokens
+        self.num_calls = 0
+        self._model = model
+        self._options: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "timeout": timeout}
+        self._client: AsyncOpenAI | None = None
+
+    def context(self) -> Context:
+        """See `Backend.context`."""
+        return EndpointContext(self)
+
+    async def shut_down(self) -> None:
+        """See `Backend.shut_down`."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def call(self, transcript: Transcript, options: dict[str, Any], extra: dict[str, Any], emit: Emit) -> Capture:
+        """Generate behind a transcript, in its open turn.
+
+        Args:
+            extra: fields of the body that are not sampling options, and that only some endpoints know.
+
+        Raises:
+            QuireError: the endpoint cannot be reached, or what it answered.
+        """
+        client = self._open()
+        import httpx  # these come together
+        import openai
+
+        body = {name: value for name, value in options.items() if name in COMMON_OPTIONS}
+        more = {name: value for name, value in options.items() if name not in COMMON_OPTIONS}
+        if self.dialect == "vllm":
+            body["stream_options"] = {"include_usage": True}
+        try:
+            body["model"] = self._model = self._model or await self._first_model(client)
+            self.num_calls += 1
+            if transcript.has_turns:
+                body["max_completion_tokens"] = max_tokens_of(body)
+                body.pop("max_tokens", None)
+                body["messages"] = [turn.message() for turn in transcript.turns if turn.content or not turn.open]
+                create: Any = client.chat.completions.create
+            else:
+                body["max_tokens"], body["prompt"] = max_tokens_of(body), transcript.text
+                create = client.completions.create
+            async with await create(stream=True, extra_body={**more, **extra}, **body) as chunks:
+                return await _read(chunks, emit)
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            raise _as_quire_error(error, getattr(error, "status_code", None)) from error
+
+    def _open(self) -> AsyncOpenAI:
+        if self._client is None:
+            try:
+                from openai import AsyncOpenAI  # lazy: only this backend needs it
+            except ImportError:
+                raise ConfigError("OpenAIBackend needs the openai package: pip install quire[lang]") from None
+            self._client = AsyncOpenAI(**self._options)
+        return self._client
+
+    async def _first_model(self, client: AsyncOpenAI) -> str:
+        models = await client.models.list()
+        if not models.data:
+            raise NotFoundError("the endpoint lists no model; name one", param="model")
+        return models.data[0].id
+
+
+class EndpointContext:
+    """See `Context`."""
+
+    def __init__(self, backend: OpenAIBackend) -> None:
+        self.transcript = Transcript()
+        self._backend = backend
+        self._surplus = Surplus()
+
+    def copy(self) -> EndpointContext:
+        """See `Context.copy`."""
+        twin = EndpointContext(self._backend)
+        twin.transcript, twin._surplus = self.transcript.copy(), self._surplus.copy()
+        return twin
+
+    def literal(self, text: str) -> None:
+        """See `Context.literal`."""
+        self.transcript.append(text)
+        self._surplus.literal(text)
+
+    def begin(self, role: str) -> str:
+        """See `Context.begin`."""
+        return self.transcript.begin(role)
+
+    def end(self) -> str:
+        """See `Context.end`."""
+        self._surplus.clear()
+        return self.transcript.end()
+
+    async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
+        """See `Context.generate`."""
+        self.transcript.check_open()
+        opened = self.transcript.open_turn
+        if opened is not None and opened.role != "assistant":
+            raise UnsupportedError(f"an endpoint cannot write in a turn of {opened.role}", param="role")
+        self._check_options(options)
+        extra = self._form_fields(gen.form)
+        capture = None
+        if self._backend.speculate and gen.form is None:
+            capture = self._surplus.take(options) or await self._speculate(options)
+            if capture is not None:
+                emit(capture.text)
+        if capture is None:
+            self._surplus.clear()
+            capture = await self._backend.call(self.transcript, options, {**extra, **self._turn_fields()}, emit)
+        self.transcript.append(capture.text)
+        return capture
+
+    async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
+        """See `Context.select`."""
+        if select.method == "logprob":
+            raise UnsupportedError(
+                "an endpoint cannot select by log-probability; use method='constrained'", param="method"
+            )
+        form = StructuredOutputParams(choice=list(select.choices))
+        capture = await self.generate(Gen(select.name, {}, form), options, emit)
+        if capture.text not in select.choices:
+            raise GenerationError(f"the endpoint chose {echo(capture.text)}, which is none of the choices")
+        return capture
+
+    async def _speculate(self, options: dict[str, Any]) -> Capture | None:
+        """Ask for more than a gen needs, and take its piece; None if that is not certain to be what it asks for.
+
+        Where an endpoint cannot go on within a turn, the whole turn is asked for again, and must begin with what is
+        there already. For this the program shows the model before in which form to answer.
+        """
+        transcript, before = self.transcript, ""
+        most = max_tokens_of(options)
+        if not self._can_go_on():
+            transcript = transcript.copy()
+            turn = transcript.turns[-1]
+            before, turn.content = turn.content, ""
+        elif not options.get("stop"):
+            return None  # it goes on to its end; there is no surplus
+        extra = {} if before else self._turn_fields()
+        asked = {name: value for name, value in options.items() if name not in ("stop", "max_tokens")}
+        if most is not None:
+            asked["max_tokens"] = most + len(before.encode()) + self._backend.speculated_tokens
+        answer = await self._backend.call(transcript, asked, extra, lambda piece: None)
+        if not answer.text.startswith(before):
+            raise UnsupportedError(
+                f"this endpoint cannot go on within a turn, and its own turn is another one: {echo(answer.text)}; "
+                "show the model the form of the answer, or use an endpoint with dialect='vllm'",
+                param="speculate",
+            )
+        self._surplus.fill(answer.text[len(before) :], options, ended=answer.finish_reason == "stop")
+        return self._surplus.take(options)
+
+    def _can_go_on(self) -> bool:
+        opened = self.transcript.open_turn
+        return opened is None or not opened.content or self._backend.dialect == "vllm"
+
+    def _turn_fields(self) -> dict[str, Any]:
+        """Return the fields that make an endpoint go on within the open turn."""
+        opened = self.transcript.open_turn
+        if opened is None or not opened.content:
+            return {}
+        if not self._can_go_on():
+            raise UnsupportedError(
+                "only with dialect='vllm' (or speculate=True) can a gen follow other text in a turn", param="dialect"
+            )
+        return {"continue_final_message": True, "add_generation_prompt": False}
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        unknown = sorted(options.keys() - COMMON_OPTIONS)
+        if unknown and self._backend.dialect != "vllm":
+            raise UnsupportedError(f"{unknown[0]} needs an endpoint with dialect='vllm'", param=unknown[0])
+
+    def _form_fields(self, form: StructuredOutputParams | None) -> dict[str, Any]:
+        """Return the fields that ask for a form."""
+        if form is None:
+            return {}
+        dialect = self._backend.dialect
+        if dialect == "vllm":
+            return {"structured_outputs": msgspec.to_builtins(form)}
+        if dialect == "openai" and form.json is not None and self.transcript.has_turns:
+            schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+            named = {"name": "answer", "schema": schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+        kind = next(name for name in KINDS if getattr(form, name) is not None)
+        name = {"json": "a schema", "choice": "a choice (select)"}.get(kind, f"a {kind}")
+        where = " (or dialect='openai', in a turn)" if kind == "json" else ""
+        raise UnsupportedError(f"{name} needs an endpoint with dialect='vllm'{where}", param=kind)
+
+
+async def _read(chunks: AsyncIterator[Any], emit: Emit) -> Capture:
+    """Put the chunks of a stream together."""
+    texts = []
+    answer = Capture("")
+    async for chunk in chunks:
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            answer.num_prompt_tokens = chunk.usage.prompt_tokens
+            answer.num_cached_tokens = None if details is None else details.cached_tokens
+        for choice in chunk.choices:
+            text = choice.delta.content if hasattr(choice, "delta") else choice.text
+            if text:
+                emit(text)
+                texts.append(text)
+            answer.finish_reason = choice.finish_reason or answer.finish_reason
+    if answer.finish_reason not in ("stop", "length"):
+        raise GenerationError(f"the endpoint ended the text with finish_reason {answer.finish_reason}")
+    answer.text = "".join(texts)
+    return answer
+
+
+def _as_quire_error(error: Exception, status: int | None) -> QuireError:
+    """Return what an error of the `openai` package is here."""
+    message = f"the endpoint answered {status}: {error}" if status else f"the endpoint did not answer: {error}"
+    if status in (429, 503):
+        return OverloadedError(message)
+    if status == 404:
+        return NotFoundError(message)
+    return RequestError(message) if status in (400, 413, 422) else QuireError(message)

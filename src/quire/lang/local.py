@@ -1,0 +1,232 @@
+"""`LocalBackend`: programs on an engine in this process, token by token.
+
+A context keeps the exact ids of its text. Text that the program appends waits until something is to be generated; then
+it is tokenized in one piece, behind the ids that exist, and generated ids are appended as they came. Nothing is
+tokenized twice, so the prefix cache holds everything that states have in common, generated tokens included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config import DEMO_MODEL
+from quire.errors import GenerationError, RequestError
+from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
+from quire.lang.backend import Backend, Capture, Context, Emit, Transcript
+from quire.lang.parts import Gen, Select, max_tokens_of
+from quire.lang.token_text import TurnWriter, common_length, continuation_ids, kept_tokens
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.structured_outputs import StructuredOutputParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class LocalBackend(Backend):
+    """An engine of its own, or one that was given; it is closed with the backend.
+
+    Args:
+        model: folder, Hugging Face id, or "quire-demo". options: of `AsyncLLM`; by default the engine runs in a thread
+            (`engine="inline"`).
+        llm: an `AsyncLLM` that was not started yet, instead of model and options.
+
+    The model is loaded when the first program needs it; what is wrong with it is raised there.
+    """
+
+    def __init__(self, model: str = DEMO_MODEL, *, llm: AsyncLLM | None = None, **options: Any) -> None:
+        super().__init__()
+        self.llm = AsyncLLM(model=model, **{"engine": "inline", **options}) if llm is None else llm
+        limits = self.llm.config.scheduler
+        # More would be refused as an overload; here they wait instead.
+        most = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self.seats = asyncio.Semaphore(most)
+        self._writer: TurnWriter | None = None
+
+    def context(self) -> Context:
+        """See `Backend.context`."""
+        return LocalContext(self)
+
+    async def shut_down(self) -> None:
+        """See `Backend.shut_down`."""
+        await self.llm.close()
+
+    def writer(self, tokenizer: Tokenizer) -> TurnWriter:
+        """Return what writes turns. Raises `RequestError` if the model has no chat template."""
+        if self._writer is None:
+            self._writer = TurnWriter(self.llm.front_model.template(), tokenizer)
+        return self._writer
+
+
+class LocalContext:
+    """See `Context`.
+
+    Attributes:
+        token_ids: what the model has seen or would see; `_pending` is text behind it that has no ids yet.
+    """
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self.transcript = Transcript()
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._pending = ""
+        self._num_written = 0  # turns whose content has ids; the last one perhaps only in part
+        self._in_turn = False  # whether that last one is still open
+
+    def copy(self) -> LocalContext:
+        """See `Context.copy`."""
+        twin = LocalContext(self._backend)
+        twin.transcript = self.transcript.copy()
+        twin.token_ids = self.token_ids.copy()
+        twin._pending, twin._num_written, twin._in_turn = self._pending, self._num_written, self._in_turn
+        return twin
+
+    def literal(self, text: str) -> None:
+        """See `Context.literal`. In turns that the model has no part in, nothing has to wait for its ids."""
+        self.transcript.append(text)
+        if self._in_turn or not self.transcript.has_turns:
+            self._pending += text
+
+    def begin(self, role: str) -> str:
+        """See `Context.begin`."""
+        return self.transcript.begin(role)
+
+    def end(self) -> str:
+        """See `Context.end`."""
+        shown = self.transcript.end()
+        self._in_turn = False
+        return shown
+
+    async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
+        """See `Context.generate`."""
+        tokenizer = await self._prepare()
+        prompt = self.token_ids + self._ids_of(tokenizer, self._pending)
+        output, completion = await self._request(prompt, self._params(options, gen.form), emit)
+        text, token_ids = completion.text, completion.token_ids
+        kept, rest = token_ids, ""
+        if isinstance(completion.stop_reason, str):
+            kept, rest = kept_tokens(tokenizer, token_ids, text)
+        elif completion.finish_reason == "stop" and token_ids and token_ids[-1] in self._ending_ids(options):
+            kept = token_ids[:-1]
+        self.token_ids, self._pending = [*prompt, *kept], rest
+        self.transcript.append(text)
+        return Capture(
+            text,
+            completion.finish_reason,
+            completion.stop_reason,
+            token_ids,
+            len(prompt),
+            output.num_cached_tokens,
+        )
+
+    async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
+        """See `Context.select`.
+
+        The text before and each choice are tokenized together. What all of them, and the text without a choice, begin
+        with is common; the tokens behind it are scored by their log-probabilities, each by a request for one token that
+        is forced, so that all of them find their prefix in the cache.
+        """
+        if select.method == "constrained":
+            form = StructuredOutputParams(choice=list(select.choices))
+            return await self.generate(Gen(select.name, {}, form), options, emit)
+        tokenizer = await self._prepare()
+        tails = {choice: self._ids_of(tokenizer, self._pending + choice) for choice in select.choices}
+        start = common_length([self._ids_of(tokenizer, self._pending), *tails.values()])
+        edges = {tuple(tail[: end + 1]) for tail in tails.values() for end in range(start, len(tail))}
+        order = sorted(edges)
+        outputs = dict(zip(order, await _all([self._forced(edge) for edge in order]), strict=True))
+        scores = {}
+        for choice, tail in tails.items():
+            logprobs = [outputs[tuple(tail[: end + 1])][1] for end in range(start, len(tail))]
+            scores[choice] = sum(logprobs) / len(logprobs)  # a choice adds text, and so at least one token
+        best = max(scores, key=scores.__getitem__)
+        self.token_ids, self._pending = self.token_ids + tails[best], ""
+        self.transcript.append(best)
+        emit(best)
+        return Capture(
+            best,
+            token_ids=tails[best][start:],
+            num_prompt_tokens=sum(len(output.prompt_token_ids) for output, _ in outputs.values()),
+            num_cached_tokens=sum(output.num_cached_tokens for output, _ in outputs.values()),
+            scores=scores,
+        )
+
+    async def _prepare(self) -> Tokenizer:
+        """Give ids to all turns before the open one, and to how that one begins; return the tokenizer."""
+        self.transcript.check_open()
+        llm = self._backend.llm
+        await llm.start()
+        tokenizer = llm.tokenizer
+        if tokenizer is None:
+            raise RequestError("programs need a tokenizer, and this engine runs without one (skip_tokenizer_init)")
+        turns, opened = self.transcript.turns, self.transcript.open_turn
+        if opened is not None and not self._in_turn:
+            prompt = opened.role == "assistant" and not opened.content
+            new = self._backend.writer(tokenizer).write(turns, self._num_written, prompt=prompt)
+            self.token_ids = self.token_ids + self._ids_of(tokenizer, self._pending) + new
+            self._pending, self._num_written, self._in_turn = opened.content, len(turns), True
+        return tokenizer
+
+    def _ids_of(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Return the ids of text behind `token_ids`."""
+        if not self.token_ids and not self.transcript.has_turns:
+            return tokenizer.encode(text)
+        return continuation_ids(tokenizer, text, plain=self.transcript.has_turns) if text else []
+
+    def _params(self, options: dict[str, Any], form: StructuredOutputParams | None) -> SamplingParams:
+        params = self._backend.llm.processor.default_sampling_params()
+        return params.clone(
+            **{**options, "max_tokens": max_tokens_of(options)},
+            structured_outputs=form,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _ending_ids(self, options: dict[str, Any]) -> set[int]:
+        return {*self._backend.llm.processor.eos_token_ids, *(options.get("stop_token_ids") or ())}
+
+    async def _request(
+        self, prompt: list[int], params: SamplingParams, emit: Emit
+    ) -> tuple[RequestOutput, CompletionOutput]:
+        """Run one request; return its last output, and this with all text and tokens. Leaving early aborts it."""
+        if not prompt:
+            raise RequestError("there is no text yet, and this model has no token to begin one with")
+        texts: list[str] = []
+        token_ids: list[int] = []
+        async with self._backend.seats:
+            stream = await self._backend.llm.submit({"prompt_token_ids": prompt}, params)
+            async with stream:
+                async for output in stream:
+                    for item in output.outputs:
+                        emit(item.text)
+                        texts.append(item.text)
+                        token_ids.extend(item.token_ids)
+        if item.error is not None:
+            raise item.error
+        if item.finish_reason not in ("stop", "length"):
+            raise GenerationError(f"the engine ended a request with finish_reason {item.finish_reason}")
+        item.text, item.token_ids = "".join(texts), token_ids
+        return output, item
+
+    async def _forced(self, edge: Sequence[int]) -> tuple[RequestOutput, float]:
+        """Generate the last token of `edge`; return the output and the token's log-probability."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            allowed_token_ids=[edge[-1]],
+            logprobs=0,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        output, completion = await self._request([*self.token_ids, *edge[:-1]], params, lambda text: None)
+        [entry] = completion.logprobs or []
+        return output, entry[edge[-1]].logprob
+
+
+async def _all(works: Sequence[Any]) -> list[Any]:
+    """Run coroutines at the same time. The first error ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,131 @@
+"""Text to token ids and back at the borders between what a program writes and what the model does.
+
+Ids that exist are never made anew: new text is tokenized behind them, and generated ids are kept as they came.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from quire.errors import RequestError
+from quire.frontend.chat import ChatTemplate
+from quire.frontend.controls import ControlFinder
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.lang.backend import Turn
+from quire.tokenizer.tokenizer import Tokenizer
+
+MARK_DIGITS = 24
+
+
+def continuation_ids(tokenizer: Tokenizer, text: str, *, plain: bool) -> list[int]:
+    """Return the ids of a text that stands behind other tokens.
+
+    SentencePiece tokenizers put a space before whatever they are given; so the text is also tokenized behind a line
+    break, and that result is taken if only that has the bytes of the text.
+
+    Args:
+        plain: what spells a control token is ordinary text.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode_segments([text]) if plain else tokenizer.encode(text, add_special_tokens=False)
+
+    def spells(ids: Sequence[int]) -> bool:
+        return b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+    ids = encode(text)
+    if tokenizer.pieces is None or spells(ids):
+        return ids
+    anchor, joint = encode("\n"), encode("\n" + text)
+    if joint[: len(anchor)] == anchor and spells(joint[len(anchor) :]):
+        return joint[len(anchor) :]
+    return ids
+
+
+def kept_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> tuple[list[int], str]:
+    """Return the first tokens, those that lie within `text` as a whole, and the rest of the text.
+
+    Args:
+        token_ids: generated. text: their text, or its beginning, where a stop string cut it off.
+    """
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    num_kept = num_chars = length = 0
+    for index, token_id in enumerate(token_ids):
+        piece = detokenizer.add(token_id)
+        length += len(piece)
+        if length > len(text):
+            break
+        if piece:
+            num_kept, num_chars = index + 1, length
+    return list(token_ids[:num_kept]), text[num_chars:]
+
+
+class TurnWriter:
+    """Writes turns as the chat template does, one behind the other.
+
+    A template renders whole conversations. Here they grow: what is already there stays, though the template might write
+    it differently now (many drop the reasoning of earlier turns). So the conversation is rendered with a mark where the
+    existing ids end, and what stands behind the mark is new. As everywhere, only the template may produce control
+    tokens; contents are tokenized as ordinary text.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._controls = ControlFinder(tokenizer.control_tokens)
+
+    def write(self, turns: Sequence[Turn], num_written: int, *, prompt: bool) -> list[int]:
+        """Return the ids from the end of one turn's content to the beginning of the content of the last turn.
+
+        Args:
+            turns: the conversation; the last one is about to begin.
+            num_written: of so many turns the ids exist, up to the end of the last one's content.
+            prompt: begin the last turn as the template prompts the model to, not as it writes turns that are over.
+
+        Raises:
+            RequestError: the template refuses the conversation, or does not write contents as they are.
+        """
+        cut, end, mark = _random_digits(), _random_digits(), _random_digits()
+        messages = [
+            {"role": turn.role, "content": self._controls.mark_beginnings(turn.content, mark)} for turn in turns[:-1]
+        ]
+        if num_written:
+            messages[num_written - 1]["content"] = cut
+        if not prompt:
+            messages.append({"role": turns[-1].role, "content": end})
+        text = self._template.render(messages, add_generation_prompt=prompt)
+        first = _find(text, cut) + len(cut) if num_written else 0
+        last = len(text) if prompt else _find(text, end)
+        segments = [
+            part.replace(mark, "") if isinstance(part, str) else part for part in self._controls.split(text[first:last])
+        ]
+        return self._encode(segments, behind=num_written > 0)
+
+    def _encode(self, segments: list[str | int], *, behind: bool) -> list[int]:
+        first = segments[0]
+        if behind and isinstance(first, str):
+            ids = continuation_ids(self._tokenizer, first, plain=True)
+            return ids + self._tokenizer.encode_segments(segments[1:])
+        return self._tokenizer.encode_segments(segments)
+
+
+def common_length(lists: Sequence[Sequence[int]]) -> int:
+    """Return how many first items all lists have in common."""
+    length = 0
+    for items in zip(*lists, strict=False):
+        if len(set(items)) > 1:
+            break
+        length += 1
+    return length
+
+
+def _random_digits() -> str:
+    return f"{secrets.randbelow(10**MARK_DIGITS):0{MARK_DIGITS}}"
+
+
+def _find(text: str, mark: str) -> int:
+    place = text.rfind(mark)
+    if place < 0:
+        raise RequestError("the chat template drops the content of a turn, so programs cannot go on behind it")
+    return place
