@@ -45,8 +45,8 @@ class OpenAIBackend(Backend):
         base_url: such as http://127.0.0.1:8000/v1. model: None takes the first that the endpoint lists.
         api_key: the environment is not looked at. timeout: of a call [s].
         dialect: what the endpoint knows. "basic": text and the common sampling options. "openai": also, in chats,
-            `response_format` with a JSON schema. "vllm": also the fields of vLLM and Quire, so that everything works but
-            select by log-probability: `structured_outputs`, `continue_final_message`, all sampling options.
+            `response_format` with a JSON schema. "vllm": also the fields of vLLM and Quire, so that everything works
+            but select by log-probability: `structured_outputs`, `continue_final_message`, all sampling options.
         speculate: take several gens out of one call where they fit, see `speculation`. Then text is not streamed.
         speculated_tokens: how many tokens more than its `max_tokens` such a call asks for.
 

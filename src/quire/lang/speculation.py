@@ -4,10 +4,10 @@ A gen with a stop text asks for more than its own piece, without the stop. What 
 the model goes on to write. If the program goes on with the same words, the next gen is taken from the surplus, without
 a call (SGLang, Zheng et al. 2024, section "API speculative execution").
 
-What is taken is what a call of its own would have given, as far as this can be known without the endpoint's tokenizer: a
-piece is used only if its stop text was found, or the text ended, within as many bytes as `max_tokens`, because a token has
-at least one byte. A deterministic endpoint then gives the same results with and without speculation, if how a text is cut
-into tokens makes no difference to how it goes on.
+What is taken is what a call of its own would have given, as far as this can be known without the endpoint's tokenizer:
+a piece is used only if its stop text was found, or the text ended, within as many bytes as `max_tokens`, because a
+token has at least one byte. A deterministic endpoint then gives the same results with and without speculation, if how a
+text is cut into tokens makes no difference to how it goes on.
 """
 
 from __future__ import annotations
