@@ -215,6 +215,9 @@ class SchedulerConfig:
         low=0.0,
         metavar="SECONDS",
     )
+    jump_forward: bool = option(
+        True, "Append text that a grammar leaves no alternative to without asking the model for each token of it."
+    )
     preemption_mode: str = option(
         "auto",
         "What becomes of a running request when blocks run out: its KV is computed again later, or swapped to host "

@@ -41,7 +41,8 @@ class NewSequenceData(msgspec.Struct):
     tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
 
     With `grammar` (Lark, as `structured.builder` writes it) the tokens after the prompt spell a text of its language.
-    `sampler_state` is what `ModelOutput.sampler_states` last said of it.
+    `sampler_state` is what `ModelOutput.sampler_states` last said of it. `dry_breakers` are the tokens that spell a
+    sequence breaker of the DRY sampler: any of the first, then exactly the second ones.
     """
 
     sequence_id: str
@@ -57,6 +58,7 @@ class NewSequenceData(msgspec.Struct):
     grammar: str | None = None
     thinking: ThinkingData | None = None
     sampler_state: float | None = None
+    dry_breakers: list[tuple[list[int], list[int]]] = []
 
 
 class ContinuingSequenceData(msgspec.Struct):
@@ -176,10 +178,10 @@ class ModelOutput(msgspec.Struct):
     Sequences still inside their prompt are absent, and so are beams, which have `candidates`: the most likely next
     tokens with their log-probabilities, falling (the first entry, elsewhere the chosen token's, is the best one's
     again). `logprobs` has one entry per sampled token for those who asked. `prompt_logprobs` has one entry per prompt
-    position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token),
-    for those who asked. `errors` names sequences whose logits were not finite, or to which their options left no token;
-    they produced no token and must be ended. `loaded` says of each device block whose load from disk ended whether the
-    record was sound.
+    position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token,
+    but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
+    were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
+    must be ended. `loaded` says of each device block whose load from disk ended whether the record was sound.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -271,10 +273,11 @@ class BeamOutput(msgspec.Struct, array_like=True):
 class SequenceOutput(msgspec.Struct):
     """News of one sequence in one step.
 
-    `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the stop token id (None for EOS).
-    `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not the
-    engine. `num_cached_tokens` is sent with the first output. A beam search has one output, at its
-    end, in the name of its request: `beams`, best first.
+    `finish_reason` is "stop", "length", "repetition", "abort" or "error"; `stop_reason` the stop token id (None for
+    EOS). `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not
+    the engine. `complete` says that a grammar allows nothing more: the last token is then part of the text, not what
+    stopped it. `num_cached_tokens` is sent with the first output. A beam search has one output, at its end, in the name
+    of its request: `beams`, best first.
     """
 
     sequence_id: str
@@ -289,6 +292,7 @@ class SequenceOutput(msgspec.Struct):
     error: str | None = None
     refused: bool = False
     beams: list[BeamOutput] | None = None
+    complete: bool = False
 
 
 class SchedulerStats(msgspec.Struct):

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, AddRequest
 from quire.sampling_params import SamplingParams
-from quire.step import SchedulerStats, TokenTopLogprobs
+from quire.step import SchedulerStats, ThinkingData, TokenTopLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Ask:
     seeds: tuple[int, ...] = (0,)
     salt: str | None = None
     stop_ids: tuple[int, ...] = (2,)
+    grammar: str | None = None
+    thinking: ThinkingData | None = None
 
     def single(self, index: int) -> Ask:
         """Return the request for sequence `index` alone; of several, the first reports on the prompt."""
@@ -70,6 +72,8 @@ class EngineDriver:
                 stop_ids=list(ask.stop_ids),
                 max_tokens=ask.max_tokens,
                 cache_salt=ask.salt,
+                grammar=ask.grammar,
+                thinking=ask.thinking,
             )
         )
 

@@ -15,6 +15,7 @@ import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine.compiling import Compiling
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes
 from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
@@ -24,9 +25,11 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
 from quire.scheduler.view import describe, draw_picture
-from quire.step import ModelOutput, SequenceOutput
+from quire.step import ModelOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_WAIT_SECONDS = 0.05  # how long a step waits for a grammar when there is nothing else to do
 
 T = TypeVar("T")
 
@@ -83,6 +86,7 @@ class EngineCore:
             stored=executor.stored_blocks(),
             hasher=hasher or BlockHasher(executor.hash_key()),
         )
+        self._compiling = Compiling(executor)
         self.ready = Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
@@ -95,46 +99,74 @@ class EngineCore:
         )
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request."""
-        self.scheduler.add_request(
-            Request(
-                request_id=message.request_id,
-                prompt_token_ids=message.prompt_token_ids,
-                sampling_params=message.sampling_params,
-                sequence_ids=message.sequence_ids,
-                seeds=message.seeds,
-                stop_ids=message.stop_ids,
-                bad_words_ids=message.bad_words_ids,
-                max_tokens=message.max_tokens,
-                arrival_time=message.arrival_time,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                tenant=message.tenant,
-                beam=message.beam,
-            )
+        """Queue a request, after its grammar was compiled if it has one.
+
+        Raises `RequestError` if a live request, or sequence, has the same id.
+        """
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling_params=message.sampling_params,
+            sequence_ids=message.sequence_ids,
+            seeds=message.seeds,
+            stop_ids=message.stop_ids,
+            bad_words_ids=message.bad_words_ids,
+            max_tokens=message.max_tokens,
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            beam=message.beam,
+            grammar=message.grammar,
+            thinking=message.thinking,
+            dry_breakers=message.dry_breakers,
         )
+        self._compiling.check_names(request)
+        if request.grammar is None:
+            self.scheduler.add_request(request)
+        else:
+            self.scheduler.check_names(request)
+            self._compiling.add(request)
 
     def abort(self, message: AbortRequests) -> None:
         """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
+        self._compiling.abort(message.request_ids)
         self.scheduler.abort_requests(message.request_ids)
+        self._compiling.release(self.scheduler)
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return self.scheduler.has_unfinished()
+        return len(self._compiling) > 0 or self.scheduler.has_unfinished()
 
     def step(self) -> EngineOutputs:
         """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
+        refused = self._admit_compiled() if self._compiling else []
         plan = self.scheduler.schedule()
         if not plan.is_empty:
             result = self.executor.execute(plan)
             outputs = self.scheduler.update_from_output(plan, result)
         else:
             outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
-        return EngineOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=self.clock())
+        self._compiling.release(self.scheduler)
+        return self.snapshot(refused + outputs)
+
+    def _admit_compiled(self) -> list[SequenceOutput]:
+        """Queue requests whose grammar has been compiled; return news of those that cannot run."""
+        able, news = self._compiling.ready(0.0 if self.scheduler.has_unfinished() else GRAMMAR_WAIT_SECONDS)
+        for request in able:
+            if request.beam_params is not None:  # a beam that has said all that it may must end, also with `ignore_eos`
+                request.stop_ids |= frozenset(self.executor.end_ids())
+            self.scheduler.add_request(request)
+        return news
+
+    def _stats(self) -> SchedulerStats:
+        stats = self.scheduler.stats()
+        stats.num_waiting += len(self._compiling)
+        return stats
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
         """Return the current stats, with news that no step has made, if any."""
-        return EngineOutputs(outputs=outputs or [], stats=self.scheduler.stats(), timestamp=self.clock())
+        return EngineOutputs(outputs=outputs or [], stats=self._stats(), timestamp=self.clock())
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
         """Run an operation between steps, and return what there is to tell, JSON-like.
@@ -150,7 +182,7 @@ class EngineCore:
             self.scheduler.check_integrity()
             return {"ok": True}
         if method == "stats":
-            return msgspec.to_builtins(self.scheduler.stats())
+            return msgspec.to_builtins(self._stats())
         if method == "blocks":
             return self._show_blocks(_convert(arguments, ShowBlocks))
         if method == "prefixes":

@@ -33,8 +33,46 @@ class Executor(Protocol):
     def hash_key(self) -> bytes | None:
         """Return the key that names of blocks must be made with, so that those on disk are found; None: any will do."""
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar, if need be; every call is to be followed by one of `release_grammar`."""
+
+    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
+        """Return the grammars that became ready, with what is wrong with those that cannot be used.
+
+        With none to tell it waits for one up to `wait` seconds.
+        """
+
+    def release_grammar(self, grammar: str) -> None:
+        """Say that a request has ended for which it was prepared."""
+
+    def end_ids(self) -> list[int]:
+        """Return the tokens that end a text which has a grammar; complete once one was compiled."""
+
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step and return its result."""
 
     def close(self) -> None:
         """Release model and memory."""
+
+
+class NoGrammars:
+    """For executors that pay no heed to grammars: all of them are ready at once."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[str, str | None] = {}
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """See `Executor`."""
+        self._prepared[grammar] = None
+
+    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
+        """See `Executor`."""
+        prepared, self._prepared = self._prepared, {}
+        return prepared
+
+    def release_grammar(self, grammar: str) -> None:
+        """Nothing was kept."""
+
+    def end_ids(self) -> list[int]:
+        """None are known."""
+        return []

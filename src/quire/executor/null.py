@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from quire.executor.base import NoGrammars
 from quire.step import ForkData, KVCacheSpec, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
 
 
@@ -17,7 +18,7 @@ class _Known:
     num_candidates: int
 
 
-class NullExecutor:
+class NullExecutor(NoGrammars):
     """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end.
 
     The i-th fork (from 1) that draws from one parent in a step gets the token i further on. A beam's candidates are the
@@ -26,6 +27,7 @@ class NullExecutor:
     """
 
     def __init__(self, vocab_size: int = 1000) -> None:
+        super().__init__()
         self.vocab_size = vocab_size
         self._known: dict[str, _Known] = {}
 

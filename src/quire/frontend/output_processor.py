@@ -79,7 +79,8 @@ class _Completion:
         token_ids = output.new_token_ids
         found = False
         if self.detokenizer is not None:
-            last = len(token_ids) - 1 if cut and output.finish_reason == "stop" else -1
+            cut = cut and output.finish_reason == "stop" and not output.complete
+            last = len(token_ids) - 1 if cut else -1
             for position, token_id in enumerate(token_ids):
                 if position == last:
                     break

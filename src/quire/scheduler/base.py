@@ -18,7 +18,8 @@ from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.scheduler.stop import check_stop, stop_reason
 from quire.step import ForkData, ModelOutput, SchedulerOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
 
-_RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and this one is on the path of every token
+_RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and these are on the path of every token
+_STOPPED = RequestStatus.FINISHED_STOPPED
 
 
 class BaseScheduler(RequestLives, ABC):
@@ -107,6 +108,11 @@ class BaseScheduler(RequestLives, ABC):
             status = check_stop(sequence, token_id, self.length_limit)
             if status is not None:
                 break
+        complete = status is not _STOPPED and num_taken == len(sampled) and sequence_id in output.completed
+        if complete:
+            status = _STOPPED  # also where it is as long as it may be: nothing is missing
+        if output.sampler_states and sequence_id in output.sampler_states:
+            sequence.sampler_state = output.sampler_states[sequence_id]
         if request.dropped and sequence_id in request.dropped and sampled:
             self._end_sequence(sequence)  # it was aborted, but the others needed it to compute their prompt
             return
@@ -119,7 +125,8 @@ class BaseScheduler(RequestLives, ABC):
             entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
             if status is not None:
                 entry.finish_reason = status.finish_reason
-                if status is RequestStatus.FINISHED_STOPPED:
+                entry.complete = complete and sampled[-1] not in request.stop_ids
+                if status is _STOPPED and not complete:
                     entry.stop_reason = stop_reason(sequence)
             news.append(entry)
         if status is not None:
@@ -141,10 +148,11 @@ class BaseScheduler(RequestLives, ABC):
     def _new_prompt_logprobs(
         self, request: Request, start: int, entries: list[TokenTopLogprobs]
     ) -> list[TokenTopLogprobs] | None:
-        """Return those of `entries`, which begin at prompt position `start + 1`, that were not sent before.
+        """Return those of `entries`, of the prompt positions from `start + 1` on that are wanted, that are new.
 
         A sequence preempted within its prompt computes its first positions twice.
         """
+        start = max(start, request.prompt_logprobs_after)
         fresh = entries[max(request.num_prompt_logprobs - start, 0) :]
         request.num_prompt_logprobs += len(fresh)
         return fresh or None

@@ -99,9 +99,7 @@ class RequestLives:
 
         Raises `RequestError` if a live request, or sequence, has the same id.
         """
-        taken = [name for name in request.sequence_ids if name in self._sequences]
-        if request.request_id in self._requests or taken:
-            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
+        self.check_names(request)
         problem = self._refusal(request)
         if problem is not None:
             request.status = RequestStatus.FINISHED_IGNORED
@@ -117,6 +115,15 @@ class RequestLives:
         for sequence_id in request.sequence_ids:  # those to come answer to their names already
             self._sequences[sequence_id] = request.sequences[0]
         self._waiting.push(request)
+
+    def check_names(self, request: Request) -> None:
+        """Raise `RequestError` if a live request, or sequence, is called like this one or one of its sequences."""
+        if request.request_id in self._requests or any(name in self._sequences for name in request.sequence_ids):
+            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of this id was added and has not ended."""
+        return request_id in self._requests
 
     def _refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, else it yields nothing."""
@@ -275,6 +282,10 @@ class RequestLives:
             block_ids=self.kv.block_ids(sequence.sequence_id),
             num_computed_tokens=sequence.num_computed_tokens,
             num_candidates=0 if request.beam is None else request.beam.num_candidates,
+            grammar=request.grammar,
+            thinking=request.thinking,
+            sampler_state=sequence.sampler_state,
+            dry_breakers=request.dry_breakers,
         )
 
     # ---- from one queue to another ----

@@ -8,11 +8,15 @@ a whole.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
-from quire.step import TokenTopLogprobs
+from quire.step import ThinkingData, TokenTopLogprobs
+
+if TYPE_CHECKING:
+    from quire.scheduler.stop import Repeats
 
 
 class RequestStatus(IntEnum):
@@ -32,6 +36,7 @@ class RequestStatus(IntEnum):
     FINISHED_ABORTED = 7
     FINISHED_ERROR = 8
     FINISHED_IGNORED = 9
+    FINISHED_REPETITION = 10
 
     @property
     def finished(self) -> bool:
@@ -40,7 +45,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The word for it in an output: "stop", "length", "abort", "error"; None while unfinished."""
+        """The word for it in an output: "stop", "length", "repetition", "abort", "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -50,6 +55,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
     RequestStatus.FINISHED_IGNORED: "error",
+    RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
 
@@ -62,6 +68,8 @@ class Sequence:
         known: whether the worker has it. unsent: tokens the worker, which has it, was not told of (beams).
         has_output: whether any output was sent.
         candidates: a beam's most likely next tokens, until those of all beams of the search are there.
+        repeats: what `check_stop` knows of its output, where repetitions end it.
+        sampler_state: what a sampler with a memory last said of it (`ModelOutput.sampler_states`).
     """
 
     __slots__ = (
@@ -71,7 +79,9 @@ class Sequence:
         "known",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "repeats",
         "request",
+        "sampler_state",
         "seed",
         "sequence_id",
         "token_ids",
@@ -90,12 +100,15 @@ class Sequence:
         self.unsent: list[int] = []
         self.has_output = False
         self.candidates: TokenTopLogprobs | None = None
+        self.repeats: Repeats | None = None
+        self.sampler_state: float | None = None
 
     def fork(self, sequence_id: str, seed: int) -> Sequence:
         """Return a sequence that has come as far as this one."""
         child = Sequence(self.request, sequence_id, seed, self.token_ids.copy())
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = self.block_hashes.copy()
+        child.sampler_state = self.sampler_state
         return child
 
     @property
@@ -115,8 +128,10 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """False while prompt log-probabilities are owed: they need the logits of every prompt position."""
+        """False if it may not, or prompt log-probabilities are owed: they need the logits of every prompt position."""
         request = self.request
+        if request.sampling_params.skip_reading_prefix_cache:
+            return False
         return not request.wants_prompt_logprobs or request.num_prompt_logprobs >= request.num_prompt_tokens - 1
 
     def __repr__(self) -> str:
@@ -136,7 +151,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it when the scheduler first looked; None before.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
-        num_prompt_logprobs: prompt positions whose log-probabilities were sent.
+        num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
     """
 
@@ -148,8 +163,10 @@ class Request:
         "blocked_since",
         "cache_salt",
         "dropped",
+        "dry_breakers",
         "first_scheduled_time",
         "forked",
+        "grammar",
         "loaded",
         "loading",
         "max_tokens",
@@ -171,6 +188,7 @@ class Request:
         "status",
         "stop_ids",
         "tenant",
+        "thinking",
         "wants_prompt_logprobs",
     )
 
@@ -189,6 +207,9 @@ class Request:
         cache_salt: str | None = None,
         tenant: str = "",
         beam: BeamSearchParams | None = None,
+        grammar: str | None = None,
+        thinking: ThinkingData | None = None,
+        dry_breakers: list[tuple[list[int], list[int]]] | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
@@ -207,6 +228,9 @@ class Request:
         self.tenant = tenant
         self.beam_params = beam
         self.beam: BeamSearch | None = None
+        self.grammar = grammar
+        self.thinking = thinking
+        self.dry_breakers = dry_breakers or []
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
 
         self.status = RequestStatus.WAITING
@@ -217,13 +241,18 @@ class Request:
         self.num_output_tokens = 0
         self.first_scheduled_time: float | None = None
         self.blocked_since: float | None = None
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = self.prompt_logprobs_after
         self.forked = len(self.sequence_ids) == 1
         self.num_forks = 0
         self.dropped: set[str] = set()
         self.loading: set[int] = set()
         self.loaded = False
         self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
+
+    @property
+    def prompt_logprobs_after(self) -> int:
+        """How many prompt positions after the first are not scored, though others are (`prompt_logprob_start`)."""
+        return max((self.sampling_params.prompt_logprob_start or 0) - 1, 0)
 
     @property
     def num_seats(self) -> int:

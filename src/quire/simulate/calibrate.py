@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine.settle import load_info
-from quire.executor.base import Executor
+from quire.executor.base import Executor, NoGrammars
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
@@ -209,7 +209,7 @@ def _medians(steps: Sequence[Measured]) -> list[Measured]:
     return [sorted(found, key=lambda step: step.seconds)[(len(found) - 1) // 2] for found in kinds.values()]
 
 
-class TimedExecutor:
+class TimedExecutor(NoGrammars):
     """An executor around another, whose KV cache is allocated: measures its steps and notes what was in them.
 
     Args:
@@ -217,6 +217,7 @@ class TimedExecutor:
     """
 
     def __init__(self, inner: Executor, info: ModelInfo, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
         self._inner = inner
         self._clock = clock
         self._reader = StepReader(windows_of(info.layer_windows), NUM_SHAPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.executor.base import NoGrammars
 from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
@@ -24,7 +25,7 @@ def kv_spec(info: ModelInfo, kv_dtype: str) -> KVCacheSpec:
     )
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(NoGrammars):
     """Executes steps by moving `clock` on by what `cost` says.
 
     Blocks are moved, and loaded from disk, within the step that asks for it.
@@ -48,6 +49,7 @@ class SimulatedExecutor:
         observer: Observer | None = None,
         num_disk_blocks: int = 0,
     ) -> None:
+        super().__init__()
         self._spec = kv_spec(info, kv_dtype)
         self._memory = memory
         self._num_disk_blocks = num_disk_blocks

@@ -6,12 +6,18 @@ Building a step's inputs is vectorized numpy: the only Python loop is over the s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.sampling.extras import Extras
+from quire.sampling.processors import LogitsProcessorFactory
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire.worker.guidance import Guide  # planning lays out batches, too, and needs no grammars
 
 
 @dataclass(slots=True)
@@ -40,11 +46,20 @@ class InputBatch:
     """Rows of up to `max_num_seqs` sequences of up to `max_model_len` tokens, with `num_groups` block tables each.
 
     A block table keeps the entries of blocks that were given back, since no query sees their positions again.
-    `num_beams` counts the rows for which nothing is sampled (`NewSequenceData.num_candidates`).
+    `num_beams` counts the rows for which nothing is sampled (`NewSequenceData.num_candidates`), `num_guided` those with
+    one of the `guides` that `guide_of` makes for new sequences. `processors` are those of logits, by name.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_groups: int = 1,
+        guide_of: Callable[[NewSequenceData], Guide | None] = lambda new: None,
+        processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
@@ -63,7 +78,11 @@ class InputBatch:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.extras: list[Extras | None] = [None] * max_num_seqs
+        self.guides: list[Guide | None] = [None] * max_num_seqs
         self.num_beams = 0
+        self.num_guided = 0
+        self._guide_of = guide_of
+        self._processors = processors
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -87,6 +106,7 @@ class InputBatch:
         if row is not None:  # a request can end before its first step
             self.num_beams -= bool(self.num_candidates[row])
             self.extras[row] = None
+            self._set_guide(row, None)
             self._free_rows.append(row)
 
     def _add(self, new: NewSequenceData) -> None:
@@ -113,7 +133,15 @@ class InputBatch:
             stop_ids=new.stop_ids,
             bad_words_ids=new.bad_words_ids,
             vocab_size=self.vocab_size,
+            dry_breakers=new.dry_breakers,
+            sampler_state=new.sampler_state,
+            factories=self._processors,
         )
+        self._set_guide(row, self._guide_of(new))
+
+    def _set_guide(self, row: int, guide: Guide | None) -> None:
+        self.num_guided += (guide is not None) - (self.guides[row] is not None)
+        self.guides[row] = guide
 
     def _fork(self, fork: ForkData) -> None:
         parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
@@ -137,6 +165,9 @@ class InputBatch:
         self.seeds[row] = fork.seed
         extras = self.extras[parent]
         self.extras[row] = None if extras is None else extras.fork()
+        guide = self.guides[parent]
+        if guide is not None:
+            self._set_guide(row, guide.fork())
         self.num_beams += bool(self.num_candidates[row])
 
     def _extend(self, continuing: ContinuingSequenceData) -> None:
@@ -148,7 +179,10 @@ class InputBatch:
             for group, index, block_id in continuing.replaced_blocks:
                 self.block_tables[group, row, index] = block_id
         if continuing.new_token_ids:
-            self._add_tokens(row, continuing.new_token_ids)
+            guide = self.guides[row]
+            if guide is not None:
+                guide.take(continuing.new_token_ids)
+            self.add_tokens(row, continuing.new_token_ids)
 
     def _add_blocks(self, row: int, block_ids: list[list[int]]) -> None:
         """Append to the block table of each group."""
@@ -159,8 +193,8 @@ class InputBatch:
                 self.block_tables[group, row, start:stop] = ids
                 self.num_blocks[group, row] = stop
 
-    def _add_tokens(self, row: int, tokens: list[int]) -> None:
-        """Append tokens that were not sampled here."""
+    def add_tokens(self, row: int, tokens: list[int]) -> None:
+        """Append tokens that were not sampled here. Those that its guide has not given must be told to it, too."""
         start = self.num_tokens[row]
         stop = start + len(tokens)
         self.token_ids[row, start:stop] = tokens
@@ -198,6 +232,10 @@ class InputBatch:
             slot_mapping=(self.block_tables[:, token_rows, blocks] - blocks) * self.block_size + positions,
             sampled=seq_lens == self.num_tokens[rows],
         )
+
+    def room(self, row: int) -> int:
+        """Return how many tokens a row can take."""
+        return self.token_ids.shape[1] - int(self.num_tokens[row])
 
     def output_ids(self, row: int) -> np.ndarray:
         """Return a view of the tokens generated so far in this row."""

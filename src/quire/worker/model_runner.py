@@ -6,15 +6,20 @@ computed, the backend's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
-from quire.sampling.sampler import Sampled, Sampler, SamplingBatch, pack_logprobs
+from quire.sampling.constraint import masked_logprobs
+from quire.sampling.grammars import GrammarStore
+from quire.sampling.processors import LogitsProcessorFactory
+from quire.sampling.sampler import Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
 from quire.step import ForkData, KVCacheGroup, ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import RunnableModel, StepGraphs
+from quire.worker.guidance import Guidance
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.transfers import BlockTransfers
 
@@ -44,6 +49,8 @@ class ModelRunner:
         groups: of layers that share block tables; by default those that `max_model_len` gives.
         num_blocks, block_size: of the KV cache; `num_host_blocks` of the pool in host memory.
         store: an open disk store for blocks, or None; it is closed by `close`.
+        grammars: compiled ones; None where no sequence has any. jump_forward: see `Guidance`.
+        processors: of logits, by name.
 
     Raises:
         ConfigError: there is no room for the host's pool.
@@ -62,17 +69,25 @@ class ModelRunner:
         groups: list[KVCacheGroup] | None = None,
         num_host_blocks: int = 0,
         store: DiskStore | None = None,
+        grammars: GrammarStore | None = None,
+        jump_forward: bool = True,
+        processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.sampler = Sampler(backend)
         groups = groups or model.kv_cache_spec().groups(max_model_len)
+        self.guidance = Guidance(
+            grammars, vocab_size=model.vocab_size, max_num_seqs=max_num_seqs, jump_forward=jump_forward
+        )
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
             vocab_size=model.vocab_size,
             num_groups=len(groups),
+            guide_of=self.guidance.guide_of,
+            processors=processors,
         )
         self.kv_caches = self._new_caches(max(groups, key=lambda group: len(group.layers)), num_blocks, block_size)
         self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store)
@@ -113,6 +128,9 @@ class ModelRunner:
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
         extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
         scored = any(extra is not None and extra.num_prompt_logprobs is not None for extra in extras)
+        if self.batch.num_guided:
+            forked = [self.batch.row_of[fork.sequence_id] for fork in step.forks if fork.samples]
+            self.guidance.start([*inputs.rows[chosen].tolist(), *forked], self.batch)
         hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored)
         if scored:
             output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
@@ -125,6 +143,7 @@ class ModelRunner:
     def close(self) -> None:
         """Finish what is on its way to the disk."""
         self.transfers.close()
+        self.guidance.close()
 
     def _go_on(self, ends: _Ends, forks: list[ForkData], output: ModelOutput) -> None:
         """Put a new token of each sequence into `output`: the beams' candidates, and what the others drew."""
@@ -134,6 +153,10 @@ class ModelRunner:
         if not ends.finite.all():
             for index in np.flatnonzero(~ends.finite).tolist():
                 output.errors[ends.sequence_ids[index]] = "the model produced logits that are not finite"
+        if self.batch.num_guided:
+            for index, error in self.guidance.finish(ends.rows, self.batch).items():
+                ends.finite[index] = False
+                output.errors[ends.sequence_ids[index]] = error
         if self.batch.num_beams:
             beams = self.batch.num_candidates[ends.rows] > 0
             self._offer(self._only(ends, np.flatnonzero(beams & ends.finite)), output)
@@ -165,16 +188,24 @@ class ModelRunner:
         if not beams.sequence_ids:
             return
         numbers = np.minimum(self.batch.num_candidates[beams.rows], self.model.vocab_size).tolist()
-        top = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
+        mask = self._mask(beams.rows)
+        if mask is None:
+            top = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
+        else:
+            top = masked_logprobs(self.backend, beams.logits, mask, max(numbers))
         for place, (sequence_id, number) in enumerate(zip(beams.sequence_ids, numbers, strict=True)):
             output.candidates[sequence_id] = pack_logprobs(top, place, number)
+
+    def _mask(self, rows: np.ndarray) -> Bitmask | None:
+        return self.guidance.mask(rows) if self.batch.num_guided else None
 
     def _sample(self, ends: _Ends, output: ModelOutput) -> None:
         """Draw a token for each sequence, and append it where logits are finite."""
         batch, rows = self.batch, ends.rows
         extras = [batch.extras[row] for row in rows.tolist()]
         temperature = batch.temperature[rows]
-        if not any(extras) and not temperature.any():
+        mask = self._mask(rows)
+        if mask is None and not any(extras) and not temperature.any():
             sampled = Sampled(self.backend.greedy(ends.logits), {})
         else:
             options = SamplingBatch(
@@ -186,8 +217,13 @@ class ModelRunner:
                 positions=batch.num_tokens[rows],
                 extras=extras,
                 output_ids=[NO_IDS if extras[i] is None else batch.output_ids(row) for i, row in enumerate(rows)],
+                mask=mask,
             )
             sampled = self.sampler.sample(ends.logits, options)
+            for index, error in sampled.errors.items():
+                if ends.finite[index]:
+                    ends.finite[index] = False
+                    output.errors[ends.sequence_ids[index]] = error
         batch.append(rows[ends.finite], sampled.token_ids[ends.finite])
         tokens, finite = sampled.token_ids.tolist(), ends.finite.tolist()
         for place, sequence_id in enumerate(ends.sequence_ids):
@@ -195,6 +231,11 @@ class ModelRunner:
                 output.sampled_token_ids[sequence_id] = [tokens[place]]
                 if place in sampled.logprobs:
                     output.logprobs[sequence_id] = [sampled.logprobs[place]]
+                own = extras[place]
+                if own is not None and own.state is not None:
+                    output.sampler_states[sequence_id] = own.state
+        if batch.num_guided:
+            self.guidance.go_on(ends.sequence_ids, batch, output)
 
     def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
@@ -202,11 +243,12 @@ class ModelRunner:
             extras = self.batch.extras[row]
             if extras is None or extras.num_prompt_logprobs is None:
                 continue
-            start = int(self.batch.num_computed_tokens[row])
+            computed = int(self.batch.num_computed_tokens[row])
+            start = max(computed, extras.prompt_logprob_start - 1)
             stop = min(int(inputs.seq_lens[index]), int(self.batch.num_prompt_tokens[row]) - 1)
             if start >= stop:
                 continue
-            first = int(inputs.cu_query_lens[index])
+            first = int(inputs.cu_query_lens[index]) + start - computed
             predicted = self.batch.token_ids[row, start + 1 : stop + 1].astype(np.int64)
             result[inputs.sequence_ids[index]] = self._score(
                 hidden[first : first + stop - start], predicted, extras.num_prompt_logprobs
@@ -214,7 +256,8 @@ class ModelRunner:
         return result
 
     def _score(self, hidden: Array, predicted: np.ndarray, k: int) -> list[TokenTopLogprobs]:
-        """Log-probabilities of `predicted` [n] after each hidden row [n, H]."""
+        """Log-probabilities of `predicted` [n] after each hidden row [n, H], and the k best ones; -1: of all."""
+        k = self.model.vocab_size if k < 0 else min(k, self.model.vocab_size)
         scores: list[TokenTopLogprobs] = []
         for start in range(0, len(predicted), PROMPT_LOGPROB_ROWS):
             piece = predicted[start : start + PROMPT_LOGPROB_ROWS]

@@ -7,11 +7,15 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
+from quire.sampling.grammars import GrammarStore
+from quire.sampling.processors import load_processors
 from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
 from quire.worker.model_runner import ModelRunner
@@ -35,6 +39,7 @@ class Worker:
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self.config = config
+        self._processors = load_processors(config.model.logits_processors)
         self.backend = create_backend(
             config.device.device,
             config.model.dtype,
@@ -61,6 +66,13 @@ class Worker:
         self._info = info
         self._store: DiskStore | None = None  # the runner's, which closes it
         self.runner: ModelRunner | None = None
+        self.grammars = GrammarStore(self._load_tokenizer, info.vocab_size, info.eos_token_ids)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        model = self.config.model
+        if model.tokenizer is None:
+            return Tokenizer.from_folder(self._info.path)
+        return Tokenizer.from_folder(resolve_model(model.tokenizer, download_dir=model.download_dir))
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """Return what the model's layers cache."""
@@ -92,6 +104,9 @@ class Worker:
                 groups=self._groups(),
                 num_host_blocks=num_host_blocks,
                 store=self._store,
+                grammars=self.grammars,
+                jump_forward=self.config.scheduler.jump_forward,
+                processors=self._processors,
             )
             undo.callback(self.runner.close)
             started = time.perf_counter()
@@ -111,6 +126,22 @@ class Worker:
         """Return the key under which the disk tier's blocks are named; None without one."""
         return None if self._store is None else self._store.hash_key
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar in a thread."""
+        self.grammars.request(grammar)
+
+    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
+        """Return the grammars that became ready; see `Executor`."""
+        return self.grammars.poll(wait)
+
+    def release_grammar(self, grammar: str) -> None:
+        """Let go of a grammar that a request used."""
+        self.grammars.release(grammar)
+
+    def end_ids(self) -> list[int]:
+        """Return the tokens that end a text which has a grammar."""
+        return self.grammars.end_ids
+
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step."""
         assert self.runner is not None, "allocate() comes before execute()"
@@ -118,6 +149,7 @@ class Worker:
 
     def close(self) -> None:
         """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
+        self.grammars.close()
         if self.runner is not None:
             self.runner.close()
         self.runner = None
