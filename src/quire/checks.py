@@ -62,8 +62,11 @@ def check_list(name: str, value: Any, most: int) -> list[Any]:
     return list(value)
 
 
-def check_strings(name: str, value: Any, most: int) -> list[str]:
-    """Return a string, or a list of at most `most` of them, as a list; none may be empty. Raise `RequestError` else."""
+def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENGTH) -> list[str]:
+    """Return a string, or a list of at most `most` of them, as a list; raise `RequestError` else.
+
+    None may be empty, or have more than `longest` characters.
+    """
     strings = [value] if isinstance(value, str) else check_list(name, value, most)
     for index, item in enumerate(strings):
         where = name if isinstance(value, str) else f"{name}[{index}]"
@@ -71,9 +74,9 @@ def check_strings(name: str, value: Any, most: int) -> list[str]:
             raise RequestError(f"{where} must be a string, got {echo(item)}", param=where, code="invalid_type")
         if not item:
             raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
-        if len(item) > MAX_TEXT_LENGTH:
+        if len(item) > longest:
             raise RequestError(
-                f"{where} may have at most {MAX_TEXT_LENGTH} characters, got {len(item)}",
+                f"{where} may have at most {longest} characters, got {len(item)}",
                 param=where,
                 code="string_above_max_length",
             )

@@ -38,6 +38,7 @@ MAX_REPETITION_PENALTY = 10.0
 GREEDY_EPSILON = 1e-5
 LEAST_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
 MAX_SEQUENCE_BREAKERS = 16
+MAX_BREAKER_LENGTH = 40
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_LENGTH_PENALTY = 10.0
 # What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
@@ -284,7 +285,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_int("dry_penalty_last_n", self.dry_penalty_last_n, -1, INT64_MAX)
         if self.dry_sequence_breakers is not None:
             self.dry_sequence_breakers = check_strings(
-                "dry_sequence_breakers", self.dry_sequence_breakers, MAX_SEQUENCE_BREAKERS
+                "dry_sequence_breakers", self.dry_sequence_breakers, MAX_SEQUENCE_BREAKERS, MAX_BREAKER_LENGTH
             )
         self.dynatemp_range = check_float("dynatemp_range", self.dynatemp_range, 0.0, 2.0)
         self.dynatemp_exponent = check_float("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)

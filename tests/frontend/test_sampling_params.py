@@ -212,9 +212,14 @@ def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
             "integer_above_max_value",
         ),
         (
-            {"repetition_detection": {"max_pattern_size": 4096, "min_count": 4096}},
-            "repetition_detection",
-            "invalid_value",
+            {"repetition_detection": {"max_pattern_size": 1025}},
+            "repetition_detection.max_pattern_size",
+            "integer_above_max_value",
+        ),
+        (
+            {"dry_multiplier": 1, "dry_sequence_breakers": ["x" * 41]},
+            "dry_sequence_breakers[0]",
+            "string_above_max_length",
         ),
         ({"watermarking": {"key": 1}}, "watermarking", "unsupported_parameter"),
         ({"routed_experts_prompt_start": 0}, "routed_experts_prompt_start", "unsupported_parameter"),

@@ -29,6 +29,7 @@ class AddRequest(msgspec.Struct, tag=True):
         beam: search for the most likely sequences instead of sampling.
         grammar: what the text must look like, as in `NewSequenceData`; compiled by the engine before it is queued.
         thinking: how to end reasoning that grows too long.
+        dry_breakers: as in `NewSequenceData`.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class AddRequest(msgspec.Struct, tag=True):
     beam: BeamSearchParams | None = None
     grammar: str | None = None
     thinking: ThinkingData | None = None
+    dry_breakers: list[tuple[list[int], list[int]]] = []
 
 
 class AbortRequests(msgspec.Struct, tag=True):

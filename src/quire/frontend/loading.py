@@ -13,6 +13,7 @@ from quire.engine.messages import Ready
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
 from quire.frontend.processor import Processor
+from quire.sampling.processors import registered_names
 from quire.tokenizer.files import read_chat_template
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class FrontModel:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
         request_templates: those that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
+        max_logprobs, logits_processors: as in `Processor`.
     """
 
     info: ModelInfo
@@ -34,6 +36,8 @@ class FrontModel:
     chat_template: ChatTemplate | None
     use_sampling_defaults: bool = True
     request_templates: RequestTemplates = field(default_factory=RequestTemplates)
+    max_logprobs: int = 20
+    logits_processors: tuple[str, ...] = ()
 
     def processor(self, ready: Ready, seed: int | None = None) -> Processor:
         """Return the processor for requests to an engine that is ready; `seed` as in `Processor`."""
@@ -48,6 +52,8 @@ class FrontModel:
             eos_token_ids=[index for index in eos_ids if index < ready.vocab_size],
             sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
             seed=seed,
+            max_logprobs=self.max_logprobs,
+            logits_processors=self.logits_processors,
         )
 
     def template(self, source: str | None = None) -> ChatTemplate:
@@ -94,4 +100,6 @@ def load_front_model(config: EngineConfig) -> FrontModel:
         chat_template,
         use_sampling_defaults=model.generation_config == "auto",
         request_templates=RequestTemplates(content_format, default_kwargs),
+        max_logprobs=model.max_logprobs,
+        logits_processors=tuple(registered_names(model.logits_processors)),
     )

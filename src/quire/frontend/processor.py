@@ -19,7 +19,14 @@ from typing import Any
 
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, echo
-from quire.sampling_params import MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.frontend.breakers import BreakerIndex, Spelling
+from quire.sampling_params import (
+    DRY_SEQUENCE_BREAKERS,
+    MAX_N,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
@@ -43,6 +50,8 @@ class Processor:
         eos_token_ids: ids that end a text.
         sampling_defaults: SamplingParams fields used where the caller gives no parameters at all.
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
+        max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
+        logits_processors: names that requests may use.
     """
 
     def __init__(
@@ -55,6 +64,8 @@ class Processor:
         eos_token_ids: Sequence[int] = (),
         sampling_defaults: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        max_logprobs: int = 20,
+        logits_processors: Sequence[str] = (),
     ) -> None:
         self._random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
@@ -62,6 +73,9 @@ class Processor:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.eos_token_ids = tuple(eos_token_ids)
+        self.max_logprobs = max_logprobs
+        self.logits_processors = tuple(logits_processors)
+        self._breakers: BreakerIndex | None = None
         self._defaults = dict(sampling_defaults or {})
         try:
             self.default_sampling_params()
@@ -199,6 +213,7 @@ class Processor:
             self.check_beam_width(params.beam_width)
             beam, params = params, _like_a_beam(params)
         self._check_params(params)
+        self.check_logprobs(params, len(token_ids))
         eos_ids = () if params.ignore_eos else self.eos_token_ids
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -213,6 +228,7 @@ class Processor:
             "tenant": tenant,
             "grammar": grammar,
             "thinking": thinking,
+            "dry_breakers": self._dry_breakers(params),
         }
         if beam is not None:
             beam = beam.clone(max_tokens=max_tokens, structured_outputs=None)
@@ -226,7 +242,9 @@ class Processor:
         sequence_ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
         seeds = [child_seed(seed, index) for index in range(count)]
         first = _one_of(params)
-        rest = first if first.prompt_logprobs is None else first.clone(prompt_logprobs=None)
+        rest = first
+        if first.prompt_logprobs is not None:
+            rest = first.clone(prompt_logprobs=None, prompt_logprob_start=None)
         most = self.max_num_seqs
         return [
             AddRequest(
@@ -260,10 +278,55 @@ class Processor:
                 raise RequestError(
                     f"logit_bias has token id {echo(token)} >= vocab {self.vocab_size}", param="logit_bias"
                 )
+        for item in params.logits_processors or ():
+            if item.name not in self.logits_processors:
+                raise RequestError(
+                    f"logits_processors names {echo(item.name)}; this engine has "
+                    f"{', '.join(self.logits_processors) or 'none'}",
+                    param="logits_processors",
+                )
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", param=name)
+            if params.dry_multiplier and params.dry_sequence_breakers != []:
+                raise RequestError(
+                    "dry_sequence_breakers must be [] with this engine, which runs without a tokenizer",
+                    param="dry_sequence_breakers",
+                )
+
+    def check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raise `RequestError` for more log-probabilities than allowed, and for ids or positions that do not exist."""
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is None or self.max_logprobs < 0:
+                continue
+            shown = f"{asked}"
+            if asked < 0:
+                asked, shown = self.vocab_size, f"-1 (the whole vocabulary, {self.vocab_size})"
+            if asked > self.max_logprobs:
+                raise RequestError(
+                    f"{name} must be at most {self.max_logprobs} (max_logprobs of this engine), got {shown}",
+                    param=name,
+                    code="integer_above_max_value",
+                )
+        check_ids(params.logprob_token_ids or [], self.vocab_size, "logprob_token_ids")
+        if (params.prompt_logprob_start or 0) >= num_prompt_tokens:
+            raise RequestError(
+                f"prompt_logprob_start must be at most {num_prompt_tokens - 1}, the last position of the prompt, got "
+                f"{params.prompt_logprob_start}",
+                param="prompt_logprob_start",
+                code="integer_above_max_value",
+            )
+
+    def _dry_breakers(self, params: SamplingParams) -> list[Spelling]:
+        """Return the tokens that spell the sequence breakers of a request with DRY."""
+        texts = DRY_SEQUENCE_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
+        if params.dry_multiplier == 0.0 or self.tokenizer is None or not texts:
+            return []
+        if self._breakers is None:
+            self._breakers = BreakerIndex(self.tokenizer, self.vocab_size)
+        return self._breakers.spellings(texts)
 
     @staticmethod
     def _check_options(request_id: str, priority: int, cache_salt: str | None, tenant: str) -> None:
@@ -306,9 +369,18 @@ class Processor:
 
 def _one_of(params: SamplingParams) -> SamplingParams:
     """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
-    ranked = params.num_sequences > params.n and params.logprobs is None
-    # The engine gets the grammar; the form it was made of may be large.
-    return params.clone(n=1, best_of=None, logprobs=0 if ranked else params.logprobs, structured_outputs=None)
+    if params.skip_clone and params.num_sequences == 1 and params.structured_outputs is None:
+        return params
+    ranked = params.num_sequences > params.n and params.logprobs is None and params.logprob_token_ids is None
+    # The engine gets the grammar; the form it was made of may be large. How outputs look is the front's business.
+    return params.clone(
+        n=1,
+        best_of=None,
+        logprobs=0 if ranked else params.logprobs,
+        structured_outputs=None,
+        flat_logprobs=False,
+        stream_interval=None,
+    )
 
 
 def _like_a_beam(params: BeamSearchParams) -> SamplingParams:

@@ -25,7 +25,7 @@ from quire.sampling.truncation import Lesson, truncate
 from quire.step import TokenTopLogprobs
 
 MOST_LOGITS = 2**22  # that steps 3 and 4 look at together, which bounds their memory
-NO_TOKEN_LEFT = "the options of the request leave no token that could come next"
+NO_TOKEN_LEFT = "the options of the request, taken together, leave no token that may come next"
 
 
 class Bitmask(NamedTuple):
