@@ -26,6 +26,7 @@ from quire.step import TokenTopLogprobs
 
 MOST_LOGITS = 2**22  # that steps 3 and 4 look at together, which bounds their memory
 NO_TOKEN_LEFT = "the options of the request, taken together, leave no token that may come next"
+NO_TOKEN_IN_GRAMMAR = "structured output and the other options of the request leave no token that may come next"
 
 
 class Bitmask(NamedTuple):
@@ -89,6 +90,8 @@ class Sampler:
             (r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits
         ]
         errors = self._apply_extras(logits, batch, changing)
+        if batch.mask is not None and any(extras.processors is not None for _, extras in changing):
+            self.backend.apply_bitmask(logits, batch.mask.rows, batch.mask.bits)  # a processor may write anything
         temperature, lessons = self._truncate(logits, batch, changing)
         checked = batch.mask is not None or bool(changing)
         empty = ~self.backend.to_numpy(self.backend.rows_finite(logits)) if checked else None
@@ -102,13 +105,24 @@ class Sampler:
         )
         for lesson in lessons:
             lesson.learn(int(tokens[lesson.row]))
-        if empty is not None:
-            for r in np.flatnonzero(empty).tolist():
-                errors.setdefault(r, NO_TOKEN_LEFT)
+        if empty is not None and empty.any():
+            tokens = self._without_choice(tokens, empty, batch.mask, errors)
         if errors:
             tokens = tokens.copy()
             tokens[list(errors)] = -1
         return Sampled(tokens, self._logprobs(raw, wanting, np.maximum(tokens, 0), batch.extras), errors)
+
+    def _without_choice(
+        self, tokens: np.ndarray, empty: np.ndarray, mask: Bitmask | None, errors: dict[int, str]
+    ) -> np.ndarray:
+        """Return `tokens` with those that end a text in rows whose logits are all -inf; the others get an error."""
+        ends = {} if mask is None else dict(zip(mask.rows.tolist(), mask.ends.tolist(), strict=True))
+        tokens = tokens.copy()
+        for r in np.flatnonzero(empty).tolist():
+            tokens[r] = ends.get(r, -1)
+            if tokens[r] < 0:
+                errors.setdefault(r, NO_TOKEN_IN_GRAMMAR if r in ends else NO_TOKEN_LEFT)
+        return tokens
 
     def _apply_extras(self, logits: Array, batch: SamplingBatch, rows: list[tuple[int, Extras]]) -> dict[int, str]:
         """Do step 2 on `rows`; return what went wrong in which."""
