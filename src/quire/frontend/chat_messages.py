@@ -150,7 +150,7 @@ def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
 
 
 def _shown_calls(calls: Any, traits: TemplateTraits, where: str) -> Any:
-    """Return tool calls with their arguments in the form the template takes, if it takes only the other one."""
+    """Return tool calls with their arguments as objects, or as texts for templates that cannot read objects."""
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} must be a list of objects, got {echo(calls)}", param=where, code="invalid_type")
     return [_shown_call(call, traits, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -164,16 +164,17 @@ def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
     holder = function if isinstance(function, Mapping) else call
     arguments = holder.get("arguments")
     objects, texts = traits.takes_arguments()
-    if isinstance(arguments, str) and objects and not texts:
+    if isinstance(arguments, str) and objects:
         place = f"{where}.function.arguments" if nested else f"{where}.arguments"
-        holder = {**holder, "arguments": _read_arguments(arguments, place)}
+        holder = {**holder, "arguments": _read_arguments(arguments, place, keep=texts)}
     elif isinstance(arguments, Mapping) and texts and not objects:
         plain = plain_data(arguments, f"{where}.function.arguments", lambda text: text)
         holder = {**holder, "arguments": json.dumps(plain, ensure_ascii=False)}
     return {**call, "function": holder} if nested else holder
 
 
-def _read_arguments(text: str, where: str) -> dict[str, Any]:
+def _read_arguments(text: str, where: str, keep: bool) -> Any:
+    """Return the object that `text` stands for; if it is none, refuse it, or keep it for templates that take texts."""
     if not text.strip():
         return {}
     try:
@@ -181,6 +182,8 @@ def _read_arguments(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
+        if keep:
+            return text
         raise RequestError(
             f"{where} must be the JSON text of an object for this model's chat template, got {echo(text)}", param=where
         )
