@@ -43,7 +43,7 @@ class OpenAIBackend(Backend):
 
     Args:
         base_url: such as http://127.0.0.1:8000/v1. model: None takes the first that the endpoint lists.
-        api_key: the environment is not looked at. timeout: of a call [s].
+        api_key: the environment is not looked at. timeout: of a call [s]. max_retries: of a call that was not answered.
         dialect: what the endpoint knows. "basic": text and the common sampling options. "openai": also, in chats,
             `response_format` with a JSON schema. "vllm": also the fields of vLLM and Quire, so that everything works
             but select by log-probability: `structured_outputs`, `continue_final_message`, all sampling options.
@@ -64,6 +64,7 @@ class OpenAIBackend(Backend):
         speculate: bool = False,
         speculated_tokens: int = 64,
         timeout: float = 600.0,
+        max_retries: int = 2,
     ) -> None:
         super().__init__()
         if dialect not in DIALECTS:
@@ -77,7 +78,12 @@ class OpenAIBackend(Backend):
         self.speculated_tokens = speculated_tokens
         self.num_calls = 0
         self._model = model
-        self._options: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "timeout": timeout}
+        self._options: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "timeout": timeout,
+            "max_retries": max_retries,
+        }
         self._client: AsyncOpenAI | None = None
 
     def context(self) -> Context:

@@ -6,8 +6,8 @@ a call (SGLang, Zheng et al. 2024, section "API speculative execution").
 
 What is taken is what a call of its own would have given, as far as this can be known without the endpoint's tokenizer:
 a piece is used only if its stop text was found, or the text ended, within as many bytes as `max_tokens`, because a
-token has at least one byte. A deterministic endpoint then gives the same results with and without speculation, if how a
-text is cut into tokens makes no difference to how it goes on.
+token has at least one byte (and the end is a token, too). A deterministic endpoint then gives the same results with and
+without speculation, if how a text is cut into tokens makes no difference to how it goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Surplus:
 
     def take(self, options: dict[str, Any]) -> Capture | None:
         """Return what a gen with these options gets out of it, or None if it needs a call of its own."""
-        if not self.text or self.options != _shared(options):
+        if not (self.text or self.ended) or self.options != _shared(options):
             return None
         stops = options.get("stop") or []
         checker = StopChecker([stops] if isinstance(stops, str) else stops, include=False)
@@ -62,7 +62,8 @@ class Surplus:
             if not self.ended:
                 return None
         most = max_tokens_of(options)
-        if most is not None and len((piece + (checker.matched or "")).encode()) > most:
+        num_bytes = len(piece.encode()) + (1 if checker.matched is None else len(checker.matched.encode()))
+        if most is not None and num_bytes > most:
             return None
         self.text = self.text[len(piece) :]
         if not self.text:
