@@ -1,0 +1,203 @@
+"""The constraint of a call's arguments, in each notation of `parts`, from the schema of the tool's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import RequestError
+from quire.frontend.formats.literals import ValueGrammar, check_key, json_rule, text_language
+from quire.frontend.formats.message import Tool
+from quire.frontend.formats.pairs import pairs
+from quire.frontend.formats.parameters import JSON, STRING, kind_of, resolve
+from quire.frontend.formats.parts import Braces, JsonObject, Notation, Tagged
+from quire.structured.builder import GrammarBuilder, literal
+from quire.structured.json_schema.compiler import JsonOptions, add_json_object, add_schema
+from quire.structured.json_schema.errors import SchemaError, step, unsupported
+from quire.structured.json_schema.regular import ALL, Lang, alt, cat, chars, neg, rep, text
+from quire.structured.json_schema.spelling import terminal
+
+BLANK_CHARS = " \t\r\n"
+WORDS = ("true", "false", "null", "True", "False", "None")
+NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"))
+OBJECT_KEYS = NOTES | {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$schema",
+    "$id",
+    "$defs",
+    "definitions",
+}
+
+
+class ToolSchemaError(RequestError):
+    """The parameters of a tool cannot be enforced. `index`: the tool's number in the request."""
+
+    default_code = "invalid_function_parameters"
+
+    def __init__(self, index: int, error: SchemaError) -> None:
+        where = f"tools[{index}].function.parameters"
+        super().__init__(f"{where}: {error.message}", param=where + error.pointer)
+        self.index = index
+
+
+def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index: int, loose: bool = False) -> str:
+    """Add a rule for the arguments of a call of `tool`, which has number `index` in the request; return its name.
+
+    Args:
+        loose: whatever arguments the notation can express, instead of what the schema says.
+
+    Raises:
+        ToolSchemaError: for a part of the schema that cannot be enforced in this notation.
+    """
+    options = JsonOptions(additional_properties=not tool.strict, ordered=tool.strict)
+    schema: dict[str, Any] = {} if loose else dict(tool.parameters)
+    try:
+        if isinstance(notation, JsonObject):
+            return _add_json(builder, schema, options)
+        return _Parameters(builder, notation, schema, options).add()
+    except SchemaError as error:
+        raise ToolSchemaError(index, error) from None
+
+
+def _add_json(builder: GrammarBuilder, schema: dict[str, Any], options: JsonOptions) -> str:
+    if not schema:
+        return add_json_object(builder, options)
+    _check_object(schema)
+    return add_schema(builder, {**schema, "type": "object"}, options=options)
+
+
+def _check_object(schema: Mapping[str, Any]) -> None:
+    listed = schema.get("type", "object")
+    if listed != "object" and not (isinstance(listed, list) and "object" in listed):
+        raise unsupported("#/type", "arguments of a function are an object")
+
+
+class _Parameters:
+    """Arguments in a notation in which parameters stand one by one."""
+
+    def __init__(
+        self, builder: GrammarBuilder, notation: Notation, schema: dict[str, Any], options: JsonOptions
+    ) -> None:
+        self._builder = builder
+        self._notation = notation
+        self._root = schema
+        self._options = options
+        quote = notation.quote if isinstance(notation, Braces) else None
+        self._values = ValueGrammar(builder, schema, options, quote)
+
+    def add(self) -> str:
+        schema = resolve(self._root, self._root)
+        _check_object(schema)
+        for key in schema:
+            if key not in OBJECT_KEYS:
+                raise unsupported(step("#", key), "cannot be enforced in the notation of this model's tool calls")
+        notation = self._notation
+        if isinstance(notation, Braces):
+            return self._builder.rule(self._values.mapping(schema, "#"), "arguments")
+        properties = schema.get("properties") or {}
+        if not properties and schema.get("additionalProperties") is not False:
+            return self._free()
+        required = schema.get("required") or []
+        for name in required:
+            properties = properties if name in properties else {**properties, name: True}
+        items = [
+            (self._parameter(name, sub, step("#/properties", name)), name in required)
+            for name, sub in properties.items()
+            if sub is not False or name in required
+        ]
+        separator = "" if isinstance(notation, Tagged) else '", "'
+        body = pairs(self._builder, items, separator, self._options.ordered)
+        return self._builder.rule(f"{body} {self._blank()}" if isinstance(notation, Tagged) else body, "arguments")
+
+    def _blank(self) -> str:
+        assert isinstance(self._notation, Tagged), "others have separators"
+        return literal(self._notation.between) + "?" if self._notation.between else '""'
+
+    def _free(self) -> str:
+        """Return a rule for any parameters."""
+        name = self._builder.terminal("/[A-Za-z_][A-Za-z0-9_]{0,63}/", "name")
+        if isinstance(self._notation, Tagged):
+            one = self._builder.rule(f"{self._tagged(name, True, '#')}", "parameter")
+            return self._builder.rule(f"{one}* {self._blank()}", "arguments")
+        one = self._builder.rule(f'{name} "=" {self._values.value(True, "#")}', "parameter")
+        return self._builder.rule(f'({one} (", " {one})*)?', "arguments")
+
+    def _parameter(self, name: str, schema: Any, pointer: str) -> str:
+        check_key(name, pointer)
+        if isinstance(self._notation, Tagged):
+            if self._notation.key_close in name:
+                raise unsupported(pointer, "its name cannot be written in the notation of this model's tool calls")
+            return self._builder.rule(self._tagged(literal(name), schema, pointer), "parameter")
+        return self._builder.rule(f'{literal(name)} "=" {self._values.value(schema, pointer)}', "parameter")
+
+    # Tagged parameters
+
+    def _tagged(self, name: str, schema: Any, pointer: str) -> str:
+        """Return an expression for a parameter with its tags."""
+        tags = self._notation
+        assert isinstance(tags, Tagged), "only called for these"
+        marker = self._builder.marker
+        begin = [literal(tags.between) + "?"] if tags.between else []
+        begin += [marker(tags.key_open), name, marker(tags.key_close)]
+        if tags.value_open:
+            begin += [self._blank()] if tags.between else []
+            begin.append(marker(tags.value_open))
+        if tags.pad:
+            begin.append(literal(tags.pad))
+        kind = kind_of(schema, self._root)
+        if kind == STRING:
+            lang, free = text_language(schema, self._root, pointer), False
+            if lang == ALL:
+                free = True
+            ways = [self._raw(lang, free)]
+        else:
+            rule = self._json_value(schema, pointer)
+            pad = literal(tags.pad) if tags.pad else ""
+            ways = [f"{rule} {pad} {marker(tags.value_close)}"]
+            if kind != JSON and _admits_any_text(schema, self._root):
+                ways.append(self._raw(_no_json(), False))
+        return " ".join([*begin, ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"])
+
+    def _raw(self, lang: Lang, free: bool) -> str:
+        """Return an expression for a text as it is, its pad (which `free` texts may lack) and its end tag."""
+        tags = self._notation
+        assert isinstance(tags, Tagged), "only called for these"
+        close = tags.value_close
+        body = f"({terminal(lang, spelled=False)} & ~(/(?s:.*)/ {literal(close)} /(?s:.*)/))"
+        if tags.pad and not free:
+            body = f"({body} {literal(tags.pad)})"
+        if close in self._builder.special_tokens:
+            return f"{self._builder.terminal(body, 'value')}? {self._builder.marker(close)}"
+        # One lexeme: a text by itself would take the beginning of the tag with it.
+        return self._builder.terminal(f"{body} {literal(close)}", "value")
+
+    def _json_value(self, schema: Any, pointer: str) -> str:
+        resolved = resolve(schema, self._root)
+        if isinstance(resolved, Mapping) and resolved.get("type") == "boolean" and set(resolved) <= NOTES | {"type"}:
+            # The templates of these families write booleans as Python does.
+            return self._builder.terminal(" | ".join(map(literal, ("true", "false", "True", "False"))), "bool")
+        return json_rule(self._builder, schema, self._root, self._options, pointer)
+
+
+def _admits_any_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a schema allows every text, as far as that is easily seen."""
+    schema = resolve(schema, root)
+    if not isinstance(schema, Mapping):
+        return schema is True
+    rest = set(schema) - NOTES
+    if rest == {"anyOf"}:
+        return any(_admits_any_text(one, root) for one in schema["anyOf"])
+    if not rest <= {"type", "minimum", "maximum", "items", "properties", "required", "additionalProperties"}:
+        return False
+    return "type" not in rest or "string" in schema["type"]
+
+
+def _no_json() -> Lang:
+    """Return the texts that nobody takes for JSON."""
+    blank = chars(BLANK_CHARS)
+    odd = chars(BLANK_CHARS + '"{[-0123456789')
+    words = alt(*map(text, WORDS))
+    return neg(alt(cat(odd, ALL), cat(words, rep(blank, 0, None))))

@@ -1,0 +1,244 @@
+"""The constraint of a message: one grammar of reasoning, content in its form, and calls, by its description (`parts`).
+
+Markers that are special tokens are named by id. Spelled out as text they are kept out of free text all the same: the
+parser sees only text. The grammar ends, accepting, where the message may end; end tokens are no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.frontend.formats.arguments import add_arguments
+from quire.frontend.formats.message import MessageAsk, Tool
+from quire.frontend.formats.parts import (
+    BLANKS as BLANK_CHARS,
+)
+from quire.frontend.formats.parts import (
+    Arguments,
+    Blank,
+    CallFormat,
+    CallId,
+    Maybe,
+    Name,
+    Part,
+    ReasoningFormat,
+    Text,
+)
+from quire.structured.builder import GrammarBuilder, literal
+from quire.structured.compile import add_form
+from quire.structured_outputs import StructuredOutputParams
+
+ANY = "/(?s:.*)/"
+BLANK = r"/[ \t\r\n]{1,3}/"
+BLANKS = r"/[ \t\r\n]*/"
+EMPTY = '""'
+
+
+def wanted_tools(ask: MessageAsk) -> list[Tool]:
+    """Return the tools that the message may call."""
+    if ask.choice == "none":
+        return []
+    name = ask.choice.removeprefix("function:") if ask.choice.startswith("function:") else None
+    return [tool for tool in ask.tools if name is None or tool.name == name]
+
+
+def must_call(ask: MessageAsk) -> bool:
+    """Whether the message must be a call."""
+    return ask.choice == "required" or ask.choice.startswith("function:")
+
+
+def loose_after(form: StructuredOutputParams | None) -> bool:
+    """Whether blanks between reasoning and content are nobody's: content in this form never begins with one."""
+    if form is None or form.json is not None or form.json_object is not None:
+        return True
+    return form.choice is not None and not any(choice[0] in BLANK_CHARS for choice in form.choice)
+
+
+class Writer:
+    """Writes the parts of free text into a grammar."""
+
+    def __init__(self, builder: GrammarBuilder) -> None:
+        self.builder = builder
+
+    def text(self, without: Iterable[str] = (), not_starting: Iterable[str] = ()) -> str:
+        """Return a terminal for text, perhaps empty, in which `without` do not occur.
+
+        It does not start, behind blanks, with any of `not_starting`, which are expressions of terminals.
+        """
+        return self.builder.terminal(self._text(without, not_starting), "text")
+
+    def until(self, marker: str, without: Iterable[str] = (), not_starting: Iterable[str] = ()) -> str:
+        """Return an expression for text up to and including the first `marker`."""
+        text = self._text([marker, *without], not_starting)
+        if marker in self.builder.special_tokens:
+            return f"{self.builder.terminal(text, 'text')}? {self.builder.marker(marker)}"
+        # One lexeme: text by itself would take the beginning of the marker with it.
+        return self.builder.terminal(f"({text}) {literal(marker)}", "until")
+
+    def _text(self, without: Iterable[str], not_starting: Iterable[str]) -> str:
+        bodies = [ANY, *(f"~({ANY} {literal(marker)} {ANY})" for marker in without if marker)]
+        bodies += [f"~({BLANKS} {start} {ANY})" for start in not_starting]
+        return " & ".join(bodies)
+
+    def blank(self) -> str:
+        """Return an expression for a few blanks, or none."""
+        return self.builder.terminal(BLANK, "blank") + "?"
+
+
+class MessageGrammar:
+    """The grammar of one message.
+
+    Args:
+        loose: numbers of the tools whose arguments are not held to their schemas.
+
+    Raises:
+        ToolSchemaError: from `text`, for a schema that cannot be enforced. RequestError: as `add_form`.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        ask: MessageAsk,
+        loose: frozenset[int] = frozenset(),
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
+        self._ask = ask
+        self._loose = loose
+        self._tools = wanted_tools(ask) if calls is not None else []
+        self._builder = GrammarBuilder(ask.special_tokens)
+        self._writer = Writer(self._builder)
+
+    def text(self) -> str | None:
+        """Return the grammar, None if there is nothing to constrain."""
+        if not self._tools and self._ask.form is None:
+            return None
+        form = None if self._ask.form is None or must_call(self._ask) else add_form(self._builder, self._ask.form)
+        reasoning = self._reasoning
+        if reasoning is None:
+            return self._builder.lark(self._builder.rule(self._body(form, None), "message"))
+        thoughts = self._writer.until(reasoning.end)
+        if not loose_after(self._ask.form):
+            thoughts += " " + literal(reasoning.after) if reasoning.after else ""
+        elif form is not None:
+            thoughts += " " + self._writer.blank()
+        after = self._builder.rule(self._body(form, None), "body")
+        if self._ask.reasoning_open:
+            return self._builder.lark(self._builder.rule(f"{thoughts} {after}", "message"))
+        start = self._builder.marker(reasoning.start)
+        first = self._builder.rule(self._body(form, reasoning.start), "body")
+        thought = self._builder.rule(f"{start} {thoughts} {after}", "thought")
+        return self._builder.lark(self._builder.rule(f"{self._writer.blank()} {thought} | {first}", "message"))
+
+    def _body(self, form: str | None, not_start: str | None) -> str:
+        """Return an expression for what follows reasoning; `not_start`: free text does not start with it."""
+        if not self._tools or self._calls is None:
+            assert form is not None, "something is to be constrained"
+            return form
+        calls = self._calls
+        if must_call(self._ask):
+            return f"{self._writer.blank()} {self._run(calls, False)}"
+        if form is not None:
+            return f"{form} | {self._writer.blank()} {self._run(calls, False)}"
+        starts = [] if not_start is None else [literal(not_start)]
+        if not calls.trigger:
+            text = self._writer.text(not_starting=[*starts, self._opening(calls)])
+            return f"{text}? | {self._writer.blank()} {self._run(calls, False)}"
+        text = self._writer.text([calls.trigger], starts)
+        lead = self._writer.until(calls.trigger, (), starts)
+        return f"{text}? | {lead} {self._run(calls, True)}"
+
+    def _run(self, calls: CallFormat, triggered: bool) -> str:
+        """Return a rule for one run of calls; `triggered`: what comes before it ends with the trigger."""
+        builder = self._builder
+        opens, one = list(calls.opens), self._one_call(calls, 0)
+        if triggered:
+            if opens:
+                opens = opens[1:]
+                first = one
+            else:
+                first = self._one_call(calls, 1)
+        else:
+            first = one
+        named = self._ask.choice.startswith("function:")
+        pieces = [self._parts(opens), first]
+        if self._ask.parallel and not calls.single and not named:
+            more = builder.rule(_joined([self._parts(calls.between), one]), "more")
+            pieces.append(f"{more}*")
+        pieces.append(self._parts(calls.closes))
+        return builder.rule(_joined(pieces), "calls")
+
+    def _one_call(self, calls: CallFormat, skip: int) -> str:
+        """Return a rule for one call, without its first `skip` parts."""
+        ways = []
+        for tool in self._tools:
+            index = self._ask.tools.index(tool)
+            arguments = add_arguments(self._builder, calls.notation, tool, index, index in self._loose)
+            ways.append(self._parts(calls.call[skip:], tool.name, arguments))
+        return self._builder.rule(" | ".join(ways), "call")
+
+    def _parts(self, parts: Sequence[Part], name: str = "", arguments: str = "") -> str:
+        """Return an expression for these parts."""
+        pieces: list[str] = []
+        plain = ""
+
+        def flush() -> None:
+            nonlocal plain
+            if plain:
+                pieces.append(literal(plain))
+            plain = ""
+
+        for part in parts:
+            match part:
+                case Text(text=text) if text not in self._builder.special_tokens:
+                    plain += text
+                case Name():
+                    plain += name
+                case Blank(text=text, loose=False):
+                    plain += text
+                case Maybe(written=False):
+                    pass
+                case _:
+                    flush()
+                    pieces.append(self._part(part, name, arguments))
+        flush()
+        return _joined(pieces)
+
+    def _part(self, part: Part, name: str, arguments: str) -> str:
+        match part:
+            case Text(text=text):
+                return self._builder.marker(text)
+            case Blank():
+                return self._writer.blank()
+            case CallId(length=length):
+                return self._builder.terminal(f"/[a-zA-Z0-9]{{{length}}}/" if length else "/0|[1-9][0-9]?/", "id")
+            case Maybe(parts=inner):
+                return f"({self._parts(inner, name, arguments)})?"
+            case Arguments():
+                return arguments
+            case _:
+                raise AssertionError(f"{part} is handled elsewhere")
+
+    def _opening(self, calls: CallFormat) -> str:
+        """Return an expression of terminals for what begins calls in a message that has nothing else."""
+        pieces = []
+        for part in (*calls.opens, *calls.call):
+            match part:
+                case Text(text=text):
+                    pieces.append(literal(text))
+                case Blank():
+                    pieces.append(BLANKS)
+                case Maybe(parts=inner):
+                    texts = "".join(one.text for one in inner if isinstance(one, Text | Blank))
+                    pieces.append(f"({literal(texts)} {BLANKS})?")
+                case Name():
+                    pieces.append("(" + " | ".join(literal(tool.name) for tool in self._ask.tools) + ")")
+                    break
+                case _:
+                    break
+        return " ".join(pieces)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    return " ".join(piece for piece in pieces if piece)

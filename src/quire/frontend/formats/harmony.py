@@ -1,0 +1,175 @@
+"""Harmony, the format of gpt-oss: a turn is a run of messages, each with a channel and perhaps a recipient.
+
+<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>answer, and calls as
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}, after which the model gives up its turn. The
+recipient may also stand before the channel. Commentary without a recipient is meant for the user.
+"""
+
+from __future__ import annotations
+
+from quire.frontend.formats.arguments import add_arguments
+from quire.frontend.formats.events import Events
+from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
+from quire.frontend.formats.message import Event, MessageAsk
+from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
+from quire.frontend.formats.source import Markers, Reading, Source
+from quire.frontend.formats.values import read_json
+from quire.structured.builder import GrammarBuilder
+from quire.structured.compile import add_form
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+NAMESPACE = "functions."
+MAX_HEADER = 512
+
+CALLS = CallFormat(
+    name="openai",
+    call=(
+        Text(CHANNEL),
+        Text("commentary to=" + NAMESPACE),
+        Name(),
+        Blank(" "),
+        Text(CONSTRAIN),
+        Text("json"),
+        Text(MESSAGE),
+        Arguments(JsonObject()),
+    ),
+    aliases=("gpt_oss", "harmony"),
+    signs=((CHANNEL, MESSAGE, "analysis", "commentary"),),
+    single=True,
+)
+REASONING = ReasoningFormat(
+    name="openai_gptoss",
+    start=CHANNEL + "analysis" + MESSAGE,
+    end=END,
+    inside="",
+    aliases=("gpt_oss", "harmony", "openai"),
+    signs=CALLS.signs,
+)
+
+
+def harmony_grammar(ask: MessageAsk, loose: frozenset[int]) -> str | None:
+    """Return the grammar of a turn; None if there is nothing to constrain. `loose` and errors as `MessageGrammar`."""
+    tools = wanted_tools(ask)
+    if not tools and ask.form is None:
+        return None
+    builder = GrammarBuilder(ask.special_tokens)
+    writer = Writer(builder)
+    mark = builder.marker
+    ways = []
+    if not must_call(ask):
+        json_sign = f'(" "? {mark(CONSTRAIN)}? "json")?'
+        answer = writer.text([END, START, CHANNEL]) + "?" if ask.form is None else add_form(builder, ask.form)
+        ways.append(builder.rule(f'{mark(CHANNEL)} "final" {json_sign} {mark(MESSAGE)} ({answer})', "final"))
+    if tools:
+        calls = []
+        for tool in tools:
+            index = ask.tools.index(tool)
+            arguments = add_arguments(builder, JsonObject(), tool, index, index in loose)
+            kind = f'(" " {mark(CONSTRAIN)}? "json")?'
+            recipient = f'" to={NAMESPACE}{tool.name}"'
+            calls.append(f'{mark(CHANNEL)} "commentary" {recipient} {kind} {mark(MESSAGE)} {arguments}')
+            calls.append(f'{recipient} {mark(CHANNEL)} "commentary" {kind} {mark(MESSAGE)} {arguments}')
+        call = builder.rule(" | ".join(calls), "call")
+        if must_call(ask) or ask.form is not None:
+            ways.append(call)
+        else:
+            ways.append(f"{_message(writer, 'commentary')}* {call}")
+    body = builder.rule(" | ".join(ways), "body")
+    thoughts = f"{_message(writer, 'analysis')}*" if ask.can_reason or ask.reasoning_open else ""
+    opened = _rest(writer) if ask.reasoning_open else ""
+    return builder.lark(builder.rule(f"{opened} {thoughts} {body}", "turn"))
+
+
+def _message(writer: Writer, channel: str) -> str:
+    """Return a rule for a message that others follow."""
+    mark = writer.builder.marker
+    return writer.builder.rule(f'{mark(CHANNEL)} "{channel}" {mark(MESSAGE)} {_rest(writer)}', channel)
+
+
+def _rest(writer: Writer) -> str:
+    """Return an expression for the text of a message and all that stands before the next channel."""
+    return f'{writer.until(END, [START, CHANNEL])} {writer.builder.marker(START)} "assistant"'
+
+
+class HarmonyParser:
+    """`MessageParser` for Harmony. What has no header is content, and so is a call where none may be."""
+
+    def __init__(self, ask: MessageAsk) -> None:
+        self._ask = ask
+        self._names = {tool.name for tool in ask.tools} if ask.choice != "none" else set()
+        self._source = Source()
+        self._events = Events()
+        stray = {*ask.special_tokens, *ask.end_tokens}
+        self._body_end = Markers({END, RETURN, CALL, START, CHANNEL, *stray})
+        self._header_end = Markers({MESSAGE, END, RETURN, CALL})
+        self._reader = self._turn()
+
+    def feed(self, text: str) -> list[Event]:
+        """As in `MessageParser`."""
+        self._source.push(text)
+        next(self._reader, None)
+        return self._events.take()
+
+    def finish(self) -> list[Event]:
+        """As in `MessageParser`."""
+        self._source.ended = True
+        next(self._reader, None)
+        return self._events.take()
+
+    def _turn(self) -> Reading[None]:
+        if self._ask.reasoning_open:
+            found = yield from self._text(self._events.reasoning)
+        else:
+            found = yield from self._source.literal(CHANNEL, START, " to=", "to=")
+            if not found:
+                found = yield from self._text(self._events.content)
+        while found:
+            if found in (END, RETURN, CALL):
+                found = yield from self._between()
+            else:
+                found = yield from self._message(found)
+
+    def _between(self) -> Reading[str]:
+        """Read on behind the end of a message; return what begins the next one."""
+        yield from self._source.blanks()
+        if not (yield from self._source.peek()):
+            return ""
+        found = yield from self._source.literal(START, CHANNEL, " to=", END, RETURN, CALL)
+        return found or (yield from self._text(self._events.content))
+
+    def _message(self, begun: str) -> Reading[str]:
+        """Read the rest of a header that began with `begun`, and its message; return what ended it."""
+        pieces = [begun]
+        found = yield from self._source.until(self._header_end, pieces.append)
+        header = "".join(pieces)
+        if found != MESSAGE:
+            return found
+        channel = _word_after(header, CHANNEL)
+        recipient = _word_after(header, "to=")
+        name = recipient.removeprefix(NAMESPACE)
+        if recipient.startswith(NAMESPACE) and name in self._names:
+            return (yield from self._call(name))
+        return (yield from self._text(self._events.reasoning if channel == "analysis" else self._events.content))
+
+    def _text(self, sink: object) -> Reading[str]:
+        """Read a message's text; return the marker that ended it."""
+        assert callable(sink), "a sink takes text"
+        while True:
+            found = yield from self._source.until(self._body_end, sink)
+            if not found or found in (END, RETURN, CALL, START, CHANNEL):
+                return found
+
+    def _call(self, name: str) -> Reading[str]:
+        yield from self._source.blanks()
+        if (yield from self._source.peek()) == "{":
+            self._events.start(name)
+            if (yield from read_json(self._source, self._events.arguments)):
+                self._events.end()
+        return (yield from self._text(lambda text: None))
+
+
+def _word_after(header: str, mark: str) -> str:
+    """Return what follows `mark`, up to a blank or a special token."""
+    _, found, rest = header.partition(mark)
+    return (rest.split("<|")[0].split() or [""])[0] if found else ""

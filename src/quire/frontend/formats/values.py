@@ -1,0 +1,238 @@
+"""Reading argument values, in JSON and in notations that are not JSON, and turning them into JSON text piece by piece.
+
+Nothing here knows of calls or messages. Every reader returns whether the text was sound; once it was not, what it has
+passed on stays, and the call is broken.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from quire.frontend.formats.parts import BLANKS
+from quire.frontend.formats.source import Markers, Reading, Sink, Source
+
+MAX_DEPTH = 128
+MAX_WORD = 4096
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "/": "/", "'": "'", '"': '\\"', "\\": "\\\\"}
+ESCAPES |= {"a": "\\u0007", "v": "\\u000b", "0": "\\u0000", "\n": ""}
+HEX = {"x": 2, "u": 4, "U": 8}
+
+
+def is_json(text: str) -> bool:
+    """Whether `text` is one JSON value."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return False
+    return True
+
+
+def escaped(text: str) -> str:
+    """Return `text` as it stands within quotes in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JsonScan:
+    """Finds where a JSON value ends that begins with a bracket, a brace or a quote."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def scan(self, text: str, at: int) -> int:
+        """Return where the value ends, -1 if it goes on behind `text`, -2 if it is nested too deeply."""
+        while at < len(text):
+            if self._in_string:
+                at = self._string(text, at)
+                if at < 0:
+                    return -1
+            else:
+                char = text[at]
+                at += 1
+                if char == '"':
+                    self._in_string = True
+                    continue
+                if char in "{[":
+                    self._depth += 1
+                    if self._depth > MAX_DEPTH:
+                        return -2
+                elif char in "}]":
+                    self._depth -= 1
+                elif self._depth:
+                    continue
+            if self._depth <= 0 and not self._in_string:
+                return at
+        return -1
+
+    def _string(self, text: str, at: int) -> int:
+        """Return where the string ends, -1 if it goes on."""
+        if self._escaped:
+            self._escaped = False
+            at += 1
+        quote = -1
+        while True:
+            if quote < at:
+                quote = text.find('"', at)
+                quote = len(text) if quote < 0 else quote
+            slash = text.find("\\", at, quote)
+            if slash < 0:
+                if quote == len(text):
+                    return -1
+                self._in_string = False
+                return quote + 1
+            at = slash + 2
+            if at > len(text):
+                self._escaped = True
+                return -1
+
+
+def read_json(source: Source, sink: Sink) -> Reading[bool]:
+    """Read a JSON value that begins with a bracket, a brace or a quote, as it is."""
+    scan = JsonScan()
+    pieces = []
+    while True:
+        end = scan.scan(source.text, source.pos)
+        if end == -2:
+            return False
+        piece = source.text[source.pos : end if end >= 0 else len(source.text)]
+        source.pos += len(piece)
+        if piece:
+            pieces.append(piece)
+            sink(piece)
+        if end >= 0:
+            return is_json("".join(pieces))
+        if source.ended:
+            return False
+        yield
+
+
+class ValueReader:
+    """Reads values of a notation that is close to JSON.
+
+    Args:
+        quotes: what texts stand between. bare: there are no escapes in texts, and keys have no quotes.
+    """
+
+    def __init__(self, source: Source, sink: Sink, quotes: tuple[str, ...], bare: bool) -> None:
+        self._source = source
+        self._sink = sink
+        self._quotes = Markers(quotes)
+        self._ends = {quote: Markers((quote,) if bare else (quote, "\\")) for quote in quotes}
+        self._bare = bare
+
+    def value(self, depth: int = 0) -> Reading[bool]:
+        """Read one value."""
+        yield from self._source.blanks()
+        char = yield from self._source.peek()
+        if char == "[":
+            return (yield from self._items("[", "]", depth))
+        if char == "{":
+            return (yield from self._items("{", "}", depth))
+        quote = yield from self._source.marker(self._quotes)
+        if quote:
+            return (yield from self._text(quote))
+        word = yield from read_word(self._source, ",]}):")
+        word = WORDS.get(word, word)
+        if not is_json(word):
+            return False
+        self._sink(word)
+        return True
+
+    def items(self, close: str, equals: str, depth: int = 0, *, keyed: bool = True) -> Reading[bool]:
+        """Read items, or pairs of key and value with `equals` between, up to `close`, which is left unread."""
+        first = True
+        while True:
+            yield from self._source.blanks()
+            char = yield from self._source.peek()
+            if char == close:
+                return True
+            if not char:
+                return False
+            if not first:
+                self._sink(", ")
+            if keyed and not (yield from self._key(equals)):
+                return False
+            if not (yield from self.value(depth)):
+                return False
+            yield from self._source.blanks()
+            comma = yield from self._source.literal(",")
+            char = yield from self._source.peek()
+            if not comma and char != close:
+                return False
+            first = False
+
+    def _items(self, opening: str, closing: str, depth: int) -> Reading[bool]:
+        if depth >= MAX_DEPTH:
+            return False
+        self._source.pos += 1
+        self._sink(opening)
+        if not (yield from self.items(closing, ":", depth + 1, keyed=opening == "{")):
+            return False
+        self._source.pos += 1
+        self._sink(closing)
+        return True
+
+    def _key(self, equals: str) -> Reading[bool]:
+        quote = yield from self._source.marker(self._quotes)
+        if quote:
+            sound = yield from self._text(quote)
+        else:
+            word = yield from read_word(self._source, equals + ",]})")
+            sound = bool(word) and (self._bare or equals == "=")
+            self._sink(f'"{escaped(word)}"')
+        yield from self._source.blanks()
+        found = yield from self._source.literal(equals)
+        self._sink(": ")
+        return sound and bool(found)
+
+    def _text(self, quote: str) -> Reading[bool]:
+        self._sink('"')
+        while True:
+            marker = yield from self._source.until(self._ends[quote], lambda piece: self._sink(escaped(piece)))
+            if marker == quote:
+                self._sink('"')
+                return True
+            if not marker or not (yield from self._escape()):
+                return False
+
+    def _escape(self) -> Reading[bool]:
+        """Read what follows a backslash."""
+        char = yield from self._source.peek()
+        if not char:
+            return False
+        self._source.pos += 1
+        if char not in HEX:
+            self._sink(ESCAPES.get(char, "\\\\" + escaped(char)))
+            return True
+        digits = ""
+        while len(digits) < HEX[char]:
+            digit = yield from self._source.peek()
+            if not digit or digit not in "0123456789abcdefABCDEF":
+                return False
+            digits += digit
+            self._source.pos += 1
+        if char != "u":
+            code = int(digits, 16)
+            if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+                return False
+            self._sink(escaped(chr(code)))
+            return True
+        # Kept as it is: two of these may make up one character.
+        self._sink("\\u" + digits)
+        return True
+
+
+def read_word(source: Source, stops: str) -> Reading[str]:
+    """Read up to a blank or one of the characters `stops`, or the end; at most `MAX_WORD` characters."""
+    chars = []
+    while len(chars) < MAX_WORD:
+        char = yield from source.peek()
+        if not char or char in stops or char in BLANKS:
+            break
+        chars.append(char)
+        source.pos += 1
+    return "".join(chars)
