@@ -1,7 +1,8 @@
-"""What a request gives back: `RequestOutput` and its parts, with the names vLLM uses. Plain data, no behaviour."""
+"""What a request gives back: `RequestOutput` and its parts, with the names vLLM uses. Plain data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.errors import QuireError
@@ -16,8 +17,62 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# One position: token id -> Logprob; always holds the chosen token, then the top alternatives.
+# One position: token id -> Logprob; always holds the chosen token, then the top alternatives, or those asked for by id
+# (whose `rank` is None).
 TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class FlatLogprobs(Sequence[TokenLogprobs]):
+    """Positions one after the other in five lists (`SamplingParams.flat_logprobs`); reads like a list of dicts.
+
+    Position i has the entries from `start_indices[i]` to before `end_indices[i]`. A prompt's positions that are not
+    scored are empty.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def add(
+        self, token_ids: list[int], logprobs: list[float], ranks: Sequence[int | None], texts: Sequence[str | None]
+    ) -> None:
+        """Append a position."""
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.ranks += ranks
+        self.decoded_tokens += texts
+        self.end_indices.append(len(self.token_ids))
+
+    def copy(self) -> FlatLogprobs:
+        """Return a copy that does not change with this."""
+        return FlatLogprobs(
+            self.start_indices.copy(),
+            self.end_indices.copy(),
+            self.token_ids.copy(),
+            self.logprobs.copy(),
+            self.ranks.copy(),
+            self.decoded_tokens.copy(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # an int gives a dict, a slice a list of them
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        places = range(self.start_indices[index], self.end_indices[index])
+        return {
+            self.token_ids[place]: Logprob(self.logprobs[place], self.ranks[place], self.decoded_tokens[place])
+            for place in places
+        }
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return (self[index] for index in range(len(self)))
 
 
 @dataclass(slots=True)
@@ -42,8 +97,8 @@ class CompletionOutput:
         token_ids: generated ids; with DELTA outputs only the new ones.
         cumulative_logprob: sum over all generated tokens so far, when logprobs were asked for, or when completions were
             ranked by it (`best_of`, beam search).
-        logprobs: one dict per token in `token_ids`, or None.
-        finish_reason: "stop", "length", "abort", "error", or None while running.
+        logprobs: one dict per token in `token_ids`, or `FlatLogprobs`, or None.
+        finish_reason: "stop", "length", "repetition", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it; None for EOS and for other endings.
         error: with "error", what happened: a `RequestError` if this engine can never serve the request, otherwise a
             `GenerationError`.
@@ -53,7 +108,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: QuireError | None = None
@@ -70,7 +125,8 @@ class RequestOutput:
 
     Attributes:
         prompt: text of the prompt, None when it was given as token ids.
-        prompt_logprobs: per prompt position; the first is None (nothing predicts it). None when not asked for.
+        prompt_logprobs: per prompt position; the first is None (nothing predicts it), and so are those before
+            `prompt_logprob_start`. None when not asked for.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_generated_tokens: so far, of all sequences, also of those that `best_of` does not return.
     """
@@ -80,7 +136,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | FlatLogprobs | None = None
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

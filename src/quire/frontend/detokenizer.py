@@ -60,11 +60,15 @@ class PieceStream:
 
 
 class WindowStream:
-    """For decoders that look at neighbouring tokens: decodes the last few tokens with and without the new ones."""
+    """For decoders that look at neighbouring tokens: decodes the last few tokens with and without the new ones.
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    Tokens in `alone` are decoded by themselves, and so is what stands between them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], alone: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
+        self._alone = alone
         self._window: list[int] = []
         self._num_read = 0  # tokens at the front of the window whose text is out
 
@@ -72,6 +76,10 @@ class WindowStream:
         """See `TextStream.add`."""
         if token_id in self._skipped:
             return ""
+        if token_id in self._alone:
+            text = self._take(final=True)
+            self._window, self._num_read = [], 0
+            return text + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._window.append(token_id)
         return self._take(final=False)
 
@@ -168,6 +176,7 @@ class IncrementalDetokenizer:
     Args:
         stop: strings that end the text. include_stop: keep the one that did.
         min_tokens: stop strings count only in text that comes after so many tokens.
+        spaces_between_special_tokens: if False, blanks that the decoder would put beside a special token are left out.
     """
 
     __slots__ = ("_checker", "_min_tokens", "_num_tokens", "_stream")
@@ -180,12 +189,14 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: TextStream
         if tokenizer.pieces is None:
-            self._stream = WindowStream(tokenizer, skipped)
-        else:
+            alone = frozenset() if spaces_between_special_tokens else tokenizer.special_ids - skipped
+            self._stream = WindowStream(tokenizer, skipped, alone)
+        else:  # a byte table puts no blanks anywhere
             self._stream = PieceStream(tokenizer.pieces, skipped)
         self._checker = StopChecker(stop, include_stop) if stop else None
         self._min_tokens = min_tokens

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from quire.engine.messages import AddRequest, EngineOutputs
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stats import FinishedRequest, StatListener
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, SequenceOutput, TokenTopLogprobs
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Positions = list[TokenLogprobs] | FlatLogprobs
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
@@ -37,8 +39,10 @@ class _Completion:
         "index",
         "last_token_time",
         "logprobs",
+        "num_taken",
         "num_tokens",
         "part",
+        "ranked",
         "sequence_id",
         "stop_reason",
         "text_parts",
@@ -55,24 +59,28 @@ class _Completion:
     ) -> None:
         self.index = index
         self.sequence_id = sequence_id
+        self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
         self.part = part  # which of the request's `AddRequest`s it came in
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        summed = params.logprobs is not None or params.num_sequences > params.n
+        scored = params.logprobs is not None or params.logprob_token_ids is not None
+        self.logprobs: Positions | None = _no_positions(params) if scored else None
+        summed = scored or params.num_sequences > params.n
         self.cumulative_logprob: float | None = 0.0 if summed else None
         self.error: QuireError | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
+        self.num_taken: int | None = None  # tokens that `take` has handed out
         self.last_token_time: float | None = None
         self.changed = False
 
-    def add(self, output: SequenceOutput, to_logprobs: Callable[[TokenTopLogprobs], TokenLogprobs], cut: bool) -> bool:
+    def add(self, output: SequenceOutput, note: Callable[[Positions, TokenTopLogprobs, bool], None], cut: bool) -> bool:
         """Take in the news; return whether a stop string was found.
 
         Args:
+            note: appends an entry to log-probabilities; see `OutputProcessor._note_logprobs`.
             cut: leave out the text of the token that stopped the sequence.
         """
         self.changed = True
@@ -97,7 +105,7 @@ class _Completion:
             for entry in output.logprobs[: len(token_ids)]:
                 self.cumulative_logprob += entry.logprobs[0]
                 if self.logprobs is not None:
-                    self.logprobs.append(to_logprobs(entry))
+                    note(self.logprobs, entry, self.ranked)
         if found:
             assert self.detokenizer is not None
             self.finish("stop", self.detokenizer.matched)
@@ -119,18 +127,24 @@ class _Completion:
         self.stop_reason = stop_reason
         self.changed = True
 
+    def due(self, interval: int) -> bool:
+        """Whether there is something to take, and it is the first or the last, or has `interval` tokens."""
+        first_or_last = self.num_taken is None or self.finish_reason is not None
+        return self.changed and (first_or_last or self.num_tokens - (self.num_taken or 0) >= interval)
+
     def take(self, delta: bool) -> CompletionOutput:
         """Build the output; with `delta` only what was not taken before."""
         text = "".join(self.text_parts)
         if delta:
             token_ids, logprobs = self.token_ids, self.logprobs
             self.token_ids, self.text_parts = [], []
-            self.logprobs = None if logprobs is None else []
+            self.logprobs = None if logprobs is None else type(logprobs)()
         else:
             token_ids = self.token_ids.copy()
             logprobs = None if self.logprobs is None else self.logprobs.copy()
             self.text_parts = [text]
         self.changed = False
+        self.num_taken = self.num_tokens
         return CompletionOutput(
             self.index,
             text,
@@ -172,9 +186,9 @@ class RequestState:
         self.error: Exception | None = None
         self.metrics = RequestMetrics(arrival_time=adds[0].arrival_time)
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | FlatLogprobs | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = _unscored(params)
         self._prompt_logprobs_taken = False
         self.cut_stop_token = not params.include_stop_str_in_output
         self._tokenizer = tokenizer
@@ -186,6 +200,7 @@ class RequestState:
         self._num_preemptions = [0] * len(adds)
         self._ranked = len(self.completions) > self.n
         self._kind = FINAL_ONLY if self._ranked else params.output_kind
+        self._interval = params.stream_interval or 1
         self._changed = False
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
@@ -199,6 +214,7 @@ class RequestState:
             stop=params.stop or (),
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
 
     @property
@@ -223,7 +239,7 @@ class RequestState:
         for index, beam in enumerate(beams):
             completion = _Completion(index, search.sequence_id, self.params, self._detokenizer())
             news = SequenceOutput(search.sequence_id, beam.token_ids, finish_reason=beam.finish_reason)
-            completion.add(news, lambda entry: {}, self.cut_stop_token)
+            completion.add(news, lambda positions, entry, ranked: None, self.cut_stop_token)
             completion.cumulative_logprob = beam.cumulative_logprob
             self.completions.append(completion)
 
@@ -256,9 +272,14 @@ class RequestState:
         """Return the next output, or None if there is nothing new yet."""
         if not self._changed or (self._kind == FINAL_ONLY and not self.finished):
             return None
-        self._changed = False
         delta = self._kind == DELTA
         shown = self._best() if self._ranked else self.completions
+        if self._interval > 1 and not self.finished:
+            due = [item for item in shown if item.due(self._interval)]
+            if not due:
+                return None
+            shown = due if delta else shown
+        self._changed = False
         outputs = [item.take(delta) for item in shown if item.changed or not delta]
         prompt_logprobs = self.prompt_logprobs
         if delta:
@@ -357,7 +378,7 @@ class OutputProcessor:
                     num_prompt_tokens += len(state.prompt_token_ids)
                 self._note_tokens(state, completion, now)
             num_before = completion.num_tokens
-            found = completion.add(output, self._to_logprobs, state.cut_stop_token)
+            found = completion.add(output, self._note_logprobs, state.cut_stop_token)
             if output.beams:
                 state.set_beams(output.beams)
                 num_generation_tokens += state.num_generated_tokens
@@ -387,7 +408,8 @@ class OutputProcessor:
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             # A preempted request may compute the same positions again.
             room = len(state.prompt_token_ids) - len(state.prompt_logprobs)
-            state.prompt_logprobs.extend(map(self._to_logprobs, output.prompt_logprobs[:room]))
+            for entry in output.prompt_logprobs[:room]:
+                self._note_logprobs(state.prompt_logprobs, entry)
 
     def _note_tokens(self, state: RequestState, completion: _Completion, now: float) -> None:
         metrics = state.metrics
@@ -400,14 +422,22 @@ class OutputProcessor:
                 listener.on_next_token(now - completion.last_token_time)
         metrics.last_token_time = completion.last_token_time = now
 
-    def _to_logprobs(self, entry: TokenTopLogprobs) -> TokenLogprobs:
+    def _note_logprobs(self, positions: list[Any] | FlatLogprobs, entry: TokenTopLogprobs, ranked: bool = True) -> None:
+        """Append a position; unless `ranked`, its tokens were asked for by id, and only the first has a known rank."""
+        ids, values = entry.token_ids, entry.logprobs
+        ranks = [entry.rank, *(range(1, len(ids)) if ranked else [None] * (len(ids) - 1))]
         text = None if self._tokenizer is None else self._tokenizer.token_text
+        if isinstance(positions, FlatLogprobs):
+            if ids[0] in ids[1:]:  # once is enough
+                again = ids.index(ids[0], 1)
+                ids, values, ranks = ([*row[:again], *row[again + 1 :]] for row in (ids, values, ranks))
+            positions.add(ids, values, ranks, [None if text is None else text(token_id) for token_id in ids])
+            return
         found: TokenLogprobs = {}
-        for position, token_id in enumerate(entry.token_ids):
+        for token_id, value, rank in zip(ids, values, ranks, strict=True):
             if token_id not in found:
-                rank = position or entry.rank
-                found[token_id] = Logprob(entry.logprobs[position], rank, None if text is None else text(token_id))
-        return found
+                found[token_id] = Logprob(value, rank, None if text is None else text(token_id))
+        positions.append(found)
 
     def _finish_sequence(self, state: RequestState, completion: _Completion, now: float) -> None:
         del self._sequences[completion.sequence_id]
@@ -466,6 +496,21 @@ class OutputProcessor:
         self._ids.clear()
         for state in states:
             state.fail(error)
+
+
+def _no_positions(params: SamplingParams) -> Positions:
+    return FlatLogprobs() if params.flat_logprobs else []
+
+
+def _unscored(params: SamplingParams) -> list[TokenLogprobs | None] | FlatLogprobs:
+    """Return the log-probabilities of a prompt's first positions, which have none."""
+    count = max(params.prompt_logprob_start or 0, 1)
+    if not params.flat_logprobs:
+        return [None] * count
+    flat = FlatLogprobs()
+    for _ in range(count):
+        flat.add([], [], [], [])
+    return flat
 
 
 def _error_of(output: SequenceOutput) -> QuireError:
