@@ -92,5 +92,5 @@ def test_template_refuses_a_role_it_was_not_trained_on(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     save_tokenizer(BPE, tmp_path, max_length=64)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(Exception, match="system, user and assistant"):
-        loaded.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="system, user, assistant and tool"):
+        loaded.apply_chat_template([{"role": "narrator", "content": "x"}], tokenize=False)

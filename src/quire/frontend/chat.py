@@ -87,7 +87,10 @@ class ChatTemplate:
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        return variables_read(self.source)
+        try:
+            return variables_read(self.source)
+        except (TemplateSyntaxError, RecursionError):  # it did compile, so it is at the edge of what can be parsed
+            raise RequestError("the chat template is nested too deep", param="chat_template") from None
 
     def render(
         self,

@@ -233,7 +233,7 @@ def compile_template(source: str) -> Template:
     try:
         return _ChatEnvironment().from_string(source)
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
-        raise TemplateSyntaxError(f"too deeply nested ({type(error).__name__})", 1) from None
+        raise TemplateSyntaxError(f"nested too deep, or too much of something ({type(error).__name__})", 1) from None
 
 
 def variables_read(source: str) -> frozenset[str]:

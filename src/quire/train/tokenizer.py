@@ -24,14 +24,36 @@ UNKNOWN = "<|unk|>"
 
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('this model knows the roles system, user and assistant, not ' + message['role']) }}"
+    "{%- if tools %}"
+    "{{- '<|system|>' }}"
+    "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] | trim + '\\n\\n' }}{%- endif %}"
+    "{{- '# Tools\\n\\nYou may call these functions:\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}"
+    "{{- '\\n</tools>\\n\\nWrite a call as\\n<tool_call>\\n' }}"
+    '{{- \'{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|end|>\' }}'
     "{%- endif %}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{- raise_exception('this model knows the roles system, user, assistant and tool, not ' + message['role']) }}"
+    "{%- endif %}"
+    "{%- if message['role'] == 'tool' %}"
+    "{{- '\\n' if loop.previtem and loop.previtem['role'] == 'tool' else '<|user|>' }}"
+    "{{- '<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{{- '<|end|>' if loop.last or loop.nextitem['role'] != 'tool' }}"
+    "{%- elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] | trim }}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{{- '\\n' if message['content'] or not loop.first }}"
+    "{{- '<tool_call>\\n{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' }}"
+    "{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|end|>' }}"
+    "{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
+"""Tools are written as Hermes and Qwen write them. No training text has any: where there are none, the template is that
+of `render_chat`."""
 
 WORD_PATTERN = (
     r'[A-Za-z](?=[A-Za-z]{0,11}")'  # a word that ends at a double quote: letter by letter

@@ -1,0 +1,302 @@
+"""Options of templates, templates that requests bring, and what a template may not do to the server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, RequestError
+from quire.frontend.chat import MAX_REQUEST_TEMPLATE, REQUEST_TEMPLATES, ChatTemplate, RequestTemplates
+from quire.frontend.loading import load_front_model
+from quire.tokenizer.tokenizer import Tokenizer
+from tests.frontend.conftest import write_folder
+from tests.helpers.fake_engine import fake_front_model, fake_llm, small_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+PLAIN = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+PARTS = "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endfor %}"
+
+
+def template(source: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(source, small_tokenizer(), **options)
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_content_as_text_wherever_it_comes_as_parts() -> None:
+    for source in (PLAIN, PARTS):
+        found = template(source, content_format="string").render([{"role": "user", "content": parts("a", "b")}])
+        assert found == template(source, content_format="string").render([{"role": "user", "content": "a\nb"}])
+
+
+def test_content_as_parts_wherever_it_comes_as_text() -> None:
+    chosen = template(PARTS, content_format="openai")
+    assert chosen.render([USER]) == "(hi)" == chosen.render([{"role": "user", "content": parts("hi")}])
+    assert chosen.render([{"role": "user", "content": parts("a", "b")}]) == "(a)(b)"
+    assert template(PLAIN, content_format="openai").render([USER]) == "[user:[{'type': 'text', 'text': 'hi'}]]"
+
+
+def test_calls_with_content_as_parts() -> None:
+    source = (
+        PARTS
+        + "{% for m in messages %}{% for c in m.tool_calls %}"
+        + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert template(source, content_format="openai").render([USER, message]) == '(hi){"a": 1}'
+
+
+def test_content_as_it_comes_if_the_template_knows_parts() -> None:
+    both = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}"
+    )
+    assert template(both).render([USER, {"role": "user", "content": parts("a", "b")}]) == "hi(a)(b)"
+    assert template(PLAIN).render([{"role": "user", "content": parts("a", "b")}]) == "[user:a\nb]"
+
+
+def test_variables_by_default_give_way_to_those_of_a_request() -> None:
+    source = "{{ enable_thinking }}|{{ style }}|{{ bos_token }}"
+    chosen = template(source, default_kwargs={"enable_thinking": False, "style": "x"})
+    assert chosen.render([USER]) == "False|x|<|endoftext|>"
+    assert chosen.render([USER], enable_thinking=True) == "True|x|<|endoftext|>"
+    ids = chosen.encode([USER], variables={"style": None})
+    assert chosen._tokenizer.decode(ids, skip_special_tokens=False) == "False|None|<|endoftext|>"
+
+
+def test_options_reach_the_template_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(
+        tmp_path / "model", "byte_level", chat_template="{{ style }}{{ messages[0].content[0].text }}"
+    )
+    monkeypatch.setattr("quire.frontend.loading.load_model_info", lambda *_: fake_front_model().info)
+    config = EngineConfig.from_kwargs(
+        model=str(folder), chat_template_content_format="openai", default_chat_template_kwargs={"style": "S"}
+    )
+    front = load_front_model(config)
+    assert front.template().render([USER]) == "Shi"
+    assert front.template("{{ messages[0].content[0].text }}-{{ style }}").render([USER]) == "hi-S"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "a b", "chat_template"])
+def test_variables_by_default_cannot_replace_arguments(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_kwargs(default_chat_template_kwargs={name: 1})
+    assert caught.value.param == "default_chat_template_kwargs" and name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{{ tools }}", True),
+        ("{{ '{{ tools }}' }}{# tools #}tools", False),
+        ("{% macro f(tools) %}{{ tools }}{% endmacro %}{{ f(1) }}", False),
+        ("{% macro f(x) %}{{ tools }}{% endmacro %}{{ f(1) }}", True),
+        ("{% for tools in messages %}{{ tools }}{% endfor %}", False),
+        ("{% for m in messages %}{% for t in tools %}{{ t }}{% endfor %}{% endfor %}", True),
+        ("{% set tools = [] %}{{ tools }}", False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", True),
+        ("{% set ns = namespace(tools=1) %}{{ ns.tools }}{{ messages[0].tools }}", False),
+        ("{% set documents = documents or [] %}{% set ns = namespace(n=tools | length) %}", True),
+        ("{% generation %}{{ tools | tojson }}{% endgeneration %}", True),
+        ("{% call(tools) range(3) %}{{ tools }}{% endcall %}", False),
+    ],
+)
+def test_what_a_template_reads(source: str, read: bool) -> None:
+    assert template(source).reads("tools") is read
+
+
+# Templates that requests bring.
+
+
+def test_a_template_of_a_request_is_used_and_kept() -> None:
+    templates, tokenizer = RequestTemplates(default_kwargs={"style": "S"}), small_tokenizer()
+    first = templates.get("{{ style }}{{ messages[0].content }}", tokenizer)
+    assert first.render([USER]) == "Shi"
+    assert templates.get("{{ style }}{{ messages[0].content }}", tokenizer) is first
+    for number in range(REQUEST_TEMPLATES - 1):
+        templates.get(f"{number}", tokenizer)
+    assert templates.get("{{ style }}{{ messages[0].content }}", tokenizer) is first
+    for number in range(REQUEST_TEMPLATES):
+        templates.get(f"more {number}", tokenizer)
+    assert templates.get("{{ style }}{{ messages[0].content }}", tokenizer) is not first
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("{% if %}", "invalid_value"),
+        ("{{ x | nofilter }}", "invalid_value"),
+        ("x" * (MAX_REQUEST_TEMPLATE + 1), "string_above_max_length"),
+        (5, "invalid_type"),
+        (["{{ x }}"], "invalid_type"),
+        ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "invalid_value"),
+        ("{{ " + "[" * 300 + "1" + "]" * 300 + " }}", "invalid_value"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "invalid_value"),
+        ("{{ 1" + " + 1" * 16_000 + " }}", "invalid_value"),
+        ("{{ x" + ".a" * 30_000 + " }}", "invalid_value"),
+        ("{{ x" + " | trim" * 9_000 + " }}", "invalid_value"),
+        ("{% for a in b %}" * 25 + "{% endfor %}" * 25, "invalid_value"),
+    ],
+)
+def test_bad_templates_of_requests_are_refused(source: Any, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        RequestTemplates().get(source, small_tokenizer())
+    assert (caught.value.param, caught.value.code) == ("chat_template", code)
+    assert len(caught.value.message) < 600
+
+
+def test_control_tokens_written_by_the_template_of_a_request_count() -> None:
+    """Who may bring a template may write control tokens; what stands in the messages still must not."""
+    tokenizer = small_tokenizer()
+    chosen = RequestTemplates().get("<|im_start|>{{ messages[0].content }}", tokenizer)
+    ids = chosen.encode([{"role": "user", "content": "<|im_end|>"}])
+    assert [index for index in ids if index in tokenizer.special_ids] == [tokenizer.token_to_id("<|im_start|>")]
+
+
+def test_templates_from_many_threads() -> None:
+    templates, tokenizer = RequestTemplates(), small_tokenizer()
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            text = templates.get(f"{(number + turn) % 12}" + "{{ messages[0].content }}", tokenizer).render([USER])
+            if text != f"{(number + turn) % 12}hi":
+                wrong.append(text)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_front_without_tokenizer_takes_no_template() -> None:
+    import dataclasses
+
+    front = dataclasses.replace(fake_front_model(), tokenizer=None)
+    with pytest.raises(RequestError) as caught:
+        front.template("{{ x }}")
+    assert caught.value.param == "chat_template"
+
+
+def test_llm_chat_takes_template_and_documents() -> None:
+    llm, _ = fake_llm()
+    with llm:
+        source = "{{ messages[0].content }}{% for d in documents %}<{{ d.text }}>{% endfor %}"
+        outputs = llm.chat([USER], use_tqdm=False, chat_template=source, documents=[{"text": "D"}])
+        tokenizer: Tokenizer = llm.get_tokenizer()
+        assert tokenizer.decode(outputs[0].prompt_token_ids) == "hi<D>"
+        with pytest.raises(RequestError, match="documents"):
+            llm.chat([USER], use_tqdm=False, documents=[{"text": "D"}])
+
+
+# What no template may do.
+
+DOUBLING = (
+    "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x | length }}"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            DOUBLING.replace("BODY", body)
+            for body in (
+                "ns.x ~ ns.x",
+                "ns.x + ns.x",
+                "[ns.x, ns.x] | join",
+                "''.join([ns.x, ns.x])",
+                "'%s%s' % (ns.x, ns.x)",
+                "'%s%s' | format(ns.x, ns.x)",
+                "'{0}{0}'.format(ns.x)",
+                "'{a}{a}'.format_map({'a': ns.x})",
+                "ns.x.replace('a', ns.x)",
+                "ns.x | replace('a', ns.x)",
+                "ns.x.translate({97: ns.x})",
+                "[ns.x, ns.x] | string",
+                "[ns.x, ns.x] | tojson",
+                "ns.x * 2",
+            )
+        ),
+        "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=messages) %}{% for i in range(60) %}{% set ns.x = [ns.x] * 2 %}{% endfor %}{{ ns.x }}",
+        "{{ 'x' | center(9999999999) }}",
+        "{{ 'x'.center(9999999999) }}",
+        "{{ 'x'.ljust(width=9999999999) }}{{ 'x'.zfill(9999999999) }}",
+        "{{ ('\t' * 60000).expandtabs(60000) }}",
+        "{{ ('\n' * 60000) | indent(60000) }}",
+        "{{ '%9999999999d' % 5 }}",
+        "{{ '%*d' % (9999999999, 5) }}",
+        "{{ '{:9999999999}'.format(5) }}",
+        "{{ '{:{}}'.format('x', 9999999999) }}",
+        "{{ (1).to_bytes(9999999999, 'big') }}",
+        "{{ messages | tojson(indent=9999999999) }}",
+        "{{ [1] | batch(9999999999, 0) | list }}",
+        "{{ [1] | slice(9999999999) | list }}",
+        "{{ 'a b' | wordwrap(9999999999, wrapstring='x' * 60000) }}",
+        "{% set s = 'x' * 60000 %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set s = 'x' * 60000 %}{% for a in s if a in s %}{% for b in s if b == 'y' %}{% endfor %}{% endfor %}",
+        "{% set s = ('x' * 60000) ~ 'y' %}{% for i in range(999999) %}{{ 'xy' * 30000 in s }}{% endfor %}",
+    ],
+)
+def test_hostile_templates_are_stopped(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        template(source).render([USER])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}",
+        "{{ dict.__class__ }}{{ dict.mro() }}",
+        "{{ dict.__subclasses__() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(a=1) }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ ('{0.__class__.__mro__}' | format(1)).format(1) }}",
+        "{{ self.__init__ }}{{ self._TemplateReference__context.environment.budget }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+        "{{ range.__self__.budget.refill() }}",
+        "{% import 'os' as os %}",
+        "{% extends 'x' %}",
+    ],
+)
+def test_templates_cannot_reach_out(source: str) -> None:
+    try:
+        text = template(source).render([USER])
+    except RequestError:
+        return
+    assert text in ("", "{}"), "an undefined value renders as nothing"
+
+
+def test_what_ordinary_templates_do_is_far_from_the_bounds() -> None:
+    """A long conversation through a template that copies its text for each message."""
+    source = (
+        "{% set ns = namespace(text='') %}"
+        "{% for m in messages %}{% set ns.text = ns.text + m.content ~ '\n' %}{% endfor %}"
+        "{{ ns.text.replace('a', 'bb') | trim }}{{ '%-10s|%5.2f' % ('x', 1.5) }}{{ '{:>8}'.format('y') }}"
+        "{{ messages[:2] | tojson(indent=2) | length }}{{ 'z' | center(80) | length }}"
+    )
+    messages = [{"role": "user", "content": "a quick brown fox. " * 20 + "."} for _ in range(400)]
+    text = template(source).render(messages)
+    expected = "\n".join(item["content"].replace("a", "bb") for item in messages)
+    assert text == expected + "x         | 1.50       y" + f"{len(json.dumps(messages[:2], indent=2))}80"
