@@ -60,7 +60,7 @@ def test_generated_tokens_are_found_in_the_cache(backend: LocalBackend) -> None:
     assert second.num_cached_tokens >= known
 
 
-@pytest.mark.parametrize("stop", ["\n", "e", "the", "\n\n", "or", ",\n"])
+@pytest.mark.parametrize("stop", ["\n", "e", "\n\n", "ICH", "evil", "hath ", "ry."])
 def test_ids_spell_the_text_where_a_stop_cuts_through_a_token(backend: LocalBackend, llm: LLM, stop: str) -> None:
     @program
     def stopped(s: State) -> None:

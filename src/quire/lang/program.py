@@ -78,6 +78,7 @@ class Program:
         """
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise RequestError(f"num_threads must be at least 1, got {echo(num_threads)}", param="num_threads")
+        _check(sampling, seed)
         executions: list[_Execution] = []
         try:
             for index in range(len(inputs)):
@@ -182,9 +183,7 @@ class _Execution:
     def __init__(
         self, backend: Backend, sampling: Mapping[str, Any] | None, seed: int | None, sink: Sink | None = None
     ) -> None:
-        check_options(sampling or {}, param="sampling")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise RequestError(f"seed must be an integer, got {echo(seed)}", param="seed", code="invalid_type")
+        _check(sampling, seed)
         self._backend = backend
 
         async def source() -> Context:
@@ -207,3 +206,9 @@ class _Execution:
         """Cancel what still runs, and wait until it has ended."""
         self.state.close()
         self._backend.leave_run(self)
+
+
+def _check(sampling: Mapping[str, Any] | None, seed: int | None) -> None:
+    check_options(sampling or {}, param="sampling")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise RequestError(f"seed must be an integer, got {echo(seed)}", param="seed", code="invalid_type")
