@@ -71,3 +71,89 @@ def test_every_text_satisfies_its_grammar(
         assert told.finish_reason == "stop"
     driver.check_all_free()
     driver.close()
+
+
+def variety(tokenizer: Tokenizer) -> list[Ask]:
+    """Return requests of many kinds, with prompts that share beginnings."""
+    rng = random.Random(7)
+    text = "The quick brown fox jumps over the lazy dog. Hello, hello world! " * 2
+    params = [
+        GREEDY,
+        HOT,
+        HOT.clone(top_k=20),
+        HOT.clone(repetition_penalty=1.3, min_tokens=5),
+        GREEDY.clone(logprobs=2, prompt_logprobs=1),
+        HOT.clone(logit_bias={5: 30.0}, frequency_penalty=1.0),
+    ]
+    found = []
+    for number in range(16):
+        prompt = tokenizer.encode(text[: rng.choice([5, 40, 70, 110])] + "abc"[: rng.randrange(3)])
+        grammar, _ = FORMS[number % len(FORMS)]
+        found.append(
+            Ask(
+                prompt,
+                params[number % len(params)],
+                rng.choice([3, 25, 80]),
+                seeds=tuple(range(number, number + rng.choice([1, 1, 2, 3]))),
+                stop_ids=(end_id(tokenizer),),
+                grammar=None if number % 8 == 7 else grammar,
+            )
+        )
+    return found
+
+
+def check_texts(tokenizer: Tokenizer, asked: list[Ask], told: dict[str, Told]) -> None:
+    """Assert that what ended by itself satisfies its grammar, and what was cut begins a text that does."""
+    by_grammar = dict(FORMS)
+    num_whole = 0
+    for number, ask in enumerate(asked):
+        for name in names_of(f"{number}", ask):
+            if ask.grammar is not None and told[name].finish_reason == "stop":
+                num_whole += 1
+                text = tokenizer.decode(told[name].tokens)
+                assert re.fullmatch(by_grammar[ask.grammar], text), text
+            elif ask.grammar is not None:
+                assert len(told[name].tokens) == ask.max_tokens
+    assert num_whole > 10
+
+
+ROADS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 5, "max_num_seqs": 6},
+    "recompute": {"num_gpu_blocks_override": 56, "preemption_mode": "recompute", "max_num_seqs": 12},
+    "swap": {"num_gpu_blocks_override": 56, "preemption_mode": "swap", "swap_space": 2**24, "max_num_seqs": 12},
+    "prefill_first": {"scheduler": "prefill-first", "max_num_batched_tokens": 128},
+    "prefill_first_recompute": {
+        "scheduler": "prefill-first",
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 56,
+        "preemption_mode": "recompute",
+        "max_num_seqs": 8,
+    },
+    "no_cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="module")
+def singly(folder: Path, tokenizer: Tokenizer) -> dict[bool, dict[str, Told]]:
+    """What each sequence says alone, with jumps and without."""
+    return {jumps: alone(folder, variety(tokenizer), jump_forward=jumps) for jumps in (True, False)}
+
+
+@pytest.mark.parametrize("jump_forward", [True, False])
+@pytest.mark.parametrize("road", ROADS)
+def test_every_road_gives_what_the_request_alone_gives(
+    folder: Path, tokenizer: Tokenizer, singly: dict[bool, dict[str, Told]], road: str, jump_forward: bool
+) -> None:
+    asked = variety(tokenizer)
+    driver = EngineDriver(folder, jump_forward=jump_forward, **ROADS[road])
+    mingle(driver, asked, random.Random(1), twins=True)
+    told = {name: told for name, told in driver.told.items() if not name.startswith("twin")}
+    assert told == singly[jump_forward]
+    check_texts(tokenizer, asked, told)
+    stats = driver.stats()
+    if "recompute" in road or "swap" in road:
+        assert stats.num_preemptions > 0
+    assert (stats.num_swapped_out > 0) == (road == "swap")
+    driver.check_all_free()
+    driver.close()
