@@ -109,19 +109,14 @@ class _Parameters:
             if sub is not False or name in required
         ]
         separator = "" if isinstance(notation, Tagged) else '", "'
-        body = pairs(self._builder, items, separator, self._options.ordered)
-        return self._builder.rule(f"{body} {self._blank()}" if isinstance(notation, Tagged) else body, "arguments")
-
-    def _blank(self) -> str:
-        assert isinstance(self._notation, Tagged), "others have separators"
-        return literal(self._notation.between) + "?" if self._notation.between else '""'
+        return self._builder.rule(pairs(self._builder, items, separator, self._options.ordered), "arguments")
 
     def _free(self) -> str:
         """Return a rule for any parameters."""
         name = self._builder.terminal("/[A-Za-z_][A-Za-z0-9_]{0,63}/", "name")
         if isinstance(self._notation, Tagged):
             one = self._builder.rule(f"{self._tagged(name, True, '#')}", "parameter")
-            return self._builder.rule(f"{one}* {self._blank()}", "arguments")
+            return self._builder.rule(f"{one}*", "arguments")
         one = self._builder.rule(f'{name} "=" {self._values.value(True, "#")}', "parameter")
         return self._builder.rule(f'({one} (", " {one})*)?', "arguments")
 
@@ -143,7 +138,7 @@ class _Parameters:
         begin = [literal(tags.between) + "?"] if tags.between else []
         begin += [marker(tags.key_open), name, marker(tags.key_close)]
         if tags.value_open:
-            begin += [self._blank()] if tags.between else []
+            begin += [literal(tags.between) + "?"] if tags.between else []
             begin.append(marker(tags.value_open))
         if tags.pad:
             begin.append(literal(tags.pad))
@@ -158,7 +153,8 @@ class _Parameters:
             pad = literal(tags.pad) if tags.pad else ""
             ways = [f"{rule} {pad} {marker(tags.value_close)}"]
             if kind != JSON and _admits_any_text(schema, self._root):
-                ways.append(self._raw(_no_json(), False))
+                # One lexeme with words that are JSON, or these would be taken for the beginnings of longer texts.
+                ways.append(self._raw(alt(_no_json(), *map(text, _words(schema, self._root))), False))
         return " ".join([*begin, ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"])
 
     def _raw(self, lang: Lang, free: bool) -> str:
@@ -193,6 +189,20 @@ def _admits_any_text(schema: Any, root: Mapping[str, Any]) -> bool:
     if not rest <= {"type", "minimum", "maximum", "items", "properties", "required", "additionalProperties"}:
         return False
     return "type" not in rest or "string" in schema["type"]
+
+
+def _words(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the words for booleans and null that a schema allows, as far as that is easily seen."""
+    schema = resolve(schema, root)
+    if not isinstance(schema, Mapping):
+        return {"true", "false", "null"} if schema is True else set()
+    rest = set(schema) - NOTES
+    if rest == {"anyOf"}:
+        return set().union(*(_words(one, root) for one in schema["anyOf"]))
+    if rest - {"type"} and not _admits_any_text(schema, root):
+        return set()
+    types = schema.get("type", ["boolean", "null"])
+    return ({"true", "false"} if "boolean" in types else set()) | ({"null"} if "null" in types else set())
 
 
 def _no_json() -> Lang:

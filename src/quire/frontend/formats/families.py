@@ -293,7 +293,7 @@ CALLS: tuple[CallFormat, ...] = (
     ),
 )
 
-THINK = {"start": "<think>", "end": "</think>"}
+THINK = ("<think>", "</think>")
 
 REASONING: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(name="mistral", start="[THINK]", end="[/THINK]", inside="", signs=(("[THINK]", "[/THINK]"),)),
@@ -304,11 +304,11 @@ REASONING: tuple[ReasoningFormat, ...] = (
         signs=(("<|channel>", "<channel|>"),),
     ),
     ReasoningFormat(name="seed_oss", start="<seed:think>", end="</seed:think>", inside="", signs=(("<seed:think>",),)),
-    ReasoningFormat(name="qwen3", after="\n\n", signs=(("</think>\\n\\n",), ("</think>\n\n",)), **THINK),
+    ReasoningFormat("qwen3", *THINK, after="\n\n", signs=(("</think>\\n\\n",), ("</think>\n\n",))),
     ReasoningFormat(
-        name="deepseek_r1",
+        "deepseek_r1",
+        *THINK,
         aliases=("deepseek_v3", "glm45", "glm47", "kimi_k2", "minimax_m2", "think", "nemotron_v3", "step3", "olmo3"),
         signs=(("</think>",), ("<think>",)),
-        **THINK,
     ),
 )

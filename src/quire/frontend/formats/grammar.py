@@ -6,7 +6,7 @@ parser sees only text. The grammar ends, accepting, where the message may end; e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.frontend.formats.arguments import add_arguments
 from quire.frontend.formats.message import MessageAsk, Tool
@@ -133,50 +133,52 @@ class MessageGrammar:
 
     def _body(self, form: str | None, not_start: str | None) -> str:
         """Return an expression for what follows reasoning; `not_start`: free text does not start with it."""
+        starts = [] if not_start is None else [literal(not_start)]
         if not self._tools or self._calls is None:
             assert form is not None, "something is to be constrained"
-            return form
+            return self._form(form, starts)
         calls = self._calls
         if must_call(self._ask):
-            return f"{self._writer.blank()} {self._run(calls, False)}"
+            return f"{self._writer.blank()} {self._run(calls)}"
         if form is not None:
-            return f"{form} | {self._writer.blank()} {self._run(calls, False)}"
-        starts = [] if not_start is None else [literal(not_start)]
+            begins = [literal(calls.trigger)] if calls.trigger else []
+            begins = begins or [self._opening(calls, tool.name) for tool in self._tools]
+            return f"{self._form(form, [*starts, *begins])} | {self._writer.blank()} {self._run(calls)}"
         if not calls.trigger:
-            text = self._writer.text(not_starting=[*starts, self._opening(calls)])
-            return f"{text}? | {self._writer.blank()} {self._run(calls, False)}"
+            openings = {tool.name: self._opening(calls, tool.name) for tool in self._tools}
+            text = self._writer.text(not_starting=[*starts, *openings.values()])
+            begun = {name: self._builder.terminal(f"{BLANKS} {begin}", "begin") for name, begin in openings.items()}
+            return f"{text}? | {self._run(calls, begun)}"
         text = self._writer.text([calls.trigger], starts)
         lead = self._writer.until(calls.trigger, (), starts)
-        return f"{text}? | {lead} {self._run(calls, True)}"
+        return f"{text}? | {lead} {self._run(calls, {})}"
 
-    def _run(self, calls: CallFormat, triggered: bool) -> str:
-        """Return a rule for one run of calls; `triggered`: what comes before it ends with the trigger."""
+    def _run(self, calls: CallFormat, begun: Mapping[str, str] | None = None) -> str:
+        """Return a rule for one run of calls.
+
+        Args:
+            begun: None for the run as it is written. Otherwise the trigger has been written; or, if there is none, the
+                terminals that stand for everything up to the arguments, by tool. One lexeme, or free text, which may
+                begin in the same way, would be taken for longer.
+        """
         builder = self._builder
-        opens, one = list(calls.opens), self._one_call(calls, 0)
-        if triggered:
-            if opens:
-                opens = opens[1:]
-                first = one
-            else:
-                first = self._one_call(calls, 1)
-        else:
-            first = one
-        named = self._ask.choice.startswith("function:")
-        pieces = [self._parts(opens), first]
-        if self._ask.parallel and not calls.single and not named:
+        whole = (*calls.opens, *calls.call)
+        skip = 0 if begun is None else next(i for i, part in enumerate(whole) if isinstance(part, Arguments))
+        skip = 1 if begun == {} else skip
+        ways, firsts = [], []
+        for tool in self._tools:
+            index = self._ask.tools.index(tool)
+            arguments = add_arguments(builder, calls.notation, tool, index, index in self._loose)
+            ways.append(self._parts(calls.call, tool.name, arguments))
+            first = self._parts(whole[skip:], tool.name, arguments)
+            firsts.append(_joined([(begun or {}).get(tool.name, ""), first]))
+        one = builder.rule(" | ".join(ways), "call")
+        pieces = [builder.rule(" | ".join(firsts), "first")]
+        if self._ask.parallel and not calls.single and not self._ask.choice.startswith("function:"):
             more = builder.rule(_joined([self._parts(calls.between), one]), "more")
             pieces.append(f"{more}*")
         pieces.append(self._parts(calls.closes))
         return builder.rule(_joined(pieces), "calls")
-
-    def _one_call(self, calls: CallFormat, skip: int) -> str:
-        """Return a rule for one call, without its first `skip` parts."""
-        ways = []
-        for tool in self._tools:
-            index = self._ask.tools.index(tool)
-            arguments = add_arguments(self._builder, calls.notation, tool, index, index in self._loose)
-            ways.append(self._parts(calls.call[skip:], tool.name, arguments))
-        return self._builder.rule(" | ".join(ways), "call")
 
     def _parts(self, parts: Sequence[Part], name: str = "", arguments: str = "") -> str:
         """Return an expression for these parts."""
@@ -220,8 +222,15 @@ class MessageGrammar:
             case _:
                 raise AssertionError(f"{part} is handled elsewhere")
 
-    def _opening(self, calls: CallFormat) -> str:
-        """Return an expression of terminals for what begins calls in a message that has nothing else."""
+    def _form(self, form: str, not_starting: Sequence[str]) -> str:
+        """Return an expression for content in its form that cannot be taken for anything else."""
+        if form.islower() or not not_starting:
+            return form  # a rule; what could be done about terminals cannot be done about it
+        bodies = [form, *(f"~({BLANKS} {start} {ANY})" for start in not_starting)]
+        return self._builder.terminal(" & ".join(bodies), "form")
+
+    def _opening(self, calls: CallFormat, name: str) -> str:
+        """Return an expression of terminals for what begins a call of `name`, up to its arguments."""
         pieces = []
         for part in (*calls.opens, *calls.call):
             match part:
@@ -230,11 +239,10 @@ class MessageGrammar:
                 case Blank():
                     pieces.append(BLANKS)
                 case Maybe(parts=inner):
-                    texts = "".join(one.text for one in inner if isinstance(one, Text | Blank))
-                    pieces.append(f"({literal(texts)} {BLANKS})?")
+                    texts = [literal(one.text) if isinstance(one, Text) else BLANKS for one in inner]
+                    pieces.append(f"({' '.join(texts)})?")
                 case Name():
-                    pieces.append("(" + " | ".join(literal(tool.name) for tool in self._ask.tools) + ")")
-                    break
+                    pieces.append(literal(name))
                 case _:
                     break
         return " ".join(pieces)

@@ -47,7 +47,9 @@ class CallParser:
         self._events = Events()
         stray = {*ask.special_tokens, *ask.end_tokens}
         self._ends = frozenset(ask.end_tokens)
-        self._in_content = Markers(stray | ({calls.trigger} if calls else set()))
+        # Content in a form is all of the message, whatever stands in it.
+        self._trigger = calls.trigger if calls is not None and ask.form is None else ""
+        self._in_content = Markers(stray | {self._trigger})
         self._in_reasoning = Markers(stray | ({reasoning.end} if reasoning else set()))
         self._content = Trimmed(self._events.content, leading=False)
         self._call_id: str | None = None
@@ -70,19 +72,19 @@ class CallParser:
     def _message(self) -> Reading[None]:
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
-        if self._calls is not None and self._calls.at_start:
+        if self._calls is not None and (self._calls.at_start or self._ask.form is not None):
             yield from self._read_calls(self._calls)
         while True:
             marker = yield from self._source.until(self._in_content, self._add_content)
             if not marker:
                 self._content.flush()
                 return
-            if self._calls is not None and marker == self._calls.trigger:
+            if self._calls is not None and marker == self._trigger:
                 self._source.pos -= len(marker)
                 yield from self._read_calls(self._calls)
 
     def _add_content(self, text: str) -> None:
-        if self._calls is None:
+        if self._calls is None or self._ask.form is not None:
             self._events.content(text)  # nothing can follow, so nothing is held back
         else:
             self._content.add(text)
@@ -118,14 +120,14 @@ class CallParser:
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
         """Read one run of calls, from its trigger on; or only the trigger, as content, if there is no call."""
         self._source.mark()
-        if calls.at_start:
+        if not self._trigger:
             yield from self._source.blanks()
         outcome = yield from self._parts((*calls.opens, *calls.call))
-        if outcome == CUT and not self._started and calls.trigger:
+        if outcome == CUT and not self._started and self._trigger:
             self._content.drop()  # a call had begun, if only its marker was there
         elif outcome == NO or (outcome == CUT and not self._started):
             self._source.back()
-            yield from self._not_a_call(calls)
+            yield from self._not_a_call()
             return
         while outcome == YES:
             self._content.leading = True
@@ -140,12 +142,12 @@ class CallParser:
         elif outcome == BROKEN:
             yield from self._skip_broken(calls)
 
-    def _not_a_call(self, calls: CallFormat) -> Reading[None]:
-        if not calls.trigger:
+    def _not_a_call(self) -> Reading[None]:
+        if not self._trigger:
             return
-        yield from self._source.literal(calls.trigger)
-        if calls.trigger not in self._ask.special_tokens:
-            self._add_content(calls.trigger)
+        yield from self._source.literal(self._trigger)
+        if self._trigger not in self._ask.special_tokens:
+            self._add_content(self._trigger)
 
     def _close(self, calls: CallFormat) -> Reading[None]:
         if calls.closes:

@@ -168,7 +168,8 @@ def _mistral(template_source: str, special_tokens: Mapping[str, int]) -> CallFor
 
 def _best(formats: Iterable[Described], text: str) -> Described | None:
     """Return the format most of whose signs are in `text`, the first of equals."""
-    found, most = None, 0
+    found: Described | None = None
+    most = 0
     for one in formats:
         for sign in one.signs:
             if len(sign) > most and all(part in text for part in sign):

@@ -51,16 +51,17 @@ class Markers:
 
     def match(self, text: str, at: int, ended: bool) -> int:
         """Return where the longest marker that begins at `at` ends, 0 if there is none, -1 if more text may tell."""
-        node, end, best = self._tree, at, 0
+        node: dict[str, Any] = self._tree
+        end, best = at, 0
         while True:
             if "" in node:
                 best = end
             if end == len(text):
                 # A leaf cannot go on, whatever comes.
                 return best if ended or len(node) == ("" in node) else -1
-            node = node.get(text[end])
-            if node is None:
+            if text[end] not in node:
                 return best
+            node = node[text[end]]
             end += 1
 
 
@@ -105,7 +106,7 @@ class Source:
 
     def blanks(self, most: int = MAX_BLANKS) -> Reading[str]:
         """Read at most so many blanks."""
-        found = []
+        found: list[str] = []
         while len(found) < most:
             char = yield from self.peek()
             if not char or char not in BLANKS:

@@ -228,7 +228,7 @@ class ValueReader:
 
 def read_word(source: Source, stops: str) -> Reading[str]:
     """Read up to a blank or one of the characters `stops`, or the end; at most `MAX_WORD` characters."""
-    chars = []
+    chars: list[str] = []
     while len(chars) < MAX_WORD:
         char = yield from source.peek()
         if not char or char in stops or char in BLANKS:
