@@ -1,0 +1,299 @@
+"""Keywords that look at one value alone: what each allows, and what its negation allows.
+
+Keywords that combine schemas are in `expand`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import echo
+from quire.structured.json_schema.dialects import TYPES
+from quire.structured.json_schema.document import Document, Node
+from quire.structured.json_schema.ecma import PatternError, pattern_language
+from quire.structured.json_schema.errors import SchemaError, step, unsupported
+from quire.structured.json_schema.limits import MAX_ITEMS, MAX_LENGTH, MAX_MIN
+from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.presence import all_of, has, negation
+from quire.structured.json_schema.regular import Lang, matches, neg
+from quire.structured.json_schema.shapes import (
+    BOTTOM,
+    EVERYTHING,
+    NOTHING,
+    TOP,
+    ArrayShape,
+    BooleanShape,
+    Form,
+    Keys,
+    NumberShape,
+    ObjectShape,
+    Positions,
+    StringShape,
+    just,
+    one,
+    only,
+    unite,
+)
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """One demand of a schema: the form of what fulfils it, and of what does not. Both may raise `SchemaError`."""
+
+    holds: Callable[[], Form]
+    fails: Callable[[], Form]
+
+
+def language_of(pattern: str, pointer: str) -> Lang:
+    """Return the strings in which `pattern` is found; the error of a bad pattern names the schema's part."""
+    try:
+        return pattern_language(pattern)
+    except PatternError as error:
+        code = {"invalid": "invalid_json_schema", "unsupported": "unsupported_json_schema"}
+        raise SchemaError(pointer, str(error), code=code.get(error.kind, "grammar_too_complex")) from None
+
+
+def fixed(holds: Form, fails: Form) -> Assertion:
+    """Return an assertion whose forms are known."""
+    return Assertion(lambda: holds, lambda: fails)
+
+
+def refusal(pointer: str, message: str) -> Callable[[], Form]:
+    """Return what raises that this part is not supported."""
+
+    def refuse() -> Form:
+        raise unsupported(pointer, message)
+
+    return refuse
+
+
+def type_assertion(value: Any, draft: int, pointer: str) -> Assertion:
+    """`type`."""
+    wanted = {value} if isinstance(value, str) else set(value)
+    holds = {kind: TOP[kind] for kind in TYPES if kind in wanted}
+    fails = {kind: TOP[kind] for kind in TYPES if kind not in wanted}
+    if "integer" in wanted and "number" not in wanted:
+        holds["number"] = (NumberShape(whole=True),)
+        fails["number"] = (NumberShape(whole=False),)
+        if draft == 4:
+            # There 1.0 is no integer; which texts are "not an integer" would depend on how numbers are written.
+            return Assertion(lambda: holds, refusal(pointer, "the negation of integer, in draft 4"))
+    return fixed(holds, fails)
+
+
+def bound_assertions(schema: dict[str, Any]) -> list[Assertion]:
+    """`minimum`, `maximum` and their exclusive forms, including the booleans of draft 4."""
+    found = []
+    for keyword, exclusive, low in (("minimum", "exclusiveMinimum", True), ("maximum", "exclusiveMaximum", False)):
+        bounds = []
+        if keyword in schema:
+            bounds.append((schema[keyword], schema.get(exclusive) is True))
+        if exclusive in schema and not isinstance(schema[exclusive], bool):
+            bounds.append((schema[exclusive], True))
+        for value, excluded in bounds:
+            inside, outside = (value, excluded), (value, not excluded)
+            holds = NumberShape(low=inside) if low else NumberShape(high=inside)
+            fails = NumberShape(high=outside) if low else NumberShape(low=outside)
+            found.append(fixed(only("number", holds), just("number", fails)))
+    return found
+
+
+def multiple_assertion(value: int | float, pointer: str) -> Assertion:
+    """`multipleOf`."""
+    holds = NumberShape(whole=True) if value == 1 else NumberShape(multiples=frozenset((value,)))
+    if value == 1:
+        return fixed(only("number", holds), just("number", NumberShape(whole=False)))
+    return Assertion(lambda: only("number", holds), refusal(pointer, "the negation of multipleOf"))
+
+
+def length_assertion(least: int, most: int | None, pointer: str) -> Assertion:
+    """`minLength` and `maxLength`."""
+    check_least(least, pointer)
+    if most is not None and most > MAX_LENGTH:
+        raise too_complex(pointer, f"{most} exceeds {MAX_LENGTH}")
+    fails = [] if least == 0 else [StringShape(most=least - 1)]
+    if most is not None:
+        fails.append(StringShape(least=most + 1))
+    return fixed(only("string", StringShape(least, most)), just("string", *fails))
+
+
+def check_least(least: int, pointer: str) -> None:
+    """Raise where more is demanded than a grammar should count."""
+    if least > MAX_MIN:
+        raise too_complex(pointer, f"{least} exceeds {MAX_MIN}")
+
+
+def language_assertion(language: Lang) -> Assertion:
+    """`pattern`, and the formats that are enforced."""
+    return fixed(
+        only("string", StringShape(languages=frozenset((language,)))),
+        just("string", StringShape(languages=frozenset((neg(language),)))),
+    )
+
+
+def count_assertion(kind: str, least: int, most: int | None, pointer: str) -> Assertion:
+    """`minItems`, `maxItems`, `minProperties`, `maxProperties`."""
+    check_least(least, pointer)
+    if most is not None and most > MAX_ITEMS:
+        raise too_complex(pointer, f"{most} exceeds {MAX_ITEMS}")
+    shape = ArrayShape if kind == "array" else ObjectShape
+    fails = [] if least == 0 else [shape(most=least - 1)]
+    if most is not None:
+        fails.append(shape(least=most + 1))
+    return fixed(only(kind, shape(least=least, most=most)), just(kind, *fails))
+
+
+def required_assertion(names: list[str]) -> Assertion:
+    """`required`."""
+    demand = all_of(has(name) for name in names)
+    return fixed(
+        only("object", ObjectShape(presence=demand)),
+        just("object", ObjectShape(presence=negation(demand))) if names else BOTTOM,
+    )
+
+
+def values_assertion(document: Document, values: list[Any], pointer: str) -> Assertion:
+    """`enum`, and `const` as an enum of one."""
+    if not values:
+        return fixed(BOTTOM, TOP)
+    return Assertion(
+        lambda: unite(*(value_form(document, value, pointer) for value in values)),
+        lambda: _other_values(document, values, pointer),
+    )
+
+
+def value_form(document: Document, value: Any, pointer: str) -> Form:
+    """Return the form of exactly one value."""
+    if value is None:
+        return {"null": TOP["null"]}
+    if isinstance(value, bool):
+        return just("boolean", BooleanShape(frozenset((value,))))
+    if isinstance(value, str):
+        return just("string", StringShape(values=frozenset((value,))))
+    if isinstance(value, list):
+        prefix = tuple(one(document.make({"const": item}, pointer)) for item in value)
+        return just("array", ArrayShape(len(value), len(value), (Positions(prefix, NOTHING),)))
+    if isinstance(value, dict):
+        names = tuple((name, one(document.make({"const": item}, pointer))) for name, item in value.items())
+        keys = (Keys(names, (), NOTHING, explicit=True),)
+        return just("object", ObjectShape(keys, all_of(has(name) for name in value), most=len(value)))
+    return just("number", NumberShape(values=(value,)))
+
+
+def _other_values(document: Document, values: list[Any], pointer: str) -> Form:
+    """Return the form of everything but `values`."""
+    result: Form = dict(TOP)
+    strings = frozenset(value for value in values if isinstance(value, str))
+    numbers = tuple(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    booleans = frozenset(value for value in values if isinstance(value, bool))
+    if strings:
+        from quire.structured.json_schema.regular import alt, text
+
+        listed = neg(alt(*(text(value) for value in sorted(strings))))
+        result["string"] = (StringShape(languages=frozenset((listed,))),)
+    if numbers:
+        result["number"] = (NumberShape(excluded=numbers),)
+    if booleans:
+        left = frozenset((False, True)) - booleans
+        result["boolean"] = (BooleanShape(left),) if left else ()
+    if None in values:
+        result["null"] = ()
+    for kind, python in (("array", list), ("object", dict)):
+        listed_values = [value for value in values if isinstance(value, python)]
+        if len(listed_values) > 1:
+            raise unsupported(pointer, f"the negation of several {kind}s: {echo(listed_values[0])}")
+        if listed_values:
+            result[kind] = _not_this(document, listed_values[0], pointer)
+    return {kind: shapes for kind, shapes in result.items() if shapes}
+
+
+def _not_this(document: Document, value: Any, pointer: str) -> tuple[Any, ...]:
+    length = len(value)
+    if isinstance(value, list):
+        arrays = [ArrayShape(least=length + 1)] + ([ArrayShape(most=length - 1)] if length else [])
+        for index, item in enumerate(value):
+            other = one(document.make({"const": item}, pointer), False)
+            arrays.append(ArrayShape(index + 1, None, (Positions((*[EVERYTHING] * index, other), EVERYTHING),)))
+        return tuple(arrays)
+    everyone = all_of(has(name) for name in value)
+    objects = [ObjectShape(presence=everyone, least=length + 1)]
+    if value:
+        objects.append(ObjectShape(presence=negation(everyone)))
+    for name, item in value.items():
+        other = one(document.make({"const": item}, pointer), False)
+        objects.append(ObjectShape((Keys(((name, other),), (), EVERYTHING),), has(name)))
+    return tuple(objects)
+
+
+def keys_assertion(node: Node, keys: Keys) -> Assertion:
+    """`properties`, `patternProperties` and `additionalProperties` of one schema."""
+
+    def fails() -> Form:
+        found = []
+        for name, demand in keys.names:
+            if demand == EVERYTHING:
+                continue
+            # A property may be named and match a pattern, too: each alternative demands one failure only.
+            found.append(ObjectShape((Keys(((name, negated(demand)),), (), EVERYTHING),), has(name)))
+        for language, demand in keys.patterns:
+            if demand != EVERYTHING:
+                raise unsupported(step(node.pointer, "patternProperties"), f"its negation{_about(language)}")
+        if keys.rest != EVERYTHING:
+            if keys.rest == NOTHING and not keys.names and not keys.patterns:
+                found.append(ObjectShape(least=1))
+            else:
+                raise unsupported(step(node.pointer, "additionalProperties"), "its negation")
+        return just("object", *found)
+
+    return Assertion(lambda: only("object", ObjectShape((keys,))), fails)
+
+
+def _about(language: Lang) -> str:
+    return ", which would be about any name" if matches(language, "") else ""
+
+
+def negated(demand: frozenset[tuple[int, bool]]) -> frozenset[tuple[int, bool]]:
+    """Return the negation of a demand that is one node."""
+    if demand == NOTHING:
+        return EVERYTHING
+    ((number, holds),) = demand
+    return one(number, not holds)
+
+
+def positions_assertion(node: Node, positions: Positions, keyword: str) -> Assertion:
+    """`prefixItems` and `items`, in the spelling of any draft."""
+
+    def fails() -> Form:
+        found = []
+        for index, demand in enumerate(positions.prefix):
+            if demand != EVERYTHING:
+                prefix = (*[EVERYTHING] * index, negated(demand))
+                found.append(ArrayShape(index + 1, None, (Positions(prefix, EVERYTHING),)))
+        if positions.rest == NOTHING:
+            found.append(ArrayShape(least=len(positions.prefix) + 1))
+        elif positions.rest != EVERYTHING:
+            if positions.prefix:
+                raise unsupported(step(node.pointer, keyword), "its negation")
+            found.append(ArrayShape(contains=((negated(positions.rest), 1, None),)))
+        return just("array", *found)
+
+    return Assertion(lambda: only("array", ArrayShape(positions=(positions,))), fails)
+
+
+def contains_assertion(demand: frozenset[tuple[int, bool]], least: int, most: int | None, pointer: str) -> Assertion:
+    """`contains` with `minContains` and `maxContains`."""
+    check_least(least, pointer)
+    if most is not None and most > MAX_ITEMS:
+        raise too_complex(pointer, f"{most} exceeds {MAX_ITEMS}")
+    if least == 0 and most is None:
+        return fixed(TOP, BOTTOM)
+    fails = []
+    if least == 1:
+        fails.append(ArrayShape(positions=(Positions((), negated(demand)),)))
+    elif least > 1:
+        fails.append(ArrayShape(contains=((demand, 0, least - 1),)))
+    if most is not None:
+        fails.append(ArrayShape(contains=((demand, most + 1, None),)))
+    return fixed(only("array", ArrayShape(contains=((demand, least, most),))), just("array", *fails))

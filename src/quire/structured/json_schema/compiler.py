@@ -1,0 +1,45 @@
+"""The way in: `add_schema`, `add_any_json` and `add_json_object` write rules into a `GrammarBuilder`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.structured.builder import GrammarBuilder
+from quire.structured.json_schema.document import Document
+from quire.structured.json_schema.emit import Emitter
+from quire.structured.json_schema.errors import SchemaError
+from quire.structured.json_schema.expand import Expander
+from quire.structured.json_schema.limits import Budget
+from quire.structured.json_schema.options import JsonOptions
+from quire.structured.json_schema.shapes import EVERYTHING, one
+
+DEFAULT = JsonOptions()
+
+
+def add_schema(builder: GrammarBuilder, schema: dict[str, Any] | bool, *, options: JsonOptions = DEFAULT) -> str:
+    """Add rules for the instances of `schema`.
+
+    Returns:
+        The name of a rule that matches one JSON value, without blanks before or behind it.
+
+    Raises:
+        SchemaError: code invalid_json_schema, unsupported_json_schema or grammar_too_complex; `pointer` and the
+            message say where.
+    """
+    document = Document(schema)
+    emitter = Emitter(builder, Expander(document, Budget()), options)
+    return emitter.value(one(document.root))
+
+
+def add_any_json(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> str:
+    """Add rules for any JSON value, and return the name of the first."""
+    return Emitter(builder, Expander(Document(True), Budget()), options).value(EVERYTHING)
+
+
+def add_json_object(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> str:
+    """Add rules for any JSON object, and return the name of the first."""
+    emitter = Emitter(builder, Expander(Document(True), Budget()), options)
+    return builder.rule(emitter.any_object(), "object")
+
+
+__all__ = ["JsonOptions", "SchemaError", "add_any_json", "add_json_object", "add_schema"]

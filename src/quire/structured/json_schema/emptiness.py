@@ -1,0 +1,180 @@
+"""Whether a schema has instances at all, as far as that is plain: it tells which branches of a oneOf exclude each other,
+which properties cannot be there, and keeps models out of parts that could never end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.structured.json_schema import regular
+from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.expand import Expander
+from quire.structured.json_schema.limits import MAX_CLAUSES, MAX_KEY_KINDS
+from quire.structured.json_schema.numbers import number_language
+from quire.structured.json_schema.presence import Clause, assume, clauses, names_in
+from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang
+from quire.structured.json_schema.shapes import (
+    EVERYTHING,
+    NOTHING,
+    All,
+    ArrayShape,
+    Form,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    StringShape,
+    join,
+)
+
+
+@dataclass(frozen=True)
+class ObjectPlan:
+    """What an `ObjectShape` comes to.
+
+    Attributes:
+        names: the properties that have a name of their own and can be there, and what is demanded of their values.
+        free: sets of other names, and what is demanded of the values of properties with these.
+        clauses: the object is as one of them says: names that must, and must not be there.
+    """
+
+    names: dict[str, All]
+    free: list[tuple[Lang, All]]
+    clauses: list[Clause]
+
+
+def string_language(shape: StringShape) -> Lang:
+    """Return the strings of a shape."""
+    if shape.values is not None:
+        return regular.alt(*(regular.text(value) for value in sorted(shape.values)))
+    lengths = [regular.rep(ANY, shape.least, shape.most)] if shape.least or shape.most is not None else []
+    return regular.both(*sorted(shape.languages, key=str), *lengths)
+
+
+class Emptiness:
+    """Answers for the nodes of one document, each found out once."""
+
+    def __init__(self, expander: Expander) -> None:
+        self.expander = expander
+        self._demands: dict[All, bool] = {}
+        self._plans: dict[ObjectShape, ObjectPlan] = {}
+        expander.overlap = self.overlap  # type: ignore[method-assign]
+
+    def overlap(self, first: Form, second: Form, pointer: str) -> bool:
+        """Tell whether two forms may have a value in common."""
+        both = self.expander.meet(first, second, pointer)
+        return any(not self.of_shape(shape, pointer) for shapes in both.values() for shape in shapes)
+
+    def of_demand(self, demand: All, pointer: str) -> bool:
+        """Tell whether it is plain that no value fulfils `demand`."""
+        if demand in (EVERYTHING, NOTHING):
+            return demand == NOTHING
+        if demand not in self._demands:
+            # While this is being found out, parts that contain it take it to have instances.
+            self._demands[demand] = False
+            form = self.expander.form(demand)
+            where = self.expander.document.nodes[min(demand)[0]].pointer
+            self._demands[demand] = all(self.of_shape(shape, where) for shapes in form.values() for shape in shapes)
+        return self._demands[demand]
+
+    def of_shape(self, shape: Shape, pointer: str) -> bool:
+        """Tell whether it is plain that the shape has no values."""
+        self.expander.budget.spend(1, pointer)
+        if isinstance(shape, NumberShape):
+            return regular.is_empty(number_language(shape))
+        if isinstance(shape, StringShape):
+            return shape.values is None and bool(shape.languages) and regular.is_empty(string_language(shape))
+        if isinstance(shape, ArrayShape):
+            return self._array(shape, pointer)
+        return isinstance(shape, ObjectShape) and not self.plan(shape, pointer).clauses
+
+    def _array(self, shape: ArrayShape, pointer: str) -> bool:
+        most = self.longest(shape, pointer)
+        if most is not None and most < shape.least:
+            return True
+        for demand, least, high in shape.contains:
+            if (high is not None and high < least) or (most is not None and most < least):
+                return True
+            if least and self.of_demand(demand, pointer):
+                return True
+            if least and all(positions.prefix == () for positions in shape.positions):
+                every = join(demand, *(positions.rest for positions in shape.positions))
+                if self.of_demand(every, pointer):
+                    return True
+        return False
+
+    def longest(self, shape: ArrayShape, pointer: str) -> int | None:
+        """Return how many elements an array may have at most; None if there is no limit."""
+        length = max((len(positions.prefix) for positions in shape.positions), default=0)
+        for index in range(length + 1):
+            if shape.most is not None and index >= shape.most:
+                break
+            if self.of_demand(self.element(shape, index), pointer):
+                return index
+        return shape.most
+
+    def element(self, shape: ArrayShape, index: int) -> All:
+        """Return the demand on the element at `index`."""
+        return join(*(positions.at(index) for positions in shape.positions))
+
+    def plan(self, shape: ObjectShape, pointer: str) -> ObjectPlan:
+        """Return what an object shape comes to; no clauses: it has no objects."""
+        if shape not in self._plans:
+            self._plans[shape] = self._make_plan(shape, pointer)
+        return self._plans[shape]
+
+    def _make_plan(self, shape: ObjectShape, pointer: str) -> ObjectPlan:
+        allowed = self._allowed_names(shape, pointer)
+        wanted = dict.fromkeys(name for keys in shape.keys for name, _ in keys.names) | names_in(shape.presence)
+        self.expander.budget.spend(len(wanted) * max(len(shape.keys), 1), pointer)
+        names: dict[str, All] = {}
+        for name in wanted:
+            demand = join(*(keys.at(name) for keys in shape.keys))
+            if regular.matches(allowed, name) and not self.of_demand(demand, pointer):
+                names[name] = demand
+        impossible = {name: False for name in wanted if name not in names}
+        free = self._free(shape, allowed, list(wanted), pointer)
+        found = clauses(assume(shape.presence, impossible), MAX_CLAUSES)
+        if found is None:
+            raise too_complex(pointer, "too many combinations of properties that must and must not be there")
+        kept = []
+        for must, never in found:
+            short = not free and len(names) - len(never & names.keys()) < shape.least
+            if not short and (shape.most is None or len(must) <= shape.most):
+                kept.append((must, never))
+        return ObjectPlan(names, free, kept)
+
+    def _allowed_names(self, shape: ObjectShape, pointer: str) -> Lang:
+        if shape.names == EVERYTHING:
+            return ALL
+        strings = self.expander.form(shape.names).get("string", ())
+        return regular.alt(*(string_language(part) for part in strings if isinstance(part, StringShape)))
+
+    def _free(self, shape: ObjectShape, allowed: Lang, names: list[str], pointer: str) -> list[tuple[Lang, All]]:
+        patterns = dict.fromkeys(language for keys in shape.keys for language, _ in keys.patterns)
+        kinds: list[tuple[Lang, frozenset[Lang]]] = [(allowed, frozenset())]
+        for pattern in patterns:
+            split: list[tuple[Lang, frozenset[Lang]]] = []
+            for language, matched in kinds:
+                split.append((regular.both(language, pattern), matched | {pattern}))
+                split.append((regular.both(language, regular.neg(pattern)), matched))
+            self.expander.budget.spend(10 * len(split), pointer)
+            kinds = [kind for kind in split if kind[0] != EMPTY and not regular.is_empty(kind[0])]
+            if len(kinds) > MAX_KEY_KINDS:
+                raise too_complex(pointer, "patterns of property names overlap in too many ways")
+        groups: dict[All, list[Lang]] = {}
+        for language, matched in kinds:
+            demands = []
+            for keys in shape.keys:
+                mine = [demand for pattern, demand in keys.patterns if pattern in matched]
+                demands.append(join(*mine) if mine else keys.rest)
+            demand = join(*demands)
+            if not self.of_demand(demand, pointer):
+                groups.setdefault(demand, []).append(language)
+        known = regular.neg(regular.alt(*(regular.text(name) for name in names))) if names else ALL
+        result = []
+        for demand, languages in groups.items():
+            whole = allowed if len(languages) == len(kinds) else regular.alt(*languages)
+            rest = regular.both(whole, known)
+            if whole == ALL or not regular.is_empty(rest):
+                result.append((rest, demand))
+        return result

@@ -1,0 +1,285 @@
+"""Objects as rules. A parametric rule carries one bit for each property that has a name: at most once each, in any
+order, and at the end those are checked that must be there. With `ordered`, a chain of rules does without bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.structured.json_schema import regular
+from quire.structured.json_schema.emptiness import ObjectPlan
+from quire.structured.json_schema.errors import too_complex, unsupported
+from quire.structured.json_schema.limits import MAX_VARIANTS
+from quire.structured.json_schema.presence import Formula, all_of, any_of, assume, has, names_in, negation
+from quire.structured.json_schema.regular import Lang
+from quire.structured.json_schema.shapes import All, ObjectShape
+
+if TYPE_CHECKING:
+    from quire.structured.json_schema.emit import Emitter
+
+_BITS = 48
+_COUNTER = "[48:63]"
+_OTHER = 63
+
+
+def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
+    """Return expressions whose union is the objects of `shape`."""
+    plan = emitter.emptiness.plan(shape, pointer)
+    free = plan.free
+    if not emitter.options.additional_properties and plan.names and not any(keys.explicit for keys in shape.keys):
+        free = _named_by_patterns(emitter, shape, plan)
+    least, most = shape.least, shape.most
+    if not plan.names and most is None and least <= 1 and plan.clauses and free:
+        return [_plain(emitter, free, least)]
+    everyone = all(not names_in_clause[1] & plan.names.keys() for names_in_clause in plan.clauses)
+    counted = most is not None or any(least > len(must) for must, _ in plan.clauses)
+    if len(plan.clauses) > 1 and not counted and not emitter.options.ordered:
+        formula = _formula(plan)
+        if everyone or assume(formula, dict.fromkeys(plan.names, True)) == all_of(()):
+            return [_AnyOrder(emitter, plan.names, free, formula, (0, None), pointer).expression()]
+    if len(plan.clauses) > MAX_VARIANTS:
+        raise too_complex(pointer, "too many combinations of properties that must and must not be there")
+    found = []
+    for must, never in plan.clauses:
+        names = {name: demand for name, demand in plan.names.items() if name not in never}
+        if not free and len(names) < least:
+            continue
+        demand = all_of(has(name) for name in names if name in must)
+        kind = _InOrder if emitter.options.ordered else _AnyOrder
+        found.append(kind(emitter, names, free, demand, (least, most), pointer).expression())
+    if not found:
+        raise unsupported(pointer, "it has no instances without additional properties")
+    return found
+
+
+def _formula(plan: ObjectPlan) -> Formula:
+    return any_of(
+        all_of([*(has(name) for name in sorted(must)), *(negation(has(name)) for name in sorted(never & plan.names.keys()))])
+        for must, never in plan.clauses
+    )
+
+
+def _named_by_patterns(emitter: Emitter, shape: ObjectShape, plan: ObjectPlan) -> list[tuple[Lang, All]]:
+    patterns = [language for keys in shape.keys for language, _ in keys.patterns]
+    if not patterns:
+        return []
+    kept = [(regular.both(language, regular.alt(*patterns)), demand) for language, demand in plan.free]
+    return [(language, demand) for language, demand in kept if not regular.is_empty(language)]
+
+
+def _plain(emitter: Emitter, free: list[tuple[Lang, All]], least: int) -> str:
+    texts = emitter.texts
+    member = _union([f"{texts.name(language)} {emitter.value(demand)}" for language, demand in free])
+    inner = f"{member} ({texts.comma} {member})*"
+    return f"{texts.open_object} {inner if least else f'({inner})?'} {texts.close_object}"
+
+
+def _union(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else "(" + " | ".join(parts) + ")"
+
+
+def condition(formula: Formula, bits: Mapping[str, int]) -> str:
+    """Return `formula` as a condition on the bits of its names."""
+    kind = formula[0]
+    if kind == "has":
+        return f"bit_set({bits[formula[1]]})"
+    if kind == "not":
+        return f"bit_clear({bits[formula[1][1]]})"
+    parts = [condition(part, bits) for part in formula[1]]
+    if not parts:
+        return "true" if kind == "and" else "not(true)"
+    result = parts[0]
+    for part in parts[1:]:
+        result = f"{kind}({result}, {part})"
+    return result
+
+
+def _if(*conditions: str) -> str:
+    wanted = [part for part in conditions if part and part != "true"]
+    if not wanted:
+        return ""
+    result = wanted[0]
+    for part in wanted[1:]:
+        result = f"and({result}, {part})"
+    return f" %if {result}"
+
+
+@dataclass
+class _Counting:
+    """How the properties beyond those that must be there are counted: at least `least` and at most `most` of them.
+
+    `how` is "bits" (by those that are set), "counter" or "other" (one bit: is there any?); "" if they are not.
+    """
+
+    how: str
+    least: int
+    most: int | None
+    must: int
+    names: int
+
+    @property
+    def enough(self) -> str:
+        if self.how == "bits" and self.least:
+            return f"bit_count_ge([{self.must}:{self.names}], {self.least})"
+        if self.how == "counter" and self.least:
+            return f"ge({_COUNTER}, {self.least})"
+        return f"bit_set({_OTHER})" if self.how == "other" else ""
+
+    @property
+    def room(self) -> str:
+        if self.most is None or not self.how:
+            return ""
+        if self.how == "bits":
+            return f"bit_count_lt([{self.must}:{self.names}], {self.most})"
+        return f"lt({_COUNTER}, {self.most})"
+
+
+class _Members:
+    """What both orders share: which names must be there, how to count, and how to write one member."""
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        names: dict[str, All],
+        free: list[tuple[Lang, All]],
+        formula: Formula,
+        counts: tuple[int, int | None],
+        pointer: str,
+    ) -> None:
+        self.emitter, self.texts, self.builder = emitter, emitter.texts, emitter.builder
+        self.names, self.free, self.formula, self.pointer = names, free, formula, pointer
+        flat = formula[1] if formula[0] == "and" else (formula,)
+        self.simple = all(part[0] == "has" for part in flat)
+        self.must = [part[1] for part in flat if part[0] == "has"] if self.simple else []
+        least, most = counts
+        self.least = max(least - len(self.must), 0)
+        self.most = None if most is None else most - len(self.must)
+
+    def named(self, name: str) -> str:
+        """Return the expression of the property `name`."""
+        return f"{self.texts.name(regular.text(name))} {self.emitter.value(self.names[name])}"
+
+    def unnamed(self) -> list[str]:
+        """Return the expressions of properties without a name of their own."""
+        return [f"{self.texts.name(language)} {self.emitter.value(demand)}" for language, demand in self.free]
+
+    def counting(self, tracked: bool) -> str:
+        """Return how to count; `tracked`: every name has its bit."""
+        if not self.least and self.most is None:
+            return ""
+        if tracked and not self.free:
+            return "bits"
+        if self.least > 1:
+            # A name that is written twice is one property, so counting what is written proves no more than one.
+            raise unsupported(f"{self.pointer}/minProperties", "more properties than are named; names may repeat")
+        return "counter" if self.most is not None else "other"
+
+
+class _AnyOrder(_Members):
+    """Members in any order."""
+
+    def expression(self) -> str:
+        """Return the expression of the objects."""
+        asked = list(self.must) if self.simple else list(names_in(self.formula))
+        if len(asked) > _BITS:
+            raise too_complex(self.pointer, f"more than {_BITS} properties that must be there or depend on others")
+        if not self.names and not self.free:
+            return f"{self.texts.open_object} {self.texts.close_object}"
+        others = [name for name in self.names if name not in set(asked)]
+        self.bits = {name: index for index, name in enumerate([*asked, *others][:_BITS])}
+        tracked = len(self.bits) == len(self.names)
+        how = self.counting(tracked)
+        self.count = _Counting(how, self.least, self.most, len(self.must), len(self.bits))
+        declare = self.builder.declare
+        self.item, self.more, self.start = declare("member"), declare("more"), declare("members")
+        self.again = self.more
+        if how in ("counter", "other"):
+            self.again = declare("counted")
+            # Saturating, as nothing more is told apart beyond the limit.
+            step = f"incr({_COUNTER})" if how == "counter" else f"set_bit({_OTHER})"
+            self.builder.define(self.again, f"{self.more}::{step}", "::_")
+        self._define(tracked)
+        return f"{self.texts.open_object} {self.start}::0x0"
+
+    def _define(self, tracked: bool) -> None:
+        close = f"{self.texts.close_object}{_if(self._complete(), self.count.enough)}"
+        choices = []
+        for name in self.names:
+            bit, must = self.bits.get(name), name in self.must
+            after = self.more if must or self.count.how in ("", "bits") else self.again
+            room = "" if must else self.count.room
+            if bit is None:
+                choices.append(f"{self.named(name)} {after}::_{_if(room)}")
+            else:
+                choices.append(f"{self.named(name)} {after}::set_bit({bit}){_if(f'bit_clear({bit})', room)}")
+        after = self.again if self.count.how else self.more
+        choices += [f"{member} {after}::_{_if(self.count.room)}" for member in self.unnamed()]
+        self.builder.define(self.item, " | ".join(choices), "::_")
+        self.builder.define(self.more, f"{self.texts.comma} {self.item}::_{_if(self._goes_on(tracked))} | {close}", "::_")
+        first = _if(self._goes_on(tracked))
+        self.builder.define(self.start, f"{self.item}::_{first} | {close}", "::_")
+
+    def _complete(self) -> str:
+        if self.simple:
+            return f"is_ones([0:{len(self.must)}])" if self.must else ""
+        return condition(self.formula, self.bits)
+
+    def _goes_on(self, tracked: bool) -> str:
+        """Return the condition under which there is another member to write: a comma must not lead nowhere."""
+        some_must = f"not(is_ones([0:{len(self.must)}]))" if self.must else ""
+        if self.count.room:
+            parts = [self.count.room]
+            if tracked and not self.free and len(self.names) > len(self.must):
+                parts.append(f"bit_count_lt([{len(self.must)}:{len(self.bits)}], {len(self.bits) - len(self.must)})")
+            elif tracked and not self.free:
+                return some_must or "not(true)"
+            inner = parts[0] if len(parts) == 1 else f"and({parts[0]}, {parts[1]})"
+            return f"or({some_must}, {inner})" if some_must else inner
+        if tracked and not self.free:
+            return f"bit_count_lt([0:{len(self.bits)}], {len(self.bits)})"
+        return ""
+
+
+class _InOrder(_Members):
+    """Members in the order of the schema, those without a name last."""
+
+    def expression(self) -> str:
+        """Return the expression of the objects."""
+        how = self.counting(tracked=False) if self.free else ("counter" if self.least or self.most is not None else "")
+        self.count = _Counting(how, self.least, self.most, 0, 0)
+        if how:
+            self.count.how = "counter"
+        self.mark = "::_" if how else ""
+        end = self._end()
+        rest = end
+        for name in reversed(self.names):
+            rest = self._prepend(name, rest)
+        return f"{self.texts.open_object} {rest[0]}{'::0x0' if how else ''}"
+
+    def _end(self) -> tuple[str, str]:
+        """Return the rules behind the last name: where nothing has been written yet, and where something has."""
+        close = f"{self.texts.close_object}{_if(self.count.enough)}"
+        empty, more = self.builder.declare("members"), self.builder.declare("more")
+        step = f"::incr({_COUNTER})" if self.count.how else ""
+        first = [f"{member} {more}{step}{_if(self.count.room)}" for member in self.unnamed()]
+        self.builder.define(empty, " | ".join([*first, close]), self.mark)
+        again = [f"{self.texts.comma} {member} {more}{step}{_if(self.count.room)}" for member in self.unnamed()]
+        self.builder.define(more, " | ".join([*again, close]), self.mark)
+        return empty, more
+
+    def _prepend(self, name: str, rest: tuple[str, str]) -> tuple[str, str]:
+        must = name in self.must
+        written = self.named(name)
+        after = f"{rest[1]}{self.mark}"
+        room = ""
+        if not must and self.count.how:
+            after, room = f"{rest[1]}::incr({_COUNTER})", _if(self.count.room)
+        found = []
+        for skip, lead in ((rest[0], ""), (rest[1], f"{self.texts.comma} ")):
+            choices = [f"{lead}{written} {after}{room}"] + ([] if must else [f"{skip}{self.mark}"])
+            rule = self.builder.declare("members")
+            self.builder.define(rule, " | ".join(choices), self.mark)
+            found.append(rule)
+        return found[0], found[1]

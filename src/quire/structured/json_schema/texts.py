@@ -1,0 +1,74 @@
+"""The smallest parts of JSON as terminals: strings, names with their colon, numbers, brackets and commas with blanks."""
+
+from __future__ import annotations
+
+from quire.structured.builder import GrammarBuilder
+from quire.structured.json_schema import regular
+from quire.structured.json_schema.numbers import number_language
+from quire.structured.json_schema.options import JsonOptions
+from quire.structured.json_schema.regular import ALL, Lang
+from quire.structured.json_schema.shapes import NumberShape
+from quire.structured.json_schema.spelling import terminal
+
+_BLANKS = r"/[ \t\n\r]{0,200}/"
+
+
+class Texts:
+    """Terminals of one grammar, written once each."""
+
+    def __init__(self, builder: GrammarBuilder, options: JsonOptions) -> None:
+        self.builder = builder
+        gap = self._gap(options.whitespace)
+        self._colon = f'{gap} ":" {gap}'.strip()
+        self.comma = builder.terminal(f'{gap} "," {gap}'.strip(), "comma")
+        self.open_object = builder.terminal(f'"{{" {gap}'.strip(), "open")
+        self.close_object = builder.terminal(f'{gap} "}}"'.strip(), "close")
+        self.open_array = builder.terminal(f'"[" {gap}'.strip(), "open")
+        self.close_array = builder.terminal(f'{gap} "]"'.strip(), "close")
+        self._values: dict[Lang, str] = {}
+        self._names: dict[Lang, str] = {}
+
+    def _gap(self, whitespace: str) -> str:
+        if whitespace == "none":
+            return ""
+        if whitespace == "flexible":
+            return self.builder.terminal(_BLANKS, "blanks")
+        escaped = whitespace.replace("/", "\\/")
+        # Anything but blanks between the parts would be no JSON.
+        return self.builder.terminal(rf"/(?:{escaped})/ & /[ \t\n\r]*/", "blanks")
+
+    def string(self, language: Lang) -> str:
+        """Return the terminal of the JSON strings whose text is in `language`."""
+        if language not in self._values:
+            self._values[language] = self.builder.terminal(_quoted(language), "string")
+        return self._values[language]
+
+    def name(self, language: Lang) -> str:
+        """Return the terminal of the property names in `language`, with the colon behind them."""
+        if language not in self._names:
+            self._names[language] = self.builder.terminal(f"{_quoted(language)} {self._colon}", "name")
+        return self._names[language]
+
+    def number(self, language: Lang) -> str:
+        """Return the terminal of the numbers whose texts are `language`."""
+        if language not in self._values:
+            self._values[language] = self.builder.terminal(terminal(language, spelled=False), "number")
+        return self._values[language]
+
+    def any_string(self) -> str:
+        """Return the terminal of any string."""
+        return self.string(ALL)
+
+    def any_number(self) -> str:
+        """Return the terminal of any number."""
+        return self.number(number_language(NumberShape()))
+
+
+def _quoted(language: Lang) -> str:
+    content = terminal(language, spelled=True)
+    if language == regular.EPSILON:
+        return r"/\"\"/"
+    return rf'/\"/ {content} /\"/' if not content.startswith("/(?:") else rf"/\"{content[1:-1]}\"/"
+
+
+__all__ = ["Texts"]
