@@ -50,6 +50,10 @@ class Constraint:
         """Whether the text satisfies the grammar as it is."""
         return self.matcher.is_accepting() and not self.matcher.is_error()
 
+    def allows(self, token_ids: list[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return self.matcher.validate_tokens(token_ids) == len(token_ids)
+
     def forced(self) -> list[int]:
         """Return the tokens that must come next: the only text possible, spelled as the tokenizer would.
 

@@ -65,8 +65,8 @@ class Guide:
 
     def due(self) -> int | None:
         """Return the only token that may come next because the reasoning must end, or None."""
-        forced = [] if self.thinking is None else self.thinking.forced()
-        return forced[0] if forced else None
+        ending = self._ending()
+        return ending[0] if ending else None
 
     def go_on(self, token_id: int, room: int) -> list[int]:
         """Note a sampled token; return those, up to `room`, that follow without alternative. They are noted, too."""
@@ -82,8 +82,21 @@ class Guide:
             followed += forced
         return followed
 
+    def _ending(self) -> list[int]:
+        """Return what must be appended to end the reasoning: nothing before the budget is used up.
+
+        A grammar may want something else first, such as the rest of a character.
+        """
+        if self.thinking is None:
+            return []
+        ending = self.thinking.forced()
+        if ending and self.constraint is not None and not self.constraint.allows(ending):
+            return []
+        return ending
+
     def _forced(self) -> list[int]:
-        if self.thinking is not None and (ending := self.thinking.forced()):
+        ending = self._ending()
+        if ending:
             return ending
         if self.constraint is None:
             return []
