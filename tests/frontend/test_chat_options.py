@@ -85,6 +85,45 @@ def test_options_reach_the_template_of_a_model(tmp_path: Path, monkeypatch: pyte
     assert front.template("{{ messages[0].content[0].text }}-{{ style }}").render([USER]) == "hi-S"
 
 
+def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers has it: "tool_use" is taken if there are tools, in whichever file it stands."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("quire.frontend.loading.load_model_info", lambda *_: fake_front_model().info)
+    plain, tool_use = "{{ messages[0].content }}", "{{ tools | tojson }}{{ messages[0].content }}"
+    listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tool_use}]
+    one = write_folder(tmp_path / "one", "byte_level", chat_template=listed)
+    two = write_folder(tmp_path / "two", "byte_level")
+    (two / "additional_chat_templates").mkdir()
+    (two / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    (two / "chat_template.jinja").write_text(plain)
+    for folder in (one, two):
+        chosen = load_front_model(EngineConfig.from_kwargs(model=str(folder))).template()
+        oracle = AutoTokenizer.from_pretrained(folder)
+        for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+            assert chosen.render([USER], tools=tools) == oracle.apply_chat_template([USER], tools=tools, tokenize=False)
+        assert chosen.reads("tools") and chosen.source == plain and chosen.for_tools.source == tool_use
+        path = tmp_path / "own.jinja"
+        path.write_text("{{ messages | length }}")
+        chosen = load_front_model(EngineConfig.from_kwargs(model=str(folder), chat_template=str(path))).template()
+        assert chosen.render([USER], tools=[]) == "1" and not chosen.reads("tools")
+
+
+def test_tokens_with_names_of_a_models_own(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = "{{ image_token }}|{{ boi_token }}|{{ eos_token }}|{{ add_bos_token }}|{{ audio }}"
+    own = {
+        "image_token": "<img>",
+        "add_bos_token": True,
+        "extra_special_tokens": {"boi_token": "<boi>", "audio": "<a>"},
+    }
+    folder = write_folder(tmp_path / "model", "byte_level", chat_template=source, **own)
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template([USER], tokenize=False)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert ChatTemplate(source, tokenizer).render([USER]) == expected == "<img>|<boi>|<|im_end|>||<a>"
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "a b", "chat_template"])
 def test_variables_by_default_cannot_replace_arguments(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -199,7 +238,7 @@ def test_llm_chat_takes_template_and_documents() -> None:
             llm.chat([USER], use_tqdm=False, documents=[{"text": "D"}])
 
 
-# What no template may do.
+# What no template may do, and what it may.
 
 DOUBLING = (
     "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x | length }}"
@@ -250,7 +289,8 @@ DOUBLING = (
         "{% set s = ('x' * 60000) ~ 'y' %}{% for i in range(999999) %}{{ 'xy' * 30000 in s }}{% endfor %}",
     ],
 )
-def test_hostile_templates_are_stopped(source: str) -> None:
+def test_hostile_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.frontend.chat_bounds.MAX_STEPS", 200_000)  # the test is to be quick
     with pytest.raises(RequestError) as caught:
         template(source).render([USER])
     assert caught.value.param == "messages"
@@ -300,3 +340,17 @@ def test_what_ordinary_templates_do_is_far_from_the_bounds() -> None:
     text = template(source).render(messages)
     expected = "\n".join(item["content"].replace("a", "bb") for item in messages)
     assert text == expected + "x         | 1.50       y" + f"{len(json.dumps(messages[:2], indent=2))}80"
+
+
+def test_templates_that_look_back_at_each_message_do_for_long_conversations() -> None:
+    source = (
+        "{% for m in messages %}{% for n in messages[loop.index:] %}{{ 'x' if n.role == 'x' }}{% endfor %}{% endfor %}"
+    )
+    assert template(source).render([{"role": "user", "content": ""}] * 1200) == ""
+
+
+def test_templates_that_take_too_long_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10**9))
+    monkeypatch.setattr("quire.frontend.chat_bounds.time.thread_time", lambda: float(next(ticks)))
+    with pytest.raises(RequestError, match="too long"):
+        template("{% for a in range(100000) %}{% endfor %}").render([USER])

@@ -57,6 +57,7 @@ class ChatTemplate:
         content_format: "string" or "openai" give content as a text or as parts; "auto" gives it as the message has it,
             but parts joined by line breaks where the template knows none.
         default_kwargs: variables for every rendering, unless it has others of the same name.
+        for_tools: the model's template for conversations with tools, if it has another one for them.
 
     Raises:
         ModelError: a syntax error; the message names file and line.
@@ -70,8 +71,10 @@ class ChatTemplate:
         origin: str = "chat template",
         content_format: str = "auto",
         default_kwargs: Mapping[str, Any] | None = None,
+        for_tools: ChatTemplate | None = None,
     ) -> None:
         self.source = source
+        self.for_tools = for_tools or self
         self._tokenizer = tokenizer
         try:
             self._template = compile_template(source)
@@ -83,6 +86,8 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Whether the template looks anywhere at a variable, such as "tools", "documents" or "enable_thinking"."""
+        if self.for_tools is not self and name == "tools":
+            return self.for_tools.reads(name)
         return name in self._variables
 
     @cached_property
@@ -116,8 +121,7 @@ class ChatTemplate:
             UnsupportedError: there are documents, which the template does not read.
         """
         ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables)
-        ask.check(self)
-        return self._render(ask, lambda text: text)
+        return self._chosen(ask)._render(ask, lambda text: text)
 
     def encode(
         self,
@@ -141,21 +145,29 @@ class ChatTemplate:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
         """
         ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables or {})
-        ask.check(self)
-        seen = _Seen(self._controls.first_char)
-        text = self._render(ask, seen)
-        if processor is not None:
-            processor.check_chars(len(text), "messages")
-            if truncate_prompt_tokens is None:
-                processor.check_pieces(text, "messages")
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if seen.suspicious:
-            token_ids = self._without_injection(ask, token_ids)
+        chosen = self._chosen(ask)
+        token_ids = chosen._encode(ask, processor, cut=truncate_prompt_tokens is not None)
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if processor is not None:
             processor.check_length(len(token_ids), "messages")
         return token_ids
+
+    def _chosen(self, ask: _Ask) -> ChatTemplate:
+        """Return the template for what is asked. Raises `RequestError` if it makes no sense."""
+        chosen = self if ask.tools is None else self.for_tools
+        ask.check(chosen)
+        return chosen
+
+    def _encode(self, ask: _Ask, processor: Processor | None, cut: bool) -> list[int]:
+        seen = _Seen(self._controls.first_char)
+        text = self._render(ask, seen)
+        if processor is not None:
+            processor.check_chars(len(text), "messages")
+            if not cut:
+                processor.check_pieces(text, "messages")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._without_injection(ask, token_ids) if seen.suspicious else token_ids
 
     def _without_injection(self, ask: _Ask, token_ids: list[int]) -> list[int]:
         """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""

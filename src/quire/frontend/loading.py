@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.engine.messages import Ready
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
@@ -81,25 +81,38 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
     info = load_model_info(folder, model.hf_overrides)
     tokenizer = chat_template = None
-    content_format, default_kwargs = model.chat_template_content_format, model.default_chat_template_kwargs
     if not model.skip_tokenizer_init:
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
         tokenizer = Tokenizer.from_folder(folder)
-        source, origin = tokenizer.chat_template, str(folder)
-        if model.chat_template is not None:
-            path = Path(model.chat_template).expanduser()
-            source, origin = read_chat_template(path), str(path)
-        if source is not None:
-            chat_template = ChatTemplate(
-                source, tokenizer, origin=origin, content_format=content_format, default_kwargs=default_kwargs
-            )
+        chat_template = _load_template(model, tokenizer, folder)
     return FrontModel(
         info,
         tokenizer,
         chat_template,
         use_sampling_defaults=model.generation_config == "auto",
-        request_templates=RequestTemplates(content_format, default_kwargs),
+        request_templates=RequestTemplates(model.chat_template_content_format, model.default_chat_template_kwargs),
         max_logprobs=model.max_logprobs,
         logits_processors=tuple(registered_names(model.logits_processors)),
     )
+
+
+def _load_template(model: ModelConfig, tokenizer: Tokenizer, folder: Path) -> ChatTemplate | None:
+    source, tool_source, origin = tokenizer.chat_template, tokenizer.tool_template, str(folder)
+    if model.chat_template is not None:
+        path = Path(model.chat_template).expanduser()
+        source, tool_source, origin = read_chat_template(path), None, str(path)
+    if source is None:
+        return None
+
+    def make(text: str, for_tools: ChatTemplate | None = None) -> ChatTemplate:
+        return ChatTemplate(
+            text,
+            tokenizer,
+            origin=origin,
+            content_format=model.chat_template_content_format,
+            default_kwargs=model.default_chat_template_kwargs,
+            for_tools=for_tools,
+        )
+
+    return make(source, None if tool_source is None else make(tool_source))

@@ -2,7 +2,8 @@
 
 tokenizer.json holds a whole tokenizer. Older folders have vocab.json and merges.txt instead, from which a byte-level
 BPE is built (GPT-2, OPT). tokenizer_config.json and special_tokens_map.json name special tokens; the chat template
-stands in chat_template.jinja, chat_template.json, or tokenizer_config.json, and the first of these wins.
+stands in chat_template.jinja, chat_template.json, or tokenizer_config.json, and the first of these wins. A folder may
+have a second one, "tool_use", for conversations with tools: beside the first, or in additional_chat_templates.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SPECIAL_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON_FILE = "chat_template.json"
 MAX_TEMPLATE_BYTES = 2**20
+TOOL_TEMPLATE = "tool_use"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,6 +41,7 @@ class TokenizerFiles:
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     chat_template: str | None
+    tool_template: str | None = None
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
@@ -57,7 +61,7 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
         )
     backend.no_truncation()
     backend.no_padding()
-    return TokenizerFiles(backend, special, _chat_template(folder, config))
+    return TokenizerFiles(backend, special, *_chat_templates(folder, config))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -97,9 +101,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _special_tokens(special_map: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Texts by name; tokenizer_config.json wins. An entry is a text or an object with "content"."""
+    """Texts by name; tokenizer_config.json wins. An entry is a text or an object with "content".
+
+    Models have tokens of their own besides the common ones: "image_token" and the like, or those that
+    "extra_special_tokens" names. Templates may use them.
+    """
+    extra = config.get("extra_special_tokens")
+    config = {**(extra if isinstance(extra, dict) else {}), **config}
+    own = [name for name in config if name.endswith("_token") or (isinstance(extra, dict) and name in extra)]
     found = {}
-    for name in SPECIAL_NAMES:
+    for name in dict.fromkeys((*SPECIAL_NAMES, *own)):
         for source in (config, special_map):
             value = source.get(name)
             text = value.get("content") if isinstance(value, dict) else value
@@ -140,9 +151,13 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str
     return backend
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the template, and the one for conversations with tools if it is another."""
+    for_tools = None
+    if os.path.lexists(folder / TOOL_TEMPLATE_FILE):
+        for_tools = _read_text(folder / TOOL_TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
     if os.path.lexists(folder / TEMPLATE_FILE):
-        return _read_text(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
+        return _read_text(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES), for_tools
     for path, source in (
         (folder / TEMPLATE_JSON_FILE, _optional_json(folder / TEMPLATE_JSON_FILE)),
         (folder / CONFIG_FILE, config),
@@ -151,12 +166,14 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         if isinstance(template, list):  # several, by name
             named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
             template = named.get("default")
+            for_tools = for_tools or named.get(TOOL_TEMPLATE)
         if template is None:
             continue
-        if not isinstance(template, str):
-            raise ModelError(f"{path}: chat_template is {json.dumps(template)[:100]} (expected a text)")
-        return template
-    return None
+        for text in (template, for_tools):
+            if text is not None and not isinstance(text, str):
+                raise ModelError(f"{path}: chat_template is {json.dumps(text)[:100]} (expected a text)")
+        return template, for_tools
+    return None, None
 
 
 def read_chat_template(path: Path) -> str:

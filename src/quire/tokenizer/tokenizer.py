@@ -30,7 +30,7 @@ class Tokenizer:
     Attributes:
         special_ids: ids of control tokens, left out by `decode`.
         special_tokens: texts of "bos_token", "eos_token" and the like, as chat templates see them.
-        chat_template: Jinja source, or None.
+        chat_template: Jinja source, or None. tool_template: the one for conversations with tools, if it is another.
     """
 
     def __init__(
@@ -39,10 +39,12 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self._mark_special(self.special_tokens.values())
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
@@ -59,7 +61,12 @@ class Tokenizer:
             ModelError: there are no such files (the message lists them), or one of them is malformed.
         """
         files = read_tokenizer_folder(path)
-        return cls(files.backend, special_tokens=files.special_tokens, chat_template=files.chat_template)
+        return cls(
+            files.backend,
+            special_tokens=files.special_tokens,
+            chat_template=files.chat_template,
+            tool_template=files.tool_template,
+        )
 
     def _mark_special(self, texts: Iterable[str]) -> None:
         """Make sure that the tokens the side files name are special; tokens outside the vocabulary are left alone."""
