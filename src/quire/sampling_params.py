@@ -28,7 +28,6 @@ from quire.structured_outputs import StructuredOutputParams
 logger = logging.getLogger(__name__)
 
 MAX_N = 128
-MAX_LOGPROBS = 20  # of chat completions (`top_logprobs`); elsewhere the model option `max_logprobs` bounds them
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 128

@@ -108,6 +108,25 @@ def test_logprobs_describe_the_raw_logits_and_hold_the_chosen_token_first() -> N
     np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_logprobs_of_the_whole_vocabulary_beside_those_of_a_few_tokens(device: str) -> None:
+    logits = np.random.default_rng(3).normal(size=(4, VOCAB))
+    rows = [greedy(logprobs=-1), greedy(logprobs=2), greedy(), greedy(logprob_token_ids=[7, 9, 7], seed=1)]
+    sampled = run(logits, rows, device=device)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    whole, few, named = (sampled.logprobs[row] for row in (0, 1, 3))
+    order = np.argsort(-logits[0]).tolist()
+    assert whole.token_ids == [order[0], *order] and len(few.token_ids) == 3
+    assert named.token_ids == [int(logits[3].argmax()), 7, 9, 7] and named.rank == 1
+    for row, entry in ((0, whole), (1, few), (3, named)):
+        np.testing.assert_allclose(entry.logprobs, expected[row, entry.token_ids], rtol=1e-5)
+
+
+def test_more_logprobs_than_tokens_are_all_of_them() -> None:
+    sampled = run(rising(1), [greedy(logprobs=VOCAB + 20)])
+    assert len(sampled.logprobs[0].token_ids) == VOCAB + 1
+
+
 def test_rows_that_are_not_finite_leave_the_others_alone() -> None:
     logits = rising(4)
     logits[1, 3] = np.nan

@@ -1,0 +1,229 @@
+"""Draws of every sampling option follow the distribution that its definition gives, alone and two together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.errors import RequestError
+from quire.kernels.create import create_backend
+from quire.sampling.extras import Extras
+from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
+from quire.sampling_params import SamplingParams
+from tests.helpers.sampling_truth import chi_square, distribution
+
+VOCAB = 48
+ROWS = 512
+LEAST_P = 1e-4
+PROMPT = [3, 9, 4, 5, 6, 7, 11, 4, 5, 6]
+OUTPUT = [8, 2, 4, 5, 6, 7, 2, 4, 5, 6]
+STOP_IDS = [1]
+BREAKERS = [([8, 30], []), ([2], [17])]  # as the worker gets them
+SPELLED = [[8], [30], [2, 17]]
+BACKENDS = {device: create_backend(device, "float32", "float32", 1) for device in ("cpu", "reference")}
+
+# Each option alone, with settings that change this distribution.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.7},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "temperature": {"temperature": 1.7},
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.2},
+    "min_tokens": {"min_tokens": 16},
+    "logit_bias": {"logit_bias": {2: 1.5, 5: -2.0}},
+    "allowed_token_ids": {"allowed_token_ids": [0, 1, 2, 5, 6, 7, 20, 21]},
+    "typical_p": {"typical_p": 0.6},
+    "top_n_sigma": {"top_n_sigma": 1.2},
+    "xtc": {"xtc_probability": 0.4, "xtc_threshold": 0.08},
+    "dry": {"dry_multiplier": 0.8, "dry_base": 1.4},
+    "dynatemp": {"dynatemp_range": 0.7, "dynatemp_exponent": 1.3},
+    "mirostat_1": {"mirostat": 1, "mirostat_tau": 2.2},
+    "mirostat_2": {"mirostat": 2, "mirostat_tau": 1.6},
+    "greedy": {"temperature": 0.0},
+}
+
+
+def logits_of() -> np.ndarray:
+    """A skewed distribution with no ties, in which likely tokens were in the text before."""
+    logits = np.random.default_rng(5).normal(size=VOCAB) * 1.5
+    logits[[1, 2, 5, 7]] = [2.6, 2.9, 2.2, 3.1]
+    return logits.astype(np.float32)
+
+
+def extras_of(params: SamplingParams, state: float | None = None) -> Extras | None:
+    return Extras.of(
+        params,
+        token_ids=PROMPT + OUTPUT,
+        num_prompt_tokens=len(PROMPT),
+        stop_ids=STOP_IDS,
+        bad_words_ids=[],
+        vocab_size=VOCAB,
+        dry_breakers=BREAKERS,
+        sampler_state=state,
+    )
+
+
+def sample(
+    params: SamplingParams,
+    seeds: np.ndarray,
+    *,
+    device: str = "cpu",
+    logits: np.ndarray | None = None,
+    state: float | None = None,
+) -> Sampled:
+    """Sample one token for each seed, all from the same logits."""
+    backend, rows = BACKENDS[device], len(seeds)
+    source = logits_of() if logits is None else logits
+    extras = extras_of(params, state)
+    batch = SamplingBatch(
+        temperature=np.full(rows, 0.0 if params.greedy else params.temperature, dtype=np.float32),
+        top_k=np.full(rows, max(params.top_k, 0)),
+        top_p=np.full(rows, params.top_p, dtype=np.float32),
+        min_p=np.full(rows, params.min_p, dtype=np.float32),
+        seeds=seeds,
+        positions=np.full(rows, len(PROMPT) + len(OUTPUT)),
+        extras=[None if extras is None else extras.fork() for _ in range(rows)],
+        output_ids=[np.array(OUTPUT, dtype=np.int32)] * rows,
+    )
+    return Sampler(backend).sample(backend.from_numpy(np.tile(source, (rows, 1))), batch)
+
+
+def draws(params: SamplingParams, count: int, **options: Any) -> np.ndarray:
+    """Count the tokens of so many draws, with as many seeds."""
+    counts = np.zeros(VOCAB, dtype=np.int64)
+    for start in range(0, count, ROWS):
+        np.add.at(counts, sample(params, np.arange(start, start + ROWS), **options).token_ids, 1)
+    return counts
+
+
+def expected(params: SamplingParams, mu: float | None = None) -> np.ndarray:
+    return distribution(logits_of(), params, PROMPT, OUTPUT, stop_ids=STOP_IDS, breakers=SPELLED, mu=mu)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_option_alone(name: str) -> None:
+    params = SamplingParams(**SETTINGS[name], max_tokens=32)
+    probs = expected(params)
+    assert chi_square(draws(params, 8 * ROWS), probs) > LEAST_P
+    plain = expected(SamplingParams())
+    assert chi_square(draws(SamplingParams(), 8 * ROWS), probs) < LEAST_P, "the option should change something"
+    assert np.abs(probs - plain).sum() > 0.05
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SETTINGS, 2)))
+def test_two_options_together_do_what_both_say_or_are_refused_by_name(one: str, other: str) -> None:
+    fields = {**SETTINGS[one], **SETTINGS[other]}
+    try:
+        params = SamplingParams(**fields, max_tokens=32)
+    except RequestError as error:
+        assert error.param in {**SETTINGS[one], **SETTINGS[other]} and "contradicts" in error.message
+        return
+    probs = expected(params)
+    assert chi_square(draws(params, 4 * ROWS), probs) > LEAST_P
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_both_backends_draw_the_same_tokens_and_so_does_a_row_by_itself(name: str) -> None:
+    params = SamplingParams(**SETTINGS[name], max_tokens=32)
+    seeds = np.arange(64) * 7919
+    tokens = sample(params, seeds).token_ids
+    assert sample(params, seeds, device="reference").token_ids.tolist() == tokens.tolist()
+    for row in range(0, 64, 9):
+        assert sample(params, seeds[row : row + 1]).token_ids.tolist() == [tokens[row]]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("mu", [0.05, 0.9, 2.5, 6.0, 40.0, -1.0])
+def test_mirostat_goes_on_from_its_state(version: int, mu: float) -> None:
+    params = SamplingParams(mirostat=version, temperature=0.8)
+    if version == 1 and mu < 0:
+        probs = np.eye(VOCAB)[int(np.argmax(logits_of()))]
+    else:
+        probs = expected(params, mu=mu)
+    assert chi_square(draws(params, 4 * ROWS, state=mu), probs) > LEAST_P
+
+
+def test_xtc_of_another_purpose_than_the_draw() -> None:
+    """Whether the top is excluded and which token is drawn are independent."""
+    params = SamplingParams(xtc_probability=0.5, xtc_threshold=0.08)
+    seeds = np.arange(4096)
+    always = sample(SamplingParams(xtc_probability=1.0, xtc_threshold=0.08), seeds).token_ids
+    never = sample(SamplingParams(), seeds).token_ids
+    mixed = sample(params, seeds).token_ids
+    assert np.all((mixed == always) | (mixed == never))
+    differ = always != never
+    assert 0.4 < (mixed[differ] == always[differ]).mean() < 0.6
+
+
+EXTREME_ROWS = {
+    "all but one": np.where(np.arange(VOCAB) == 7, 0.5, -np.inf),
+    "all equal": np.zeros(VOCAB),
+    "two levels": np.where(np.arange(VOCAB) % 2, 3.0, 0.0),
+    "far apart": np.linspace(-3e38, 3e38, VOCAB),
+    "one far above": np.where(np.arange(VOCAB) == 9, 1e6, 0.0),
+    "hardly finite": np.where(np.arange(VOCAB) < 2, -3e38, -np.inf),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", EXTREME_ROWS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_extreme_logits_give_tokens_that_are_there(name: str, row: str) -> None:
+    settings = {key: value for key, value in SETTINGS[name].items() if key != "allowed_token_ids"}
+    logits = EXTREME_ROWS[row].astype(np.float32)
+    sampled = sample(SamplingParams(**settings, max_tokens=32), np.arange(16), logits=logits)
+    assert not sampled.errors
+    assert np.isfinite(logits[sampled.token_ids]).all()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_that_are_not_finite_spoil_no_other_row(name: str) -> None:
+    params = SamplingParams(**SETTINGS[name], max_tokens=32)
+    backend = BACKENDS["cpu"]
+    good = sample(params, np.array([5])).token_ids[0]
+    logits = np.tile(logits_of(), (4, 1))
+    logits[0, 3], logits[1, :], logits[3, 4] = np.nan, -np.inf, np.inf
+    extras = extras_of(params)
+    batch = SamplingBatch(
+        temperature=np.full(4, 0.0 if params.greedy else params.temperature, dtype=np.float32),
+        top_k=np.full(4, max(params.top_k, 0)),
+        top_p=np.full(4, params.top_p, dtype=np.float32),
+        min_p=np.full(4, params.min_p, dtype=np.float32),
+        seeds=np.full(4, 5),
+        positions=np.full(4, len(PROMPT) + len(OUTPUT)),
+        extras=[None if extras is None else extras.fork() for _ in range(4)],
+        output_ids=[np.array(OUTPUT, dtype=np.int32)] * 4,
+    )
+    assert Sampler(backend).sample(backend.from_numpy(logits), batch).token_ids[2] == good
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_a_vocabulary_of_one(device: str) -> None:
+    backend = BACKENDS[device]
+    for name in ("typical_p", "top_n_sigma", "xtc", "dry", "dynatemp", "mirostat_1", "mirostat_2"):
+        params = SamplingParams(**SETTINGS[name])
+        extras = Extras.of(params, token_ids=[0] * 9, num_prompt_tokens=4, stop_ids=[], bad_words_ids=[], vocab_size=1)
+        batch = SamplingBatch(
+            temperature=np.ones(1, dtype=np.float32),
+            top_k=np.zeros(1, dtype=np.int64),
+            top_p=np.ones(1, dtype=np.float32),
+            min_p=np.zeros(1, dtype=np.float32),
+            seeds=np.zeros(1, dtype=np.int64),
+            positions=np.array([9]),
+            extras=[extras],
+            output_ids=[np.zeros(5, dtype=np.int32)],
+        )
+        sampled = Sampler(backend).sample(backend.from_numpy(np.array([[2.5]], dtype=np.float32)), batch)
+        assert (sampled.token_ids.tolist(), sampled.errors) == ([0], {})
+
+
+def test_options_that_leave_no_token_are_an_error_of_their_own_row() -> None:
+    barred = SamplingParams(allowed_token_ids=[1], min_tokens=16, max_tokens=32)
+    sampled = sample(barred, np.arange(2))
+    assert sampled.token_ids.tolist() == [-1, -1]
+    assert sorted(sampled.errors) == [0, 1] and "leave no token" in sampled.errors[0]
