@@ -12,7 +12,7 @@ from quire.frontend.formats.events import Events
 from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
 from quire.frontend.formats.message import Event, MessageAsk
 from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
-from quire.frontend.formats.source import Markers, Reading, Source
+from quire.frontend.formats.source import Markers, Reading, Sink, Source
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder
 from quire.structured.compile import add_form
@@ -20,7 +20,6 @@ from quire.structured.compile import add_form
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 NAMESPACE = "functions."
-MAX_HEADER = 512
 
 CALLS = CallFormat(
     name="openai",
@@ -100,8 +99,9 @@ class HarmonyParser:
         self._names = {tool.name for tool in ask.tools} if ask.choice != "none" else set()
         self._source = Source()
         self._events = Events()
-        stray = {*ask.special_tokens, *ask.end_tokens}
-        self._body_end = Markers({END, RETURN, CALL, START, CHANNEL, *stray})
+        own = {END, RETURN, CALL, START, CHANNEL}
+        self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - own
+        self._body_end = Markers({*own, *self._stray})
         self._header_end = Markers({MESSAGE, END, RETURN, CALL})
         self._reader = self._turn()
 
@@ -113,7 +113,7 @@ class HarmonyParser:
 
     def finish(self) -> list[Event]:
         """As in `MessageParser`."""
-        self._source.ended = True
+        self._source.end()
         next(self._reader, None)
         return self._events.take()
 
@@ -152,13 +152,9 @@ class HarmonyParser:
             return (yield from self._call(name))
         return (yield from self._text(self._events.reasoning if channel == "analysis" else self._events.content))
 
-    def _text(self, sink: object) -> Reading[str]:
+    def _text(self, sink: Sink) -> Reading[str]:
         """Read a message's text; return the marker that ended it."""
-        assert callable(sink), "a sink takes text"
-        while True:
-            found = yield from self._source.until(self._body_end, sink)
-            if not found or found in (END, RETURN, CALL, START, CHANNEL):
-                return found
+        return (yield from self._source.until(self._body_end, sink, self._stray))
 
     def _call(self, name: str) -> Reading[str]:
         yield from self._source.blanks()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.frontend.formats.match import MORE, match
 from quire.frontend.formats.message import Tool
-from quire.frontend.formats.parts import Braces, JsonObject, Kwargs, Notation, Tagged
+from quire.frontend.formats.parts import Blank, Braces, JsonObject, Kwargs, Notation, Tagged
 from quire.frontend.formats.source import Markers, Reading, Sink, Source
 from quire.frontend.formats.values import WORDS, ValueReader, escaped, is_json, read_json
 
@@ -170,15 +171,16 @@ class _TaggedReader:
 
     def _value(self, kind: str) -> Reading[bool]:
         """Read a value that is JSON, or JSON or a text."""
-        self._source.mark()
-        yield from self._source.blanks()
-        char = yield from self._source.peek()
-        if char and char in '{["':
-            self._source.forget()
+        while True:
+            found = match((Blank(),), self._source.text, self._source.pos, self._source.ended)
+            if found.at != MORE:
+                break
+            yield
+        if self._source.text[found.at : found.at + 1] in ("{", "[", '"'):
+            self._source.pos = found.at
             sound = yield from read_json(self._source, self._sink)
             yield from self._source.blanks()
             return sound and bool((yield from self._source.literal(self._tags.value_close)))
-        self._source.back()
         pieces: list[str] = []
         if not (yield from self._raw(_Padded(pieces.append, self._tags.pad, lambda: None))):
             return False

@@ -20,7 +20,10 @@ Described = TypeVar("Described", CallFormat, ReasoningFormat)
 
 
 def _by_name(formats: Iterable[Described]) -> dict[str, Described]:
-    return {name: one for one in formats for name in (one.name, *one.aliases)}
+    names: dict[str, Described] = {}
+    for one in formats:
+        names.update(dict.fromkeys((one.name, *one.aliases), one))
+    return names
 
 
 TOOL_FORMATS: Mapping[str, CallFormat] = _by_name((*CALLS, HARMONY_CALLS))

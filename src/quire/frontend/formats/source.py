@@ -5,13 +5,12 @@ Everything here takes time linear in the text, however it is cut, and decides on
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Iterable
+from heapq import heapify, heappop, heapreplace
 from typing import Any, TypeVar
 
 from quire.frontend.formats.parts import BLANKS
 
-MAX_BLANKS = 64
 MAX_ANCHORS = 24
 
 T = TypeVar("T")
@@ -31,6 +30,10 @@ class Markers:
         self.texts = frozenset(filter(None, texts))
         self.longest = max(map(len, self.texts), default=0)
         self.anchors = self._anchors()
+        # Then a text that is found is the marker.
+        self.plain = self.anchors == tuple(sorted(self.texts)) and not any(
+            one != other and one.startswith(other) for one in self.texts for other in self.anchors
+        )
         self.firsts = frozenset(text[0] for text in self.texts)
         self._tree: dict[str, Any] = {}
         for text in self.texts:
@@ -48,6 +51,12 @@ class Markers:
         else:
             anchors = {text[0] for text in self.texts}
         return tuple(sorted(anchors))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Markers) and self.texts == other.texts
+
+    def __hash__(self) -> int:
+        return hash(self.texts)
 
     def match(self, text: str, at: int, ended: bool) -> int:
         """Return where the longest marker that begins at `at` ends, 0 if there is none, -1 if more text may tell."""
@@ -72,29 +81,18 @@ class Source:
         self.text = ""
         self.pos = 0
         self.ended = False
-        self._mark: int | None = None
-        self._next: dict[str, tuple[int, int]] = {}
+        self._places: dict[Markers, _Places] = {}
 
     def push(self, text: str) -> None:
         """Add text behind."""
-        start = self.pos if self._mark is None else self._mark
-        self.text = self.text[start:] + text
-        self.pos -= start
-        self._mark = None if self._mark is None else 0
-        self._next.clear()
+        self.text = self.text[self.pos :] + text
+        self.pos = 0
+        self._places.clear()
 
-    def mark(self) -> None:
-        """Remember this place, for `back`. What is read until `forget` or `back` must be bounded."""
-        self._mark = self.pos
-
-    def back(self) -> None:
-        """Return to the marked place."""
-        assert self._mark is not None, "a place was marked"
-        self.pos, self._mark = self._mark, None
-
-    def forget(self) -> None:
-        """Do not return to the marked place."""
-        self._mark = None
+    def end(self) -> None:
+        """No more text will come."""
+        self.ended = True
+        self._places.clear()
 
     def peek(self) -> Reading[str]:
         """Return the next character, "" at the end."""
@@ -104,16 +102,14 @@ class Source:
             yield
         return self.text[self.pos]
 
-    def blanks(self, most: int = MAX_BLANKS) -> Reading[str]:
-        """Read at most so many blanks."""
-        found: list[str] = []
-        while len(found) < most:
-            char = yield from self.peek()
-            if not char or char not in BLANKS:
-                break
-            found.append(char)
-            self.pos += 1
-        return "".join(found)
+    def blanks(self) -> Reading[None]:
+        """Read all blanks that come."""
+        while True:
+            while self.pos < len(self.text) and self.text[self.pos] in BLANKS:
+                self.pos += 1
+            if self.pos < len(self.text) or self.ended:
+                return
+            yield
 
     def literal(self, *options: str) -> Reading[str]:
         """Read the longest of these texts that comes next, "" if none does."""
@@ -126,57 +122,88 @@ class Source:
                 return found
             yield
 
-    def marker(self, markers: Markers) -> Reading[str]:
-        """Read the longest marker that comes next, "" if none does."""
-        while True:
-            end = markers.match(self.text, self.pos, self.ended)
-            if end >= 0:
-                found = self.text[self.pos : end] if end else ""
-                self.pos += len(found)
-                return found
-            yield
+    def until(
+        self,
+        markers: Markers,
+        sink: Sink,
+        dropped: frozenset[str] = frozenset(),
+        rejected: Callable[[str, int], bool] | None = None,
+    ) -> Reading[str]:
+        """Read up to and including the first marker, "" if the end comes first; the text before it goes to `sink`.
 
-    def until(self, markers: Markers, sink: Sink) -> Reading[str]:
-        """Read up to and including the first marker, "" if the end comes first; the text before it goes to `sink`."""
+        Args:
+            dropped: markers that are left out, and do not end the text. rejected: called with a marker and where it
+                ends, says whether it is mere text, however the text goes on.
+        """
+        start = self.pos
         while True:
-            at, end = self._find(markers)
-            if at > self.pos:
-                sink(self.text[self.pos : at])
-                self.pos = at
-            if end:
-                found = self.text[at:end]
+            at, end = self._find(markers, start)
+            found = self.text[at:end] if end else ""
+            if found and rejected is not None and rejected(found, end):
+                if found not in dropped:
+                    start = end
+                    continue
+            elif found and found not in dropped:
+                self._pass(sink, at)
                 self.pos = end
                 return found
+            self._pass(sink, at)
+            start = self.pos = end or at
+            if found:
+                continue
             if self.ended:
                 return ""
             yield
+            start = self.pos
 
-    def _find(self, markers: Markers) -> tuple[int, int]:
-        """Return where the first marker begins and ends; or where one may begin, and 0."""
-        last = len(self.text) if self.ended else self._unfinished(markers)
-        at = self.pos
-        while True:
-            at = min((self._next_at(anchor, at) for anchor in markers.anchors), default=sys.maxsize)
-            if at >= last:
-                return last, 0
-            end = markers.match(self.text, at, True)
-            if end:
-                return at, end
-            at += 1
+    def _pass(self, sink: Sink, at: int) -> None:
+        if at > self.pos:
+            sink(self.text[self.pos : at])
+            self.pos = at
 
-    def _unfinished(self, markers: Markers) -> int:
+    def _find(self, markers: Markers, start: int) -> tuple[int, int]:
+        """Return where the first marker from `start` on begins and ends; or where one may begin, and 0."""
+        places = self._places.get(markers)
+        if places is None or start < places.since:
+            places = self._places[markers] = _Places(self.text, markers, start, self.ended)
+        return places.find(start)
+
+
+class _Places:
+    """Where markers are in a text: each is searched for from where it was found last, and not again and again."""
+
+    def __init__(self, text: str, markers: Markers, start: int, ended: bool) -> None:
+        self._text = text
+        self._markers = markers
+        self.since = start
+        self._next = [(text.find(anchor, start), anchor) for anchor in markers.anchors]
+        self._next = [(at, anchor) for at, anchor in self._next if at >= 0]
+        heapify(self._next)
+        self._last = len(text) if ended else self._unfinished(start)
+
+    def _unfinished(self, start: int) -> int:
         """Return where at the end of the text a marker may have begun, or its length."""
-        text = self.text
-        for at in range(max(self.pos, len(text) - markers.longest + 1), len(text)):
+        text, markers = self._text, self._markers
+        for at in range(max(start, len(text) - markers.longest + 1), len(text)):
             if text[at] in markers.firsts and markers.match(text, at, False) < 0:
                 return at
         return len(text)
 
-    def _next_at(self, anchor: str, start: int) -> int:
-        # Remembered, or text with many of one anchor would be searched for another one again and again.
-        since, at = self._next.get(anchor, (0, -1))
-        if not since <= start <= at:
-            at = self.text.find(anchor, start)
-            at = sys.maxsize if at < 0 else at
-            self._next[anchor] = (start, at)
-        return at
+    def find(self, start: int) -> tuple[int, int]:
+        """As `Source._find`."""
+        self.since = start
+        while self._next:
+            at, anchor = self._next[0]
+            if at >= self._last:
+                break
+            if at >= start:
+                end = at + len(anchor) if self._markers.plain else self._markers.match(self._text, at, True)
+                if end:
+                    return at, end
+                start = at + 1
+            following = self._text.find(anchor, start)
+            if following < 0:
+                heappop(self._next)
+            else:
+                heapreplace(self._next, (following, anchor))
+        return self._last, 0

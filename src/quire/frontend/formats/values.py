@@ -42,9 +42,10 @@ class JsonScan:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self.stopped = 0
 
     def scan(self, text: str, at: int) -> int:
-        """Return where the value ends, -1 if it goes on behind `text`, -2 if it is nested too deeply."""
+        """Return where the value ends, -1 if it goes on behind `text`, -2 if it is nested too deeply at `stopped`."""
         while at < len(text):
             if self._in_string:
                 at = self._string(text, at)
@@ -59,6 +60,7 @@ class JsonScan:
                 if char in "{[":
                     self._depth += 1
                     if self._depth > MAX_DEPTH:
+                        self.stopped = at
                         return -2
                 elif char in "}]":
                     self._depth -= 1
@@ -97,6 +99,7 @@ def read_json(source: Source, sink: Sink) -> Reading[bool]:
     while True:
         end = scan.scan(source.text, source.pos)
         if end == -2:
+            source.pos = scan.stopped
             return False
         piece = source.text[source.pos : end if end >= 0 else len(source.text)]
         source.pos += len(piece)
@@ -120,7 +123,7 @@ class ValueReader:
     def __init__(self, source: Source, sink: Sink, quotes: tuple[str, ...], bare: bool) -> None:
         self._source = source
         self._sink = sink
-        self._quotes = Markers(quotes)
+        self._quotes = quotes
         self._ends = {quote: Markers((quote,) if bare else (quote, "\\")) for quote in quotes}
         self._bare = bare
 
@@ -132,7 +135,7 @@ class ValueReader:
             return (yield from self._items("[", "]", depth))
         if char == "{":
             return (yield from self._items("{", "}", depth))
-        quote = yield from self._source.marker(self._quotes)
+        quote = yield from self._source.literal(*self._quotes)
         if quote:
             return (yield from self._text(quote))
         word = yield from read_word(self._source, ",]}):")
@@ -177,7 +180,7 @@ class ValueReader:
         return True
 
     def _key(self, equals: str) -> Reading[bool]:
-        quote = yield from self._source.marker(self._quotes)
+        quote = yield from self._source.literal(*self._quotes)
         if quote:
             sound = yield from self._text(quote)
         else:
