@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from quire.engine.messages import AddRequest
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -238,5 +239,27 @@ def test_budgets_survive_preemption(folder: Path, tokenizer: Tokenizer) -> None:
     for told in driver.told.values():
         assert told.tokens[21 : 21 + len(end)] == end
         assert told.finish_reason == "length"
+    driver.check_all_free()
+    driver.close()
+
+
+def test_a_grammar_that_grows_too_large_on_its_way_ends_only_its_sequence(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quire.sampling.grammars.parser_limits", lambda: LLParserLimits(max_items_in_row=12, verbose_errors=False)
+    )
+    driver = EngineDriver(folder)
+    driver.core.add(message([5, 6], HOT, grammar="start: /[a-z]{20}/", request_id="fine", sequence_ids=["fine"]))
+    eager = GREEDY.clone(logit_bias={ids(tokenizer, "x")[0]: 100.0}, min_tokens=30)
+    news = run(driver, message([5, 6], eager, grammar='start: a*\na: "x" | "x" a "y" | a a'))
+    failed = [entry for entry in news if entry.sequence_id == "r"][-1]
+    assert (failed.finish_reason, failed.refused) == ("error", False)
+    assert failed.error is not None
+    assert "structured output failed" in failed.error
+    assert "\n" not in failed.error
+    fine = [entry for entry in news if entry.sequence_id == "fine"]
+    assert fine[-1].finish_reason == "stop"
+    assert re.fullmatch("[a-z]{20}", tokenizer.decode([token for entry in fine for token in entry.new_token_ids]))
     driver.check_all_free()
     driver.close()

@@ -79,8 +79,9 @@ class GrammarVocabulary:
         """
         ids = self._tokenizer.encode_segments([ANCHOR + text.decode("utf-8", "replace")])
         rest = ids[len(self._anchor) :]
-        if ids[: len(self._anchor)] == self._anchor and b"".join([self.tokens[index] for index in rest]) == text:
-            return rest
+        if ids[: len(self._anchor)] == self._anchor and max(rest, default=0) < len(self.tokens):
+            if b"".join([self.tokens[index] for index in rest]) == text:
+                return rest
         return self._longest_pieces(text)
 
     def _longest_pieces(self, text: bytes) -> list[int]:
@@ -269,4 +270,6 @@ def first_line(error: str) -> str:
     line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
     if line == "NoExtensionBias":
         return "no text satisfies the grammar"
+    if line.startswith("panic"):
+        return "the grammar is too large"
     return line or "the grammar failed"

@@ -1,0 +1,182 @@
+"""Requests whose grammar is being compiled: they wait, are aborted or refused, and others run meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quire.checkpoint.hf_config import load_model_info
+from quire.config import EngineConfig
+from quire.engine.core import GRAMMAR_WAIT_SECONDS, EngineCore
+from quire.engine.messages import AbortRequests, AddRequest
+from quire.errors import RequestError
+from quire.executor.null import NullExecutor
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.step import SequenceOutput
+
+
+class Compiler(NullExecutor):
+    """Says that a grammar is ready when the test does."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        self.users: Counter[str] = Counter()
+        self.finished: dict[str, str | None] = {}
+        self.waits: list[float] = []
+
+    def prepare_grammar(self, grammar: str) -> None:
+        self.users[grammar] += 1
+
+    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
+        self.waits.append(wait)
+        finished, self.finished = self.finished, {}
+        return finished
+
+    def release_grammar(self, grammar: str) -> None:
+        self.users[grammar] -= 1
+
+    def end_ids(self) -> list[int]:
+        return [12]
+
+    def in_use(self) -> set[str]:
+        return {grammar for grammar, number in self.users.items() if number}
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def core(folder: Path, compiler: Compiler) -> EngineCore:
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    return EngineCore(config, executor=compiler, info=load_model_info(folder))
+
+
+def request(name: str, grammar: str | None, num_sequences: int = 1, beam: BeamSearchParams | None = None) -> AddRequest:
+    return AddRequest(
+        request_id=name,
+        sequence_ids=[name] if num_sequences == 1 else [f"{name}-{index}" for index in range(num_sequences)],
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(),
+        arrival_time=0.0,
+        seeds=[0] * num_sequences,
+        stop_ids=[],
+        max_tokens=4,
+        grammar=grammar,
+        beam=beam,
+    )
+
+
+def run(core: EngineCore, most: int = 100) -> dict[str, SequenceOutput]:
+    """Step until there is nothing to do; return the last news of each sequence."""
+    last = {}
+    for _ in range(most):
+        if not core.has_unfinished():
+            break
+        for news in core.step().outputs:
+            last[news.sequence_id] = news
+    return last
+
+
+def test_a_request_waits_for_its_grammar_while_others_run(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("later", "start: /a/"))
+    core.add(request("now", None))
+    outputs = core.step()
+    assert [news.sequence_id for news in outputs.outputs] == ["now"]
+    assert (outputs.stats.num_running, outputs.stats.num_waiting) == (1, 1)
+    assert compiler.waits == [0.0]  # the others must not wait for it
+    last = run(core, 10)
+    assert set(last) == {"now"}
+    assert core.has_unfinished()
+    assert compiler.waits[-1] == GRAMMAR_WAIT_SECONDS  # but with nobody else the loop must not spin
+    assert core.call("stats")["num_waiting"] == 1
+    compiler.finished = {"start: /a/": None}
+    assert run(core)["later"].finish_reason == "length"
+    assert compiler.in_use() == set()
+
+
+def test_all_requests_of_one_grammar_begin_together(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("a", "start: /a/"))
+    core.add(request("b", "start: /a/", num_sequences=3))
+    core.add(request("c", "start: /c/"))
+    compiler.finished = {"start: /a/": None}
+    assert set(run(core, 20)) == {"a", "b-0", "b-1", "b-2"}
+    assert compiler.in_use() == {"start: /c/"}
+    compiler.finished = {"start: /unknown/": None, "start: /c/": None}
+    assert set(run(core)) == {"c"}
+
+
+def test_a_grammar_that_failed_is_an_error_of_each_sequence(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("bad", "start: x", num_sequences=2))
+    core.add(request("good", "start: /a/"))
+    compiler.finished = {"start: x": "x is not there", "start: /a/": None}
+    last = run(core)
+    for name in ("bad-0", "bad-1"):
+        assert (last[name].finish_reason, last[name].refused, last[name].error) == ("error", True, "x is not there")
+    assert last["good"].finish_reason == "length"
+    assert compiler.in_use() == set()
+    core.add(request("bad", None))  # the name is free again
+    assert run(core)["bad"].finish_reason == "length"
+
+
+def test_names_are_taken_while_a_grammar_is_compiled(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("a", "start: /a/", num_sequences=2))
+    core.add(request("b", None))
+    for name, grammar, number in [
+        ("a", None, 1),
+        ("a", "start: /a/", 1),
+        ("b", "start: /a/", 1),
+        ("a-1", "start: /b/", 1),
+        ("a-0", None, 1),
+    ]:
+        with pytest.raises(RequestError, match="in use already"):
+            core.add(request(name, grammar, number))
+    assert compiler.users == {"start: /a/": 1}
+    compiler.finished = {"start: /a/": None}
+    assert set(run(core)) == {"a-0", "a-1", "b"}
+
+
+def test_aborts_reach_requests_that_are_not_queued_yet(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("a", "start: /a/"))
+    core.add(request("b", "start: /a/", num_sequences=3))
+    core.add(request("c", "start: /a/", num_sequences=2))
+    core.abort(AbortRequests(["a", "b-0", "b-2", "c-0", "c-1", "nobody"]))
+    assert compiler.users["start: /a/"] == 1
+    compiler.finished = {"start: /a/": None}
+    assert set(run(core)) == {"b-1"}
+    assert compiler.in_use() == set()
+    core.add(request("a", "start: /a/"))
+    core.abort(AbortRequests(["a"]))
+    assert not core.has_unfinished()
+    assert compiler.in_use() == set()
+    core.call("check_integrity")
+
+
+def test_failed_grammars_say_nothing_of_aborted_sequences(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("b", "start: x", num_sequences=3))
+    core.abort(AbortRequests(["b-1"]))
+    compiler.finished = {"start: x": "wrong"}
+    assert set(run(core)) == {"b-0", "b-2"}
+
+
+def test_beams_end_where_their_text_does_whatever_else_ends_them(core: EngineCore, compiler: Compiler) -> None:
+    """Token 12, which ends texts, comes late in these beams, and none goes on behind it."""
+    for name, grammar in (("with", "start: /a/"), ("without", None)):
+        message = request(name, grammar, beam=BeamSearchParams(beam_width=2, max_tokens=20))
+        message.max_tokens = 20
+        core.add(message)
+    compiler.finished = {"start: /a/": None}
+    last = run(core)
+    assert last["without"].beams is not None
+    assert last["with"].beams is not None
+    assert any(12 in beam.token_ids[:-1] for beam in last["without"].beams)
+    assert not any(12 in beam.token_ids[:-1] for beam in last["with"].beams)
+    assert any(beam.token_ids[-1] == 12 for beam in last["with"].beams)
+
+
+def test_closing_with_requests_that_wait(core: EngineCore) -> None:
+    core.add(request("a", "start: /a/"))
+    core.close()
