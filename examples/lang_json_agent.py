@@ -1,0 +1,50 @@
+"""An agent: the model calls tools as JSON of a schema, which is enforced, and sees what they return.
+
+python examples/lang_json_agent.py [--base-url http://127.0.0.1:8000/v1] [--steps 3]
+"""
+
+import argparse
+import json
+
+from quire.lang import LocalBackend, OpenAIBackend, assistant, gen, program, system, user
+
+TOOLS = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "finish": lambda a, b: None,
+}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+CALL = {
+    "type": "object",
+    "properties": {"tool": {"enum": list(TOOLS)}, "a": NUMBER, "b": NUMBER},
+    "required": ["tool", "a", "b"],
+    "additionalProperties": False,
+}
+
+
+@program
+def agent(s, task, steps):
+    """Let the model act until it finishes, or has used its steps; then let it answer."""
+    s += system(f"Call one of the tools {', '.join(TOOLS)}, as JSON with a and b.") + user(task)
+    calls = []
+    for _ in range(steps):
+        s += assistant(gen("call", schema=CALL, max_tokens=100))
+        call = json.loads(s["call"])  # always parses, and always fits the schema
+        result = TOOLS[call["tool"]](call["a"], call["b"])
+        calls.append((call, result))
+        if result is None:
+            break
+        s += user(f"Result: {result}")
+    s += user(task) + assistant(gen("answer", max_tokens=24))
+    return calls
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--base-url", help="an OpenAI endpoint; without one the demo model runs in this process")
+parser.add_argument("--steps", type=int, default=3)
+args = parser.parse_args()
+with OpenAIBackend(args.base_url) if args.base_url else LocalBackend() as backend:
+    state = agent.run("What is 38 plus 47?", args.steps, backend=backend, sampling={"temperature": 0.0}, seed=1)
+    for call, result in state.value:
+        print(f"{json.dumps(call)} -> {result}")
+    print(f"answer: {state['answer']}")
