@@ -44,8 +44,8 @@ class GrammarVocabulary:
 
     Args:
         vocab_size: rows of the model's embedding table. Those that no token has are never allowed.
-        eos_token_ids: those that end a text, below `vocab_size`. Without any, a row beyond the vocabulary stands for
-            the end, which nobody can choose.
+        eos_token_ids: those that end a text, below `vocab_size`. Without any, a row beyond the vocabulary, which
+            nobody can choose, stands for the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -59,9 +59,9 @@ class GrammarVocabulary:
             for index in range(vocab_size)
         ]
         self.special_token_ids = sorted(index for index in special if index < vocab_size)
-        if not eos_token_ids:
-            self.tokens.append(b"<end>")
-            self.special_token_ids.append(vocab_size)
+        # In any case, so that masks are as wide for every model of this vocabulary.
+        self.tokens.append(b"<end>")
+        self.special_token_ids.append(vocab_size)
         self.eos_token_ids = list(eos_token_ids) or [vocab_size]
         self.eos_token_id = self.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
@@ -79,10 +79,13 @@ class GrammarVocabulary:
         """
         ids = self._tokenizer.encode_segments([ANCHOR + text.decode("utf-8", "replace")])
         rest = ids[len(self._anchor) :]
-        if ids[: len(self._anchor)] == self._anchor and max(rest, default=0) < len(self.tokens):
-            if b"".join([self.tokens[index] for index in rest]) == text:
-                return rest
+        if ids[: len(self._anchor)] == self._anchor and self._bytes_of(rest) == text:
+            return rest
         return self._longest_pieces(text)
+
+    def _bytes_of(self, ids: list[int]) -> bytes | None:
+        """Return the bytes of tokens; None if the model has not all of them."""
+        return b"".join([self.tokens[index] for index in ids]) if max(ids, default=0) < len(self.tokens) else None
 
     def _longest_pieces(self, text: bytes) -> list[int]:
         """Return the longest token that the text begins with, and so on: for tokenizers that change what they read."""
