@@ -1,0 +1,166 @@
+"""What the front makes of sampling options: bounds of the model, what the engine is told, and how outputs look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.messages import AddRequest
+from quire.errors import RequestError
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.processor import Processor
+from quire.outputs import FlatLogprobs, Logprob
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+from tests.frontend.conftest import MAKERS, NAMED
+from tests.frontend.test_output_processor import Rig
+from tests.helpers.fake_engine import small_tokenizer
+
+CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
+
+
+def processor(**options: Any) -> Processor:
+    tokenizer = small_tokenizer()
+    return Processor(tokenizer, **{"vocab_size": tokenizer.vocab_size, "max_model_len": 64, **options})
+
+
+def build(front: Processor, **fields: Any) -> AddRequest:
+    [add] = front.process("hello world", SamplingParams(**fields), "r", arrival_time=0.0)
+    return add
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_are_bounded_by_the_model_option(name: str) -> None:
+    for front, most in ((processor(), 20), (processor(max_logprobs=5), 5)):
+        build(front, **{name: most})
+        for asked, shown in ((most + 1, f"got {most + 1}"), (-1, "got -1 .the whole vocabulary, 268")):
+            with pytest.raises(RequestError, match=f"{name} must be at most {most} .max_logprobs.*{shown}") as caught:
+                build(front, **{name: asked})
+            assert (caught.value.param, caught.value.code) == (name, "integer_above_max_value")
+    for bound in (-1, 268, 1000):
+        build(processor(max_logprobs=bound), **{name: -1})
+    with pytest.raises(RequestError, match=name):
+        build(processor(max_logprobs=267), **{name: -1})
+
+
+def test_ids_positions_and_names_that_do_not_exist() -> None:
+    front = processor(logits_processors=["mine", "yours"])
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"logprob_token_ids": [3, 268]}, "logprob_token_ids[1]", ">= vocab 268"),
+        ({"prompt_logprobs": 1, "prompt_logprob_start": 3}, "prompt_logprob_start", "at most 2, the last position"),
+        ({"logits_processors": ["theirs"]}, "logits_processors", "'theirs'; this engine has mine, yours"),
+    ]
+    for fields, param, message in cases:
+        with pytest.raises(RequestError, match=message) as caught:
+            build(front, **fields)
+        assert caught.value.param == param
+    build(front, logits_processors=["yours"], prompt_logprobs=1, prompt_logprob_start=1)
+    with pytest.raises(RequestError, match="this engine has none"):
+        build(processor(), logits_processors=["mine"])
+
+
+def test_the_engine_is_told_how_breakers_are_spelled() -> None:
+    front = processor()
+    assert build(front).dry_breakers == []
+    tokenizer = small_tokenizer()
+    newline, colon, quote, star = (tokenizer.encode(text, add_special_tokens=False)[0] for text in '\n:"*')
+    [(heads, tail)] = build(front, dry_multiplier=1.0).dry_breakers
+    assert {newline, colon, quote, star} <= set(heads) and tail == []
+    add = build(front, dry_multiplier=1.0, dry_sequence_breakers=["*"])
+    assert add.dry_breakers == [([star], [])]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(add), type=AddRequest) == add
+    assert build(front, dry_multiplier=1.0, dry_sequence_breakers=[]).dry_breakers == []
+    bare = Processor(None, vocab_size=100, max_model_len=64)
+    with pytest.raises(RequestError, match=r"dry_sequence_breakers must be \[\]"):
+        bare.process([1, 2], SamplingParams(dry_multiplier=1.0), "r", arrival_time=0.0)
+    bare.process([1, 2], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[]), "r", arrival_time=0.0)
+
+
+def test_skip_clone_hands_on_the_object_itself() -> None:
+    front = processor()
+    for skip in (False, True):
+        params = SamplingParams(skip_clone=skip)
+        [add] = front.process("hello", params, "r", arrival_time=0.0)
+        assert (add.sampling_params is params) == skip
+    several = front.process("hello", SamplingParams(skip_clone=True, n=2, best_of=3), "r", arrival_time=0.0)
+    assert several[0].sampling_params.n == 1
+
+
+def test_options_of_outputs_do_not_trouble_several_sequences() -> None:
+    front = processor(max_num_seqs=2)
+    params = SamplingParams(n=5, prompt_logprobs=1, prompt_logprob_start=1, flat_logprobs=True, stream_interval=3)
+    adds = front.process("hello world", params, "r", arrival_time=0.0)
+    assert [add.sampling_params.prompt_logprobs for add in adds] == [1, None, None]
+    best = SamplingParams(n=1, best_of=2, logprob_token_ids=[3, 4])
+    assert front.process("hello", best, "r", arrival_time=0.0)[0].sampling_params.logprobs is None
+    beam = front.process("hello", BeamSearchParams(beam_width=2), "r", arrival_time=0.0)
+    assert beam[0].dry_breakers == []
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+def test_a_stream_has_an_output_every_so_many_tokens(interval: int, kind: RequestOutputKind) -> None:
+    rig = Rig("abcdefghij")
+    outputs = rig.run(rig.add(output_kind=kind, stream_interval=interval))
+    texts = [output.outputs[0].text for output in outputs]
+    counts = [output.num_generated_tokens for output in outputs]
+    assert counts == [1, *range(1 + interval, 11, interval), 11]
+    assert ("".join(texts) if kind == DELTA else texts[-1]) == "abcdefghij"
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_intervals_count_for_each_completion() -> None:
+    rig = Rig("abcdefgh||xy")
+    outputs = rig.run(rig.add(n=2, output_kind=DELTA, stream_interval=3))
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    for output in outputs:
+        for item in output.outputs:
+            texts[item.index].append(item.text)
+    assert texts[0] == ["a", "bcd", "efg", "h"]
+    assert texts[1] == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_flat_logprobs_say_the_same_in_few_objects(kind: RequestOutputKind) -> None:
+    positions = {}
+    for flat in (False, True):
+        rig = Rig("hello world, hello")
+        outputs = rig.run(
+            rig.add(output_kind=kind, logprobs=2, prompt_logprobs=1, flat_logprobs=flat, prompt="hello world")
+        )
+        pieces = [output.outputs[0].logprobs for output in outputs]
+        assert all(isinstance(piece, FlatLogprobs if flat else list) for piece in pieces)
+        whole = [entry for piece in pieces for entry in piece] if kind == DELTA else list(pieces[-1])
+        prompt = outputs[0 if kind == DELTA else -1].prompt_logprobs
+        assert isinstance(prompt, FlatLogprobs if flat else list)
+        positions[flat] = whole, [entry or None for entry in prompt]
+    assert positions[True] == positions[False] and len(positions[True][0]) > 5
+
+
+def test_flat_logprobs_read_like_a_list() -> None:
+    flat = FlatLogprobs()
+    flat.add([5, 6], [-0.5, -1.0], [1, 2], ["a", "b"])
+    copy = flat.copy()
+    flat.add([7], [-0.1], [None], [None])
+    assert (len(flat), len(copy)) == (2, 1)
+    assert flat[0] == {5: Logprob(-0.5, 1, "a"), 6: Logprob(-1.0, 2, "b")} and flat[-1] == {7: Logprob(-0.1)}
+    assert flat[1:] == [flat[1]] and list(flat) == flat[:]
+    with pytest.raises(IndexError):
+        flat[2]
+
+
+def test_special_tokens_without_blanks_beside_them() -> None:
+    tokenizer = Tokenizer(MAKERS["wordpiece"](), special_tokens=NAMED["wordpiece"])
+    separator = tokenizer.token_to_id("[SEP]")
+    words = [tokenizer.encode(text, add_special_tokens=False) for text in ("the quick", "fox")]
+    ids = [*words[0], separator, separator, *words[1]]
+
+    def text(**options: bool) -> str:
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False, **options)
+        return "".join([*(detokenizer.add(token) for token in ids), detokenizer.flush()])
+
+    assert text() == tokenizer.decode(ids, skip_special_tokens=False)
+    assert "[SEP] [SEP]" in text()
+    assert text(spaces_between_special_tokens=False) == "the quick[SEP][SEP]fox"
