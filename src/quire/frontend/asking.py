@@ -50,7 +50,7 @@ def message_ask(
         choice=choice if tools else "none",
         parallel=parallel,
         reasoning_open=fmt.reasoning_open(tail),
-        can_reason=fmt.can_reason_after(tail),
+        can_reason=fmt.can_reason and not fmt.reasoning_closed(tail),
         special_tokens=front.tokenizer.control_tokens,
         end_tokens=front.end_tokens,
     )
@@ -69,7 +69,12 @@ def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], a
     job: Job | None = None
     if ask is not None:
         if form is not None or (ask.tools and ask.choice != "none"):
-            job = MessageJob(front.tool_format, front.reasoning_format, msgspec.structs.replace(ask, form=form))
+            calls, reasoning = front.message_format.calls, front.message_format.reasoning
+            job = MessageJob(
+                None if calls is None else calls.name,
+                None if reasoning is None else reasoning.name,
+                msgspec.structs.replace(ask, form=form),
+            )
     elif form is not None:
         special = front.tokenizer.control_tokens if front.tokenizer is not None else {}
         job = FormJob(form, special if form.structural_tag is not None else {})

@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from quire.errors import RequestError
-from quire.frontend.formats.registry import format_named
+from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.frontend.grammar_jobs import Answer, FormJob, Job, read_frame, write_frame
 from quire.structured.compile import checked, compile_form
 
@@ -28,7 +28,9 @@ def answer_to(job: Job) -> Answer:
     try:
         if isinstance(job, FormJob):
             return Answer(compile_form(job.form, job.special_tokens))
-        grammar = format_named(job.tool_format, job.reasoning_format).grammar(job.ask)
+        calls = None if job.tool_format is None else TOOL_FORMATS[job.tool_format]
+        reasoning = None if job.reasoning_format is None else REASONING_FORMATS[job.reasoning_format]
+        grammar = MessageFormat(calls, reasoning, job.ask.special_tokens).grammar(job.ask)
         return Answer(None if grammar is None else checked(grammar))
     except RequestError as error:
         return Answer(error=error.message, param=error.param, code=error.code)

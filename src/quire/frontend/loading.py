@@ -12,6 +12,7 @@ from quire.config import EngineConfig, ModelConfig
 from quire.engine.messages import Ready
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
+from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.frontend.processor import Processor
 from quire.sampling.processors import registered_names
 from quire.tokenizer.files import read_chat_template
@@ -29,6 +30,7 @@ class FrontModel:
         request_templates: those that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
         max_logprobs, logits_processors: as in `Processor`.
+        message_format: how the model writes reasoning and tool calls.
     """
 
     info: ModelInfo
@@ -38,18 +40,31 @@ class FrontModel:
     request_templates: RequestTemplates = field(default_factory=RequestTemplates)
     max_logprobs: int = 20
     logits_processors: tuple[str, ...] = ()
+    message_format: MessageFormat = field(default_factory=lambda: MessageFormat(None, None))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: those of the model, or else the tokenizer's."""
+        if not self.info.eos_token_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            return (self.tokenizer.eos_token_id,)
+        return tuple(self.info.eos_token_ids)
+
+    @property
+    def end_tokens(self) -> list[str]:
+        """Texts of the tokens that end a message."""
+        if self.tokenizer is None:
+            return []
+        texts = (self.tokenizer.id_to_token(index) for index in self.eos_token_ids)
+        return [text for text in texts if text is not None]
 
     def processor(self, ready: Ready, seed: int | None = None) -> Processor:
         """Return the processor for requests to an engine that is ready; `seed` as in `Processor`."""
-        eos_ids = self.info.eos_token_ids
-        if not eos_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos_ids = (self.tokenizer.eos_token_id,)
         return Processor(
             self.tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             max_num_seqs=ready.max_num_seqs,
-            eos_token_ids=[index for index in eos_ids if index < ready.vocab_size],
+            eos_token_ids=[index for index in self.eos_token_ids if index < ready.vocab_size],
             sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
             seed=seed,
             max_logprobs=self.max_logprobs,
@@ -94,7 +109,15 @@ def load_front_model(config: EngineConfig) -> FrontModel:
         request_templates=RequestTemplates(model.chat_template_content_format, model.default_chat_template_kwargs),
         max_logprobs=model.max_logprobs,
         logits_processors=tuple(registered_names(model.logits_processors)),
+        message_format=_message_format(model, tokenizer, chat_template),
     )
+
+
+def _message_format(model: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> MessageFormat:
+    """Return the format that the options name, or else the one that the template for tools shows."""
+    source = "" if template is None else template.for_tools.source
+    special = {} if tokenizer is None else tokenizer.control_tokens
+    return format_named(model.tool_call_parser, model.reasoning_parser, source, special)
 
 
 def _load_template(model: ModelConfig, tokenizer: Tokenizer, folder: Path) -> ChatTemplate | None:

@@ -6,8 +6,6 @@ import json
 import random
 from collections.abc import Mapping
 
-import llguidance
-
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_json_object, add_schema
@@ -38,6 +36,8 @@ def checked(grammar: str) -> str:
     Raises:
         RequestError: "grammar_too_complex".
     """
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
     problem = messages[0] if failed else _walk(grammar)
     if problem:
@@ -55,6 +55,8 @@ def _walk(grammar: str) -> str:
     States of lexer and parser are made when they are first met, so a grammar that needs too many shows it here, not
     in the middle of an answer.
     """
+    import llguidance
+
     draw = random.Random(0)
     start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
     if start.is_error():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
 from quire.structured.limits import MAX_GRAMMAR_CHARS, parser_limits
@@ -16,6 +13,8 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     Raises:
         RequestError: "invalid_grammar" with line and column, or "grammar_too_complex".
     """
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"{param} may have at most {MAX_GRAMMAR_CHARS} characters, got {len(text)}",
@@ -34,6 +33,8 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
 
 
 def _from_gbnf(text: str, param: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
     try:
         return gbnf_to_lark(text)
     except GbnfToLarkError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import llguidance
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import llguidance
 
 MAX_REGEX_CHARS = 4096
 MAX_GRAMMAR_CHARS = 65536
@@ -20,6 +23,8 @@ MAX_GRAMMAR_SYMBOLS = 500_000
 
 def parser_limits() -> llguidance.LLParserLimits:
     """Return the bounds within which a grammar is compiled and followed; who exceeds them fails alone."""
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         initial_lexer_fuel=INITIAL_LEXER_FUEL,

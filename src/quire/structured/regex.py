@@ -6,8 +6,6 @@ The syntax is that of the `regex` library of Rust, which is Python's without loo
 
 from __future__ import annotations
 
-import llguidance
-
 from quire.errors import RequestError, echo
 from quire.structured.builder import GrammarBuilder
 from quire.structured.limits import MAX_REGEX_CHARS, parser_limits
@@ -19,6 +17,8 @@ def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured
     Raises:
         RequestError: "invalid_grammar" with the position, or "grammar_too_complex".
     """
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
     if len(pattern) > MAX_REGEX_CHARS:
         raise RequestError(
             f"{param} may have at most {MAX_REGEX_CHARS} characters, got {len(pattern)}",

@@ -1,0 +1,113 @@
+"""Grammars are compiled elsewhere, within limits: what is hostile costs a process and its own request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from quire.errors import RequestError
+from quire.frontend.grammar_jobs import FormJob
+from quire.frontend.grammars import GrammarCompiler
+from quire.structured_outputs import StructuredOutputParams
+from tests.helpers.grammars import accepts
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler()
+    yield compiler
+    compiler.close()
+
+
+def job(**form: Any) -> FormJob:
+    return FormJob(StructuredOutputParams(**form))
+
+
+def test_what_comes_back_is_a_grammar(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(job(regex="[a-c]+x"))
+    assert grammar is not None and accepts(grammar, "abcx") and not accepts(grammar, "abc")
+
+
+def test_an_answer_is_remembered(compiler: GrammarCompiler) -> None:
+    wanted = job(choice=["tea", "coffee"])
+    assert not compiler.known(wanted)
+    first = compiler.compile(wanted)
+    assert compiler.known(job(choice=["tea", "coffee"])) and not compiler.known(job(choice=["coffee", "tea"]))
+    assert compiler.compile(job(choice=["tea", "coffee"])) is first
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_wrong_is_said_each_time(compiler: GrammarCompiler, again: bool) -> None:
+    with pytest.raises(RequestError, match="position 0") as caught:
+        compiler.compile(job(regex="[a"))
+    assert caught.value.param == "structured_outputs.regex" and caught.value.code == "invalid_grammar"
+
+
+def test_the_order_of_properties_arrives(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}, "required": ["a", "b"]}
+    grammar = compiler.compile(job(json={**schema, "additionalProperties": False}, property_order="schema"))
+    assert grammar is not None
+    assert accepts(grammar, '{"b": null, "a": null}') and not accepts(grammar, '{"a": null, "b": null}')
+
+
+def test_one_that_takes_too_long_is_stopped_and_the_next_goes_on() -> None:
+    impatient = GrammarCompiler(timeout=0.0)
+    try:
+        with pytest.raises(RequestError) as caught:
+            impatient.compile(job(regex="a+"))
+        assert caught.value.code == "grammar_too_complex"
+        impatient._timeout = 10.0
+        assert impatient.compile(job(regex="b+")) is not None
+    finally:
+        impatient.close()
+
+
+def test_a_process_that_died_is_replaced() -> None:
+    compiler = GrammarCompiler()
+    try:
+        compiler.compile(job(regex="a"))
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            if "quire.frontend.grammar_process" in child.cmdline():
+                child.kill()
+                child.wait()
+        assert compiler.compile(job(regex="b")) is not None
+    finally:
+        compiler.close()
+
+
+def test_the_same_job_from_many_threads_is_done_once(compiler: GrammarCompiler) -> None:
+    results: list[str | None] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(compiler.compile(job(regex="(many|threads){3}"))))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8 and all(result is results[0] for result in results)
+
+
+def test_memory_for_answers_is_bounded() -> None:
+    compiler = GrammarCompiler(cache_bytes=4000)
+    try:
+        for number in range(20):
+            compiler.compile(job(choice=[f"{number}" + "x" * 500]))
+        assert compiler._cached_bytes <= 4000 and compiler.known(job(choice=["19" + "x" * 500]))
+        assert not compiler.known(job(choice=["0" + "x" * 500]))
+    finally:
+        compiler.close()
+
+
+def test_close_leaves_no_process() -> None:
+    compiler = GrammarCompiler()
+    compiler.compile(job(regex="a"))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    compiler.close()
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert before - after
