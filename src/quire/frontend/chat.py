@@ -10,9 +10,11 @@ digits) after every character of the input that could begin a control token. Wha
 (trim it, split it, join it), no control token can arise from marked text, so those in the marked rendering are exactly
 the template's own. If the ordinary rendering has the same control tokens, it is used as it is; that is nearly always
 so, and when the input has no such character, there is no second rendering at all. Otherwise the text between the
-template's control tokens is tokenized with control tokens disabled (`Tokenizer.encode_segments`).
+template's control tokens is tokenized with control tokens disabled (`Tokenizer.plain_twin`).
 
-Added tokens that a tokenizer does not call special (often <think> and the like) are ordinary vocabulary and stay so.
+Control tokens are those that the tokenizer calls special, and other added tokens that have the looks of one (<|x|>,
+[X]) and stand in the template: some families mark turns with such. Tags, often <think> and the like, are ordinary
+vocabulary if they are not special: assistants' messages are full of them.
 Roles are not marked, since some templates build control tokens from them; they must be plain words.
 """
 
@@ -42,10 +44,11 @@ from quire.frontend.chat_messages import (
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.controls import ControlFinder
 from quire.frontend.processor import Processor
-from quire.tokenizer.tokenizer import Tokenizer, check_text
+from quire.tokenizer.tokenizer import PlainTwin, Tokenizer, check_text
 
 MARK_DIGITS = 24
 MAX_REQUEST_TEMPLATE = 2**16
+STRUCTURAL = re.compile(r"<[|\uff5c].+[|\uff5c]>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]", re.DOTALL)
 REQUEST_TEMPLATES = 8
 
 
@@ -80,7 +83,8 @@ class ChatTemplate:
             self._template = compile_template(source)
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
-        self._controls = ControlFinder(tokenizer.control_tokens)
+        self._control_ids = {**tokenizer.control_tokens, **_structural(tokenizer, source)}
+        self._controls = ControlFinder(self._control_ids)
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
 
@@ -182,16 +186,18 @@ class ChatTemplate:
         except RequestError:
             marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
         genuine = controls.ids(marked)
-        known = set(self._tokenizer.control_tokens.values())
+        known = set(self._control_ids.values())
         if [index for index in token_ids if index in known] == genuine:
             return token_ids
         # Marks may hide from the template what it looks for in the input ("</think>"), so prefer the text in which
         # only whole tokens are marked, if that was enough.
         sparse = with_marked_tokens()
         segments = controls.split(sparse if controls.ids(sparse) == genuine else marked)
-        return self._tokenizer.encode_segments(
-            [part.replace(mark, "") if isinstance(part, str) else part for part in segments]
-        )
+        return self._twin.encode([part.replace(mark, "") if isinstance(part, str) else part for part in segments])
+
+    @cached_property
+    def _twin(self) -> PlainTwin:
+        return self._tokenizer.plain_twin(self._control_ids.values())
 
     def _render(self, ask: _Ask, mark: Marker, marked: bool = False) -> str:
         messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(ask.messages)]
@@ -333,6 +339,15 @@ class _Seen:
         if not self.suspicious and self._pattern.search(text):
             self.suspicious = True
         return text
+
+
+def _structural(tokenizer: Tokenizer, source: str) -> dict[str, int]:
+    """Return the added tokens that look like control tokens, and are ones to this template, but are not special.
+
+    DeepSeek begins turns with such, and several families mark tool calls with them.
+    """
+    added = tokenizer.plain_added_tokens
+    return {text: index for text, index in added.items() if STRUCTURAL.fullmatch(text) and text in source}
 
 
 def _random_digits() -> str:

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 MAX_OUTPUT_CHARS = 2**24
 MAX_MADE_CHARS = 2**28  # over a whole rendering; templates that add to a text message by message copy it each time
 MAX_STEPS = 4_000_000  # some templates look back over the conversation at each message: 2000 messages must do
-MAX_SECONDS = 10.0  # of this thread's processor time
+MAX_SECONDS = 5.0  # of this thread's processor time
 MAX_REPEAT = 2**16
 MAX_WIDTH = 4096
 MAX_INT_BITS = 2**12

@@ -165,6 +165,11 @@ class Tokenizer:
             if token.special and token.content.strip() and token.content not in unknown
         }
 
+    @cached_property
+    def plain_added_tokens(self) -> dict[str, int]:
+        """Texts and ids of the added tokens that are not special; a text that spells one becomes it."""
+        return {token.content: index for index, token in self._added.items() if not token.special}
+
     def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of a text in which only the given control tokens are control tokens.
 
@@ -177,11 +182,15 @@ class Tokenizer:
         return self._twin.encode(segments)
 
     @cached_property
-    def _twin(self) -> _PlainTwin:
-        return _PlainTwin(self._backend, self._added, frozenset(self.control_tokens.values()))
+    def _twin(self) -> PlainTwin:
+        return self.plain_twin(self.control_tokens.values())
+
+    def plain_twin(self, control_ids: Iterable[int]) -> PlainTwin:
+        """Return this tokenizer with these added tokens taken out of what texts can spell."""
+        return PlainTwin(self._backend, self._added, frozenset(control_ids))
 
 
-class _PlainTwin:
+class PlainTwin:
     """The same tokenizer without its control tokens: what spells one is ordinary text to it.
 
     In the place of each control token it has a stand-in with a name that nobody can guess. So genuine control tokens
@@ -205,7 +214,7 @@ class _PlainTwin:
         self._originals = {self._backend.token_to_id(text): index for index, text in texts.items()}
 
     def encode(self, segments: Sequence[str | int]) -> list[int]:
-        """See `Tokenizer.encode_segments`."""
+        """Return the ids of text and control tokens; see `Tokenizer.encode_segments`."""
         text = "".join([part if isinstance(part, str) else self._names[part] for part in segments])
         check_text(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
