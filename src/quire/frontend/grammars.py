@@ -6,6 +6,7 @@ are kept up to a number of bytes; the same job asked for twice at a time is done
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -99,8 +100,10 @@ class GrammarCompiler:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
             try:
-                if process is None or not process.alive:
-                    process = _Process()
+                if process is not None and not process.alive:
+                    process.kill()
+                    process = None
+                process = process or _Process()
                 answer = process.ask(data, self._timeout)
             except _TooLateError:
                 logger.warning("compiling a grammar took more than %g s; it was stopped", self._timeout)
@@ -181,7 +184,8 @@ class _Process:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(OSError):  # what was not sent yet cannot be
+                    stream.close()
 
 
 def _key(data: bytes) -> bytes:
