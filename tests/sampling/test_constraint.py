@@ -1,0 +1,81 @@
+"""Constraints of rows and their masks, and the log-probabilities of what masks leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kernels.cpu.backend import CPUBackend
+from quire.sampling.constraint import Constraint, MaskWriter, masked_logprobs
+from quire.sampling.grammars import GrammarStore
+from quire.sampling.sampler import Bitmask
+from quire.tokenizer.tokenizer import Tokenizer
+from tests.frontend.conftest import MAKERS, NAMED
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MAKERS["byte_level"](), special_tokens=NAMED["byte_level"])
+
+
+def allowed(bits: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+
+
+def ids(text: str) -> list[int]:
+    return [tokenizer().encode_segments([char])[0] for char in text]
+
+
+@pytest.mark.parametrize("vocab_size", [425, 447, 448, 449, 512])
+def test_masks_of_several_rows_are_written_at_once(vocab_size: int) -> None:
+    store = GrammarStore(tokenizer, vocab_size)
+    writer = MaskWriter(4, vocab_size)
+    writer.start([])
+    writer.wait()
+    digits, word = Constraint(store.start("start: /[0-3]/")), Constraint(store.start('start: "k" "m"?'))
+    writer.bits[:] = -1
+    writer.start([(digits, 2), (word, 0)])
+    writer.wait()
+    assert allowed(writer.bits[2]) == sorted(ids("0123"))
+    assert allowed(writer.bits[0]) == ids("k")
+    assert (writer.bits[1] == -1).all()
+    word.take(ids("k"))
+    twin = word.fork()
+    twin.take(ids("m"))
+    writer.start([(word, 0), (twin, 1)])
+    writer.wait()
+    assert allowed(writer.bits[0]) == sorted([*ids("m"), 422])
+    assert (word.complete, word.accepting, twin.complete, twin.accepting) == (False, True, True, True)
+    assert twin.forced() == []
+    writer.close()
+
+
+def test_a_token_outside_the_grammar_is_an_error_and_no_end() -> None:
+    constraint = Constraint(GrammarStore(tokenizer, 425).start('start: "ab"'))
+    assert constraint.allows(ids("ab"))
+    assert not constraint.allows(ids("ac"))
+    assert constraint.forced() == tokenizer().encode_segments(["ab"])
+    assert constraint.error is None
+    constraint.take(ids("ac"))
+    assert constraint.error is not None
+    assert "\n" not in constraint.error
+    assert (constraint.complete, constraint.accepting, constraint.forced()) == (False, False, [])
+
+
+def test_masked_log_probabilities_are_those_of_the_whole_distribution() -> None:
+    backend = CPUBackend("float32", num_threads=1)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 100)).astype(np.float32) * 4
+    whole = logits.astype(np.float64)
+    whole -= np.log(np.exp(whole).sum(axis=1, keepdims=True))
+    mask = np.zeros((2, 128), bool)
+    mask[0, [5, 17, 80]] = True
+    mask[1, rng.permutation(100)[:50]] = True
+    bits = np.packbits(mask, axis=1, bitorder="little").view(np.int32)
+    top = masked_logprobs(backend, logits.copy(), Bitmask(np.array([2, 0]), bits, np.array([-1, -1])), 10)
+    for row, left in ((2, mask[0]), (0, mask[1]), (1, np.ones(128, bool))):
+        best = sorted(np.flatnonzero(left[:100]), key=lambda token: -whole[row, token])[:10]
+        assert top.token_ids[row, 0] == best[0]
+        assert top.token_ids[row, 1 : len(best) + 1].tolist() == best
+        np.testing.assert_allclose(top.logprobs[row, 1 : len(best) + 1], whole[row, best], atol=1e-5)
+        assert np.isneginf(top.logprobs[row, len(best) + 1 :]).all()
+        assert top.ranks[row] == 1 + (logits[row] > logits[row, best[0]]).sum()
