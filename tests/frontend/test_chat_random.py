@@ -1,4 +1,4 @@
-"""Random conversations through every family's template: the text, the ids and the refusals are those of transformers."""
+"""Random conversations through every template: text, ids and refusals are those of transformers."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ def test_random_conversations(family: str) -> None:
             if index % 4 == 0 and not options.get("continue_final_message"):
                 ids = oracle_of(family)(expected, add_special_tokens=False).input_ids
                 assert ids_of(family, messages, options) == ids, (messages, options)
-    assert rendered >= 20
+    assert rendered >= 15
