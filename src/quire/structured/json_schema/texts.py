@@ -10,7 +10,8 @@ from quire.structured.json_schema.regular import ALL, Lang
 from quire.structured.json_schema.shapes import NumberShape
 from quire.structured.json_schema.spelling import terminal
 
-_BLANKS = r"/[ \t\n\r]{0,200}/"
+# What writers of JSON put between its parts. Where more may follow, a model that is unsure goes on with blanks for ever.
+_BLANKS = r"/( |\r?\n[ \t]{0,80})?/"
 
 
 class Texts:
@@ -19,8 +20,10 @@ class Texts:
     def __init__(self, builder: GrammarBuilder, options: JsonOptions) -> None:
         self.builder = builder
         gap = self._gap(options.whitespace)
-        self._colon = f'{gap} ":" {gap}'.strip()
-        self.comma = builder.terminal(f'{gap} "," {gap}'.strip(), "comma")
+        # Nobody writes blanks before a colon or comma, so these are forced; a pattern of the caller's goes everywhere.
+        before = gap if options.whitespace != "flexible" else ""
+        self._colon = f'{before} ":" {gap}'.strip()
+        self.comma = builder.terminal(f'{before} "," {gap}'.strip(), "comma")
         self.open_object = builder.terminal(f'"{{" {gap}'.strip(), "open")
         self.close_object = builder.terminal(f'{gap} "}}"'.strip(), "close")
         self.open_array = builder.terminal(f'"[" {gap}'.strip(), "open")
