@@ -330,6 +330,7 @@ def test_gens_keep_to_a_form(backend: LocalBackend) -> None:
         "type": "object",
         "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
         "required": ["age"],
+        "additionalProperties": False,
     }
 
     @program

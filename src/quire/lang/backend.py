@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from quire.errors import QuireError, RequestError, echo
+from quire.errors import GenerationError, QuireError, RequestError, echo
 from quire.lang.parts import ROLES, Gen, Select
+from quire.structured_outputs import StructuredOutputParams
+
+# Sampling options that would keep a choice from being written to its end.
+LENGTH_OPTIONS = frozenset(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"))
 
 # Called with each new piece of a text.
 Emit = Callable[[str], None]
@@ -127,20 +131,29 @@ class Transcript:
         return Transcript(self.text, [Turn(turn.role, turn.content, turn.open) for turn in self.turns])
 
 
-class Context(Protocol):
-    """The model's view of one state. All methods are called on the backend's loop, one at a time."""
+class Context(ABC):
+    """The model's view of one state. All methods are called on the backend's loop, one at a time.
 
-    transcript: Transcript
+    Attributes:
+        transcript: what the state holds.
+    """
+
+    def __init__(self) -> None:
+        self.transcript = Transcript()
 
     def literal(self, text: str) -> None:
         """Append text of the program."""
+        self.transcript.append(text)
 
     def begin(self, role: str) -> str:
-        """Begin a turn; as `Transcript.begin`."""
+        """Begin a turn; return what it adds to the text that is shown."""
+        return self.transcript.begin(role)
 
     def end(self) -> str:
-        """End the turn; as `Transcript.end`."""
+        """End the turn; return as `begin`."""
+        return self.transcript.end()
 
+    @abstractmethod
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
         """Let the model write, and append that.
 
@@ -151,11 +164,23 @@ class Context(Protocol):
             QuireError: it was not possible; nothing was appended.
         """
 
+    @abstractmethod
     async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
-        """Let the model choose, and append that. As `generate`."""
+        """Let the model choose, and append that. Arguments and errors as for `generate`."""
 
+    @abstractmethod
     def copy(self) -> Context:
         """Return an independent copy, for a fork."""
+
+    async def constrained(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
+        """Let the model generate one of the choices, with the sampling options that do not concern the length."""
+        kept = {name: value for name, value in options.items() if name not in LENGTH_OPTIONS}
+        kept["max_tokens"] = 1 + max(len(choice.encode()) for choice in select.choices)  # a token has a byte, or more
+        form = StructuredOutputParams(choice=list(select.choices))
+        capture = await self.generate(Gen(select.name, {}, form), kept, emit)
+        if capture.text not in select.choices:
+            raise GenerationError(f"{echo(capture.text)} was generated, which is none of the choices")
+        return capture
 
 
 class Run(Protocol):

@@ -144,11 +144,11 @@ class OpenAIBackend(Backend):
         return models.data[0].id
 
 
-class EndpointContext:
+class EndpointContext(Context):
     """See `Context`."""
 
     def __init__(self, backend: OpenAIBackend) -> None:
-        self.transcript = Transcript()
+        super().__init__()
         self._backend = backend
         self._surplus = Surplus()
 
@@ -160,17 +160,13 @@ class EndpointContext:
 
     def literal(self, text: str) -> None:
         """See `Context.literal`."""
-        self.transcript.append(text)
+        super().literal(text)
         self._surplus.literal(text)
-
-    def begin(self, role: str) -> str:
-        """See `Context.begin`."""
-        return self.transcript.begin(role)
 
     def end(self) -> str:
         """See `Context.end`."""
         self._surplus.clear()
-        return self.transcript.end()
+        return super().end()
 
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
         """See `Context.generate`."""
@@ -197,11 +193,7 @@ class EndpointContext:
             raise UnsupportedError(
                 "an endpoint cannot select by log-probability; use method='constrained'", param="method"
             )
-        form = StructuredOutputParams(choice=list(select.choices))
-        capture = await self.generate(Gen(select.name, {}, form), options, emit)
-        if capture.text not in select.choices:
-            raise GenerationError(f"the endpoint chose {echo(capture.text)}, which is none of the choices")
-        return capture
+        return await self.constrained(select, options, emit)
 
     async def _speculate(self, options: dict[str, Any]) -> Capture | None:
         """Ask for more than a gen needs, and take its piece; None if that is not certain to be what it asks for.

@@ -14,7 +14,7 @@ from typing import Any
 from quire.config import DEMO_MODEL
 from quire.errors import GenerationError, RequestError
 from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
-from quire.lang.backend import Backend, Capture, Context, Emit, Transcript
+from quire.lang.backend import Backend, Capture, Context, Emit
 from quire.lang.parts import Gen, Select, max_tokens_of
 from quire.lang.token_text import TurnWriter, common_length, continuation_ids, kept_tokens
 from quire.outputs import CompletionOutput, RequestOutput
@@ -58,7 +58,7 @@ class LocalBackend(Backend):
         return self._writer
 
 
-class LocalContext:
+class LocalContext(Context):
     """See `Context`.
 
     Attributes:
@@ -66,7 +66,7 @@ class LocalContext:
     """
 
     def __init__(self, backend: LocalBackend) -> None:
-        self.transcript = Transcript()
+        super().__init__()
         self.token_ids: list[int] = []
         self._backend = backend
         self._pending = ""
@@ -83,19 +83,14 @@ class LocalContext:
 
     def literal(self, text: str) -> None:
         """See `Context.literal`. In turns that the model has no part in, nothing has to wait for its ids."""
-        self.transcript.append(text)
+        super().literal(text)
         if self._in_turn or not self.transcript.has_turns:
             self._pending += text
 
-    def begin(self, role: str) -> str:
-        """See `Context.begin`."""
-        return self.transcript.begin(role)
-
     def end(self) -> str:
         """See `Context.end`."""
-        shown = self.transcript.end()
         self._in_turn = False
-        return shown
+        return super().end()
 
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
         """See `Context.generate`."""
@@ -127,8 +122,7 @@ class LocalContext:
         is forced, so that all of them find their prefix in the cache.
         """
         if select.method == "constrained":
-            form = StructuredOutputParams(choice=list(select.choices))
-            return await self.generate(Gen(select.name, {}, form), options, emit)
+            return await self.constrained(select, options, emit)
         tokenizer = await self._prepare()
         tails = {choice: self._ids_of(tokenizer, self._pending + choice) for choice in select.choices}
         start = common_length([self._ids_of(tokenizer, self._pending), *tails.values()])
