@@ -5,23 +5,37 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
-from quire.errors import RequestError
+from quire.errors import RequestError, UnsupportedError
+from quire.frontend.asking import message_ask
+from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import MAX_LOGPROBS
+from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
 from quire.server.context import ServerContext, context_of
-from quire.server.generation import ChunkUsage, Generation, Usage, check_stream_fields, recommended, request_params
+from quire.server.errors import retold
+from quire.server.generation import (
+    ChunkUsage,
+    Generation,
+    Usage,
+    check_stream_fields,
+    count_ids,
+    recommended,
+    request_params,
+)
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.messages import check_messages, check_template_fields
+from quire.server.messages import check_messages
 from quire.server.parsing import parse_request
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import DONE, EventStream, event, merge
+from quire.server.templates import check_template, template_arguments
 from quire.server.tokenize import with_special_tokens
+from quire.server.tools import explain, requested_tools
 
 router = APIRouter()
 
@@ -42,46 +56,97 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class ChatCompletion(Generation):
-    """One chat request on its way."""
+    """One chat request on its way.
+
+    Attributes:
+        ask: what the message may be, known once the prompt is; None if it is nothing but content.
+    """
 
     body: ChatCompletionRequest
 
     def __init__(self, context: ServerContext, body: ChatCompletionRequest) -> None:
         super().__init__(context, body, "chatcmpl")
-        self.messages = check_messages(body.messages, ignore_unknown=context.config.server.ignore_unknown_fields)
-        self.template_fields = check_template_fields(
-            body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        ignore_unknown = context.config.server.ignore_unknown_fields
+        self.messages = check_messages(body.messages, ignore_unknown=ignore_unknown)
+        self.tools = requested_tools(
+            body.tools, body.tool_choice, body.parallel_tool_calls, ignore_unknown=ignore_unknown
         )
+        self.template_arguments = template_arguments(context, body, self.messages, self.tools.shown)
         check_stream_fields(body)
         self.num_alternatives = self._alternatives(body)
         self.params = self._params(body)
+        self.ask: MessageAsk | None = None
 
     @staticmethod
     def _alternatives(body: ChatCompletionRequest) -> int:
+        """Return how many alternatives of each token are shown."""
+        if body.logprob_token_ids is not None and not body.logprobs:
+            raise RequestError("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
         if body.top_logprobs is None:
             return 0
-        count = check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+        count = check_int("top_logprobs", body.top_logprobs, -1, INT64_MAX)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return count
 
     def _params(self, body: ChatCompletionRequest) -> Params:
         changes: dict[str, Any] = {"logprobs": self.num_alternatives if body.logprobs else None}
+        if body.logprob_token_ids is not None and body.top_logprobs is None:
+            changes["logprobs"] = count_ids(body.logprob_token_ids)
         if body.max_completion_tokens is not None:
             changes["max_tokens"] = check_int("max_completion_tokens", body.max_completion_tokens, 1, INT64_MAX)
         elif body.max_tokens is None:
             # None: to the end of the context.
             changes["max_tokens"] = recommended(self.context).get("max_tokens")
-        return request_params(self.context, body, **changes)
+        if self.form is not None:
+            changes["structured_outputs"] = self.form.params
+        try:
+            return request_params(self.context, body, **changes)
+        except RequestError as error:
+            raise self.explain(error) from None
 
     async def start(self, request: Request) -> None:
         """Render the conversation and hand it to the engine."""
         token_ids = await self.context.llm.chat_prompt(
-            self.messages, **self.template_fields, truncate_prompt_tokens=self.params.truncate_prompt_tokens
+            self.messages, **self.template_arguments, truncate_prompt_tokens=self.params.truncate_prompt_tokens
         )
+        check_template(self.context.llm.front_model, self.body, self.tools)
         if self.body.add_special_tokens:
             token_ids = with_special_tokens(self.context.llm, token_ids)
-        await self.submit(request, [(token_ids, "messages")], self.params)
+        self.ask = self._ask(token_ids)
+        if self.ask is not None:
+            # The marks between the parts of a message are special tokens; the parser takes them out again.
+            self.params = self.params.clone(skip_special_tokens=False)
+        await self.submit(request, [(token_ids, "messages")], self.params, ask=self.ask)
+
+    def _ask(self, token_ids: list[int]) -> MessageAsk | None:
+        """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
+        front, tools = self.context.llm.front_model, self.tools
+        ask = message_ask(front, token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
+        if not (ask.can_reason or ask.reasoning_open or (ask.tools and ask.choice != "none")):
+            return None
+        if not self.body.skip_special_tokens:
+            raise UnsupportedError(
+                "skip_special_tokens must be true where a message may have reasoning or tool calls: their marks are "
+                "special tokens; /v1/completions shows them",
+                param="skip_special_tokens",
+            )
+        form = None if self.form is None else self.form.params
+        return msgspec.structs.replace(ask, form=form)
+
+    def explain(self, error: RequestError) -> RequestError:
+        """Return an error of the front in the words of the request."""
+        error = explain(super().explain(error), self.tools)
+        if error.param == "logprobs" and self.body.top_logprobs is not None:
+            return retold(error, error.message.replace("logprobs", "top_logprobs", 1), "top_logprobs")
+        return error
+
+    def reader(self) -> ChoiceReader:
+        """Return what reads one choice."""
+        if self.ask is None:
+            return ChoiceReader(PlainParser())
+        parser = self.context.llm.front_model.message_format.parser(self.ask)
+        return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -90,13 +155,13 @@ class ChatCompletion(Generation):
         usage.add(0, output)
         choices = []
         for completion in output.outputs:
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            reader = self.reader()
             choices.append(
                 {
                     "index": completion.index,
-                    "message": message,
-                    **self._extras(completion),
-                    **self._ending(completion),
+                    "message": whole_message(reader, completion.text),
+                    **self.extras(completion),
+                    **_ending(completion, reader),
                 }
             )
         answer = {**self.head("chat.completion"), "choices": choices, "usage": usage.as_json()}
@@ -107,20 +172,20 @@ class ChatCompletion(Generation):
         return answer
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the stream's events: the role, the text bit by bit, the reason of the end; then usage."""
+        """Yield the stream's events: the role, the message bit by bit, the reason of the end; then usage."""
         usage = Usage(self.streams)
         chunk_usage = ChunkUsage(self.body, usage)
         head = self.head("chat.completion.chunk")
-        begun = False
+        choices: list[_StreamedChoice] = []
         async for _, output in merge(self.streams):
             self.check(output.outputs)
             usage.add(0, output)
             data = b""
-            if not begun:
-                begun = True
+            if not choices:
+                choices = [_StreamedChoice(self) for _ in range(self.n)]
                 data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks(output)])
             for completion in output.outputs:
-                for choice in self._chunks(completion):
+                for choice in choices[completion.index].chunks(completion):
                     data += event(chunk_usage.put({**head, "choices": [choice]}))
             if data:
                 yield data
@@ -130,25 +195,15 @@ class ChatCompletion(Generation):
 
     def _first_chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         ids = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
-        delta = {"role": "assistant", "content": ""}
+        # Content that may yet be null begins as null.
+        first = {"role": "assistant", "content": "" if self.ask is None else None}
         return [
-            {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **ids}
+            {"choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}], **ids}
             for index in range(self.n)
         ]
 
-    def _chunks(self, output: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the choices of one or two chunks: what is new, and, with nothing new in it, the end."""
-        extras = self._extras(output)
-        chunks = []
-        if output.text or (not output.finished and (extras["logprobs"] or extras.get("token_ids"))):
-            delta = {"content": output.text}
-            chunks.append({"index": output.index, "delta": delta, **extras, "finish_reason": None})
-            extras = {"logprobs": None}
-        if output.finished:
-            chunks.append({"index": output.index, "delta": {"content": ""}, **extras, **self._ending(output)})
-        return chunks
-
-    def _extras(self, output: CompletionOutput) -> dict[str, Any]:
+    def extras(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return what is said of the tokens of a choice."""
         extras: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs and output.token_ids:
             extras["logprobs"] = chat_logprobs(
@@ -157,11 +212,44 @@ class ChatCompletion(Generation):
                 self.num_alternatives,
                 self.context.llm.tokenizer,
                 as_ids=self.body.return_tokens_as_token_ids,
+                only=self.body.logprob_token_ids,
             )
         if self.body.return_token_ids:
             extras["token_ids"] = output.token_ids
         return extras
 
-    @staticmethod
-    def _ending(output: CompletionOutput) -> dict[str, Any]:
-        return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+class _StreamedChoice:
+    """One choice of a stream."""
+
+    def __init__(self, job: ChatCompletion) -> None:
+        self._job = job
+        self._reader = job.reader()
+        self._waiting: dict[str, Any] = {}  # what is said of tokens whose text has not come out yet
+
+    def chunks(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the choice in each chunk: what is new, and the end. What is said of tokens goes into the first."""
+        events = self._reader.read(output.text, output.finished)
+        deltas = [item for item in map(delta, events) if item is not None]
+        self._wait(self._job.extras(output))
+        chunks = [{"index": output.index, "delta": item, **self._take(), "finish_reason": None} for item in deltas]
+        if output.finished:
+            last = {"content": ""} if self._reader.is_empty and self._job.ask is not None else {}
+            chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, self._reader)})
+        return chunks
+
+    def _wait(self, extras: dict[str, Any]) -> None:
+        waiting = self._waiting
+        if extras["logprobs"] is not None:
+            logprobs = waiting.setdefault("logprobs", {"content": [], "refusal": None})
+            logprobs["content"] += extras["logprobs"]["content"]
+        if extras.get("token_ids"):
+            waiting["token_ids"] = [*waiting.get("token_ids", ()), *extras["token_ids"]]
+
+    def _take(self) -> dict[str, Any]:
+        taken, self._waiting = self._waiting, {}
+        return {"logprobs": None, **taken}
+
+
+def _ending(output: CompletionOutput, reader: ChoiceReader) -> dict[str, Any]:
+    return {"finish_reason": reader.finish_reason(output.finish_reason), "stop_reason": output.stop_reason}

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, echo
 from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -19,6 +20,7 @@ from quire.server.generation import (
     Generation,
     Usage,
     check_stream_fields,
+    count_ids,
     request_params,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
@@ -94,7 +96,14 @@ class Completion(Generation):
         self.params = self._params(body)
 
     def _params(self, body: CompletionRequest) -> Params:
-        changes: dict[str, Any] = {"logprobs": body.logprobs}
+        changes: dict[str, Any] = {"logprobs": None}
+        if body.logprobs is not None:
+            changes["logprobs"] = check_int("logprobs", body.logprobs, -1, INT64_MAX)
+        elif body.logprob_token_ids is not None:
+            changes["logprobs"] = count_ids(body.logprob_token_ids)
+        self.shows_logprobs = changes["logprobs"] is not None
+        if self.form is not None:
+            changes["structured_outputs"] = self.form.params
         changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if self.only_prompt:
             changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one
@@ -135,7 +144,7 @@ class Completion(Generation):
         chunk_usage = ChunkUsage(self.body, usage)
         choices: dict[tuple[int, int], _Choice] = {}
         head = self.head("text_completion")
-        prompts: dict[int, list[TokenLogprobs | None] | None] = {}
+        prompts: dict[int, Sequence[TokenLogprobs | None] | None] = {}
         async for index, output in merge(self.streams):
             self.check(output.outputs)
             prompts.setdefault(index, output.prompt_logprobs)
@@ -184,7 +193,7 @@ class _Choice:
             text = self._prompt_text(prompt_ids) + text
             shown_ids, shown_positions = prompt_ids + token_ids, [*(self.positions or []), *positions]
         logprobs = None
-        if body.logprobs is not None and shown_ids:
+        if self.job.shows_logprobs and shown_ids:
             logprobs, self.offset = completion_logprobs(
                 shown_ids,
                 shown_positions,

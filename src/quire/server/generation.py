@@ -12,13 +12,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import OverloadedError, RequestError, UnsupportedError
+from quire.errors import OverloadedError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import RequestStream
+from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.sampling_rules import with_recommended
 from quire.server.context import ServerContext
-from quire.server.errors import JSON, aborted, shutting_down
+from quire.server.errors import JSON, aborted, retold, shutting_down
+from quire.server.forms import requested_form
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
 
@@ -29,8 +32,12 @@ YIELD_EVERY = 16
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
-# Fields that have the same name and meaning in a request and in SamplingParams.
-SHARED_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.model_fields)
+# Fields that have the same name and meaning in a request and in SamplingParams. A form has many names in requests.
+SHARED_FIELDS = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationRequest.model_fields and name != "structured_outputs"
+)
 
 
 def recommended(context: ServerContext) -> Mapping[str, Any]:
@@ -47,6 +54,8 @@ def request_params(context: ServerContext, body: GenerationRequest, **changes: A
     """
     given = {name: getattr(body, name) for name in SHARED_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
+    if body.vllm_xargs:
+        given["extra_args"] = body.vllm_xargs
     if body.use_beam_search:
         return _beam_params(context, body, {**given, **changes})
     for name, neutral in NEUTRAL_BEAM_FIELDS.items():
@@ -54,7 +63,31 @@ def request_params(context: ServerContext, body: GenerationRequest, **changes: A
         if value is not None and (type(value) not in map(type, neutral) or value not in neutral):
             raise RequestError(f"{name} needs use_beam_search to be true", param=name)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**recommended(context), **given, **changes, "output_kind": kind})
+    try:
+        params = SamplingParams(**with_recommended(recommended(context), {**given, **changes, "output_kind": kind}))
+    except RequestError as error:
+        raise _as_written(error) from None
+    _check_logprobs(params, context.config.model.max_logprobs)
+    return params
+
+
+def _check_logprobs(params: SamplingParams, most: int) -> None:
+    """Raise `RequestError` for more log-probabilities than this server gives; before they count into the budget."""
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and most != -1 and not 0 <= value <= most:
+            raise RequestError(
+                f"{name} must be at most {most} (--max-logprobs of this server), got {echo(value)}",
+                param=name,
+                code="integer_above_max_value",
+            )
+
+
+def _as_written(error: RequestError) -> RequestError:
+    """Return an error in the words of requests, where they are not those of `SamplingParams`."""
+    if error.param != "extra_args":
+        return error
+    return retold(error, error.message.replace("extra_args", "vllm_xargs"), "vllm_xargs")
 
 
 def _beam_params(context: ServerContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
@@ -69,6 +102,11 @@ def _beam_params(context: ServerContext, body: GenerationRequest, fields: dict[s
     return params
 
 
+def count_ids(ids: Any) -> int | None:
+    """Return how many log-probabilities a list of token ids asks for; what is no list is refused elsewhere."""
+    return len(ids) if isinstance(ids, list) else None
+
+
 def check_stream_fields(body: GenerationRequest) -> None:
     """Raise `RequestError` for fields that contradict `stream`."""
     if body.stream_options is not None and not body.stream:
@@ -77,20 +115,22 @@ def check_stream_fields(body: GenerationRequest) -> None:
         raise RequestError("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
 
 
-def check_budget(num_prompts: int, params: Params, field: str = "n") -> None:
+def check_budget(num_prompts: int, params: Params, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
     """Raise `RequestError` if one request asks for more than the server does for one, whatever the single fields say.
 
     Called before any prompt is tokenized. Bounds: sequences, and sequences times alternatives per token.
 
     Args:
-        field: the one that says how many sequences each prompt has.
+        field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are; one sequence
+            may always have so many.
     """
     logprobs = 0
     if isinstance(params, BeamSearchParams):
         each = params.beam_width
     else:
         each = params.num_sequences
-        logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        counts = (params.logprobs, params.prompt_logprobs, len(params.logprob_token_ids or ()))
+        logprobs = max(vocab_size if count == -1 else count or 0 for count in counts)
     sequences = num_prompts * each
     entries = sequences * (1 + logprobs)
     if sequences > MAX_SEQUENCES:
@@ -99,10 +139,10 @@ def check_budget(num_prompts: int, params: Params, field: str = "n") -> None:
             f"{MAX_SEQUENCES}",
             param=field if each > 1 else "prompt",
         )
-    if entries > MAX_ENTRIES:
+    most = max(MAX_ENTRIES, 1 + vocab_size)
+    if entries > most:
         raise RequestError(
-            f"{sequences} sequences with so many logprobs are {entries} entries per token; one request may have "
-            f"{MAX_ENTRIES}",
+            f"{sequences} sequences with so many logprobs are {entries} entries per token; one request may have {most}",
             param="logprobs",
         )
 
@@ -112,7 +152,7 @@ class Generation:
 
     Attributes:
         response_id, created, model: as in the answer. streams: one per prompt. n: choices per prompt; a beam search
-            may have more beams.
+            may have more beams. form: what the text must look like.
     """
 
     def __init__(self, context: ServerContext, body: GenerationRequest, prefix: str) -> None:
@@ -123,6 +163,7 @@ class Generation:
         self.created = int(time.time())
         self.streams: list[RequestStream] = []
         self.n = 1
+        self.form = requested_form(body, ignore_unknown=context.config.server.ignore_unknown_fields)
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
             raise UnsupportedError(
@@ -130,17 +171,23 @@ class Generation:
             )
 
     async def submit(
-        self, request: Request, prompts: Iterable[tuple[Prompt, str]], params: Params, num_prompts: int = 1
+        self,
+        request: Request,
+        prompts: Iterable[tuple[Prompt, str]],
+        params: Params,
+        num_prompts: int = 1,
+        ask: MessageAsk | None = None,
     ) -> None:
         """Hand the prompts to the engine, all or none.
 
         Args:
-            prompts: each with the name that errors call it.
+            prompts: each with the name that errors call it. ask: what the message may be, in chats.
 
         Raises:
             QuireError: as `AsyncLLM.submit`.
         """
-        check_budget(num_prompts, params, "n" if self.body.best_of is None else "best_of")
+        count_field = "n" if self.body.best_of is None else "best_of"
+        check_budget(num_prompts, params, count_field, vocab_size=self.context.llm.vocab_size)
         self.n = self.body.n
         self.context.generations.add(self)
         digest = request.scope["state"].get("key_digest")
@@ -158,6 +205,7 @@ class Generation:
                     cache_salt=salt,
                     tenant=tenant,
                     param=param,
+                    ask=ask,
                 )
                 self.streams.append(stream)
                 if len(self.streams) % YIELD_EVERY == 0:
@@ -166,7 +214,14 @@ class Generation:
             if isinstance(error, OverloadedError):
                 self.context.note_rejection("queue_full")
             self.close()
+            if isinstance(error, RequestError):
+                raise self.explain(error) from None
             raise
+
+    def explain(self, error: RequestError) -> RequestError:
+        """Return an error of the front in the words of the request."""
+        error = _as_written(error)
+        return error if self.form is None else self.form.explain(error)
 
     def abort(self) -> None:
         """End what is unfinished; its streams get a last output."""

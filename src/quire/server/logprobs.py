@@ -64,8 +64,13 @@ def chat_logprobs(
     tokenizer: Tokenizer | None,
     *,
     as_ids: bool = False,
+    only: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the "logprobs" of a chat choice; `count` alternatives per token."""
+    """Return the "logprobs" of a chat choice.
+
+    Args:
+        count: alternatives per token, the likeliest ones; -1 is all. only: token ids that are the alternatives instead.
+    """
 
     def described(token_id: int, entry: Logprob) -> dict[str, Any]:
         raw = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
@@ -75,7 +80,11 @@ def chat_logprobs(
     content = []
     for token_id, position in zip(token_ids, positions):
         item = described(token_id, position[token_id])
-        best = sorted(position.items(), key=lambda pair: pair[1].rank or 0)[:count]
+        if only is not None:
+            best = [(other, position[other]) for other in only]
+        else:
+            best = sorted(position.items(), key=lambda pair: pair[1].rank or 0)
+            best = best if count < 0 else best[:count]
         item["top_logprobs"] = [described(other, entry) for other, entry in best]
         content.append(item)
     return {"content": content, "refusal": None}

@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.server.parsing import refuse_unless_harmless, unknown_field
+from quire.server.parsing import missing, refuse_unless_harmless, unknown_field
 from quire.server.protocol import Harmless
+from quire.server.tools import check_name
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-TOOL_ROLES = ("tool", "function")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MAX_CALLS = 128
 MEDIA_PARTS = ("image_url", "image", "input_image", "input_audio", "audio_url", "audio", "file", "video_url", "video")
 REASONING_FIELDS = ("reasoning", "reasoning_content")
+CHECKED_APART = ("tool_calls", "tool_call_id")
+OWN_FIELDS = {"assistant": (*REASONING_FIELDS, "tool_calls"), "tool": ("tool_call_id",)}
 REFUSED: Harmless = {
-    "tool_calls": ([],),
     "function_call": (),
-    "tool_call_id": (),
     "audio": (),
     "annotations": ([],),
 }
-TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-TEMPLATE_NAMES |= {"chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 
 
 def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
@@ -39,30 +38,106 @@ def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[
         )
     if not messages:
         raise RequestError("messages must not be empty", param="messages", code="empty_array")
-    return [_check_message(message, f"messages[{index}]", ignore_unknown) for index, message in enumerate(messages)]
+    calls: set[str] = set()  # ids of all tool calls so far
+    checked = []
+    for index, message in enumerate(messages):
+        checked.append(_check_message(message, f"messages[{index}]", ignore_unknown, calls))
+        calls |= {call["id"] for call in checked[-1].get("tool_calls", ())}
+    return checked
 
 
-def _check_message(message: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+def _check_message(message: Any, where: str, ignore_unknown: bool, calls: set[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
     role = _check_role(message, f"{where}.role")
     checked: dict[str, Any] = {"role": ROLES[role]}
+    known = ["role", "content", "name", *OWN_FIELDS.get(role, ())]
     for name, value in message.items():
-        if name in ("role", "content", "refusal") or value is None:
+        if value is None or name in ("role", "content", "refusal"):
             continue
-        if name == "name" or (name in REASONING_FIELDS and role == "assistant"):
+        if name in CHECKED_APART and name in known:
+            continue
+        if name in known:
             checked[name] = _check_text(value, f"{where}.{name}")
         elif name in REFUSED:
             _refuse(where, name, value)
         elif not ignore_unknown:
-            raise unknown_field(name, ["role", "content", "name", *REASONING_FIELDS], f"{where}.")
+            raise unknown_field(name, known, f"{where}.")
+    if role == "tool":
+        checked["tool_call_id"] = _check_answered(message.get("tool_call_id"), where, calls)
+    if role == "assistant" and message.get("tool_calls"):
+        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls", ignore_unknown)
     content = message.get("content")
-    if content is None and role == "assistant" and message.get("refusal") is not None:
-        content = message["refusal"]
+    if content is None and role == "assistant":
+        content = message.get("refusal")
+        if content is None and ("tool_calls" in checked or any(name in checked for name in REASONING_FIELDS)):
+            return checked
     if "content" not in message and content is None:
-        raise _missing(f"{where}.content")
+        raise missing(f"{where}.content")
     checked["content"] = _check_content(content, f"{where}.content", role, ignore_unknown)
     return checked
+
+
+def _check_answered(call_id: Any, where: str, calls: set[str]) -> str:
+    """Return the id of the call that a tool message answers."""
+    if not calls:
+        raise RequestError(
+            f"{where}: a message with role tool must answer one before it that has tool_calls", param=f"{where}.role"
+        )
+    where = f"{where}.tool_call_id"
+    if call_id is None:
+        raise missing(where)
+    if _check_text(call_id, where) not in calls:
+        raise RequestError(f"{where}: no message before has a tool call with the id {echo(call_id)}", param=where)
+    return str(call_id)
+
+
+def _check_calls(calls: Any, where: str, ignore_unknown: bool) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list, got {echo(calls)}", param=where, code="invalid_type")
+    if len(calls) > MAX_CALLS:
+        raise RequestError(
+            f"{where} may have at most {MAX_CALLS} items, got {len(calls)}", param=where, code="array_above_max_length"
+        )
+    checked = [_check_call(call, f"{where}[{index}]", ignore_unknown) for index, call in enumerate(calls)]
+    ids = [call["id"] for call in checked]
+    for index, call_id in enumerate(ids):
+        if call_id in ids[:index]:
+            raise RequestError(
+                f"{where}[{index}].id: there are two calls with the id {echo(call_id)}", param=f"{where}[{index}].id"
+            )
+    return checked
+
+
+def _check_call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+    """Return a tool call. The text of its arguments stays what it is; templates that read an object get one."""
+    call = _object(call, where, ["id", "type", "function", "index"], ignore_unknown)
+    if call.get("id") is None:
+        raise missing(f"{where}.id")
+    if call.get("type", "function") != "function":
+        raise RequestError(f"{where}.type must be function, got {echo(call['type'])}", param=f"{where}.type")
+    if call.get("function") is None:
+        raise missing(f"{where}.function")
+    function = _object(call["function"], f"{where}.function", ["name", "arguments"], ignore_unknown)
+    if function.get("arguments") is None:
+        raise missing(f"{where}.function.arguments")
+    return {
+        "id": _check_text(call["id"], f"{where}.id"),
+        "type": "function",
+        "function": {
+            "name": check_name(function.get("name"), f"{where}.function.name"),
+            "arguments": _check_text(function["arguments"], f"{where}.function.arguments"),
+        },
+    }
+
+
+def _object(value: Any, where: str, known: list[str], ignore_unknown: bool) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+    for name in value:
+        if name not in known and not ignore_unknown:
+            raise unknown_field(name, known, f"{where}.")
+    return value
 
 
 def _refuse(where: str, name: str, value: Any) -> None:
@@ -75,11 +150,11 @@ def _refuse(where: str, name: str, value: Any) -> None:
 def _check_role(message: Mapping[str, Any], where: str) -> str:
     role = message.get("role")
     if role is None:
-        raise _missing(where)
+        raise missing(where)
     if not isinstance(role, str):
         raise RequestError(f"{where} must be a string, got {echo(role)}", param=where, code="invalid_type")
-    if role in TOOL_ROLES:
-        raise UnsupportedError(f"{where}: tools are not supported by this server, got {echo(role)}", param=where)
+    if role == "function":
+        raise UnsupportedError(f"{where}: the older role function is not supported; use tool", param=where)
     if role not in ROLES:
         raise RequestError(f"{where} must be one of {', '.join(ROLES)}, got {echo(role)}", param=where)
     return role
@@ -102,7 +177,7 @@ def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[
         raise RequestError(f"{where} must be an object, got {echo(part)}", param=where, code="invalid_type")
     kind = part.get("type")
     if kind is None:
-        raise _missing(f"{where}.type")
+        raise missing(f"{where}.type")
     if isinstance(kind, str) and kind in MEDIA_PARTS:
         raise UnsupportedError(
             f"{where}.type: this model reads text only, got {echo(kind)}",
@@ -116,7 +191,7 @@ def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[
         if name not in ("type", field) and not ignore_unknown:
             raise unknown_field(name, ["type", field], f"{where}.")
     if part.get(field) is None:
-        raise _missing(f"{where}.{field}")
+        raise missing(f"{where}.{field}")
     return {"type": "text", "text": _check_text(part[field], f"{where}.{field}")}
 
 
@@ -124,35 +199,3 @@ def _check_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where} must be a string, got {echo(value)}", param=where, code="invalid_type")
     return value
-
-
-def _missing(where: str) -> RequestError:
-    return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
-
-
-def check_template_fields(
-    add_generation_prompt: bool | None, continue_final_message: bool, variables: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the arguments of `AsyncLLM.chat_prompt`. Raises `RequestError` if they contradict each other.
-
-    Args:
-        add_generation_prompt: None means true, unless the last message is to be continued.
-        variables: chat_template_kwargs; names that mean something to the renderer are refused.
-    """
-    if add_generation_prompt and continue_final_message:
-        raise RequestError(
-            "continue_final_message contradicts add_generation_prompt; give one of them", param="continue_final_message"
-        )
-    for name in variables or {}:
-        if name in TEMPLATE_NAMES or name.startswith("_") or not name.isidentifier():
-            shown = echo(name)[1:-1]
-            raise RequestError(
-                f"chat_template_kwargs must not set {shown}",
-                param=f"chat_template_kwargs.{shown}",
-                code="invalid_value",
-            )
-    return {
-        "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "chat_template_kwargs": variables,
-    }

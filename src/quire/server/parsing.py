@@ -24,6 +24,8 @@ MAX_DEPTH = 64
 MAX_DIGITS = 4000  # Python itself refuses to read longer integers
 HUGE = 10**40  # stands for integers longer than that; above every bound of every field
 BODY_SECONDS = 20.0
+# Fields with schemas, of which depth is one measure of what they cost.
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "tools")
 
 M = TypeVar("M", bound=RequestModel)
 
@@ -121,8 +123,22 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _check_depth(value: Any) -> None:
     """Raise `RequestError` for nesting that Python's parser tolerates but others should not meet."""
+    if not _is_deep(value, MAX_DEPTH + 1):
+        return
+    if isinstance(value, dict):
+        for name in GRAMMAR_FIELDS:
+            if _is_deep(value.get(name), MAX_DEPTH):
+                raise RequestError(
+                    f"{name} is nested too deeply; at most {MAX_DEPTH} levels are read",
+                    param=name,
+                    code="grammar_too_complex",
+                )
+    raise _too_deep()
+
+
+def _is_deep(value: Any, most: int) -> bool:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(most):
         level = [
             item
             for parent in level
@@ -131,8 +147,8 @@ def _check_depth(value: Any) -> None:
             if isinstance(item, dict | list)
         ]
         if not level:
-            return
-    raise _too_deep()
+            return False
+    return True
 
 
 def _too_deep() -> RequestError:
@@ -180,6 +196,11 @@ def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> No
     raise UnsupportedError(f"{name} is not supported by this server{hint}", param=name)
 
 
+def missing(where: str) -> RequestError:
+    """Return the error for a field that must be there."""
+    return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
+
+
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:
     """Return the error for a field that does not exist, with the nearest one that does."""
     near = difflib.get_close_matches(name[:64], known, n=1)
@@ -211,7 +232,7 @@ def _request_error(details: ErrorDetails) -> RequestError:
     param = _path(details["loc"])
     kind = details["type"]
     if kind == "missing":
-        return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
+        return missing(param)
     if kind == "extra_forbidden":
         return RequestError(f"unknown parameter {param}", param=param, code="unknown_parameter")
     code, allowed = _KINDS.get(kind, ("invalid_value", "a valid value"))

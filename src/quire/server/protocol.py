@@ -18,56 +18,45 @@ REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]+$"
 SALT_PATTERN = r"^[^/@\\\x00-\x1f\x7f]+$"
 
 Harmless = Mapping[str, tuple[Any, ...]]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 
 REFUSED_EVERYWHERE: Harmless = {
     "custom_logit_processor": (),
-    "documents": ([],),
+    "detokenize": (True,),
     "ec_transfer_params": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
+    "flat_logprobs": (False,),
+    "guided_decoding_backend": ("auto", "guidance"),
     "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
+    "prompt_logprob_token_ids": (),
     "return_prompt_text": (False,),
+    "routed_experts_prompt_start": (),
     "service_tier": ("auto", "default"),
     "session_id": (),
-    "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
+    "trace_decode_token_ids": (),
     "truncation_side": ("left",),
-    "vllm_xargs": ({},),
+    "watermarking": (),
 }
 REFUSED_IN_CHAT: Harmless = {
     **REFUSED_EVERYWHERE,
     "audio": (),
-    "chat_template": (),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": ("none",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 REFUSED_IN_COMPLETIONS: Harmless = {
     **REFUSED_EVERYWHERE,
+    "documents": ([],),
+    "include_reasoning": (True,),
     "suffix": ("",),
 }
 
@@ -120,11 +109,43 @@ class GenerationRequest(RequestModel):
     logit_bias: SkipValidation[dict[str, float] | None] = None
     prompt_logprobs: SkipValidation[int | None] = None
     ignore_eos: SkipValidation[bool] = False
+    skip_reading_prefix_cache: SkipValidation[bool] = False
     skip_special_tokens: SkipValidation[bool] = True
     include_stop_str_in_output: SkipValidation[bool] = False
+    spaces_between_special_tokens: SkipValidation[bool] = True
     truncate_prompt_tokens: SkipValidation[int | None] = None
+    stream_interval: SkipValidation[int | None] = None
+    logprob_token_ids: SkipValidation[list[int] | None] = None
+    prompt_logprob_start: SkipValidation[int | None] = None
+    thinking_token_budget: SkipValidation[int | None] = None
+    repetition_detection: SkipValidation[dict[str, int] | None] = None
+    logits_processors: SkipValidation[list[str | dict[str, Any]] | None] = None
+    vllm_xargs: SkipValidation[dict[str, Any] | None] = None
+    typical_p: SkipValidation[float | None] = None
+    top_n_sigma: SkipValidation[float | None] = None
+    xtc_probability: SkipValidation[float | None] = None
+    xtc_threshold: SkipValidation[float | None] = None
+    dry_multiplier: SkipValidation[float | None] = None
+    dry_base: SkipValidation[float | None] = None
+    dry_allowed_length: SkipValidation[int | None] = None
+    dry_penalty_last_n: SkipValidation[int | None] = None
+    dry_sequence_breakers: SkipValidation[list[str] | None] = None
+    dynatemp_range: SkipValidation[float | None] = None
+    dynatemp_exponent: SkipValidation[float | None] = None
+    mirostat: SkipValidation[int | None] = None
+    mirostat_tau: SkipValidation[float | None] = None
+    mirostat_eta: SkipValidation[float | None] = None
     length_penalty: SkipValidation[float | None] = None
     early_stopping: SkipValidation[bool | Literal["never"] | None] = None
+
+    # Checked where a form is made of them, in `forms`.
+    response_format: SkipValidation[dict[str, Any] | None] = None
+    structured_outputs: SkipValidation[dict[str, Any] | None] = None
+    guided_json: SkipValidation[str | dict[str, Any] | None] = None
+    guided_regex: SkipValidation[str | None] = None
+    guided_choice: SkipValidation[list[str] | None] = None
+    guided_grammar: SkipValidation[str | None] = None
+    guided_whitespace_pattern: SkipValidation[str | None] = None
 
     use_beam_search: bool = False
     stream: bool = False
@@ -166,13 +187,20 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: SkipValidation[list[dict[str, Any]] | None] = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
 
 
 class TokenizeRequest(RequestModel):
     """POST /tokenize: a prompt or a conversation."""
 
-    refused: ClassVar[Harmless] = {"chat_template": (), "mm_processor_kwargs": (), "tools": ([],)}
+    refused: ClassVar[Harmless] = {"mm_processor_kwargs": ()}
 
     model: str | None = None
     prompt: str | None = None
@@ -180,7 +208,11 @@ class TokenizeRequest(RequestModel):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: SkipValidation[list[dict[str, Any]] | None] = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool = False
 
 

@@ -16,9 +16,11 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.processor import check_ids
 from quire.server.context import context_of
 from quire.server.errors import JSON
-from quire.server.messages import check_messages, check_template_fields
+from quire.server.messages import check_messages
 from quire.server.parsing import parse_request
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
+from quire.server.templates import check_template, template_arguments
+from quire.server.tools import requested_tools
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 THREAD_SIZE = 4096
@@ -42,11 +44,10 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None and body.prompt is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
     if body.messages is not None:
-        fields = check_template_fields(
-            body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
-        )
         messages = check_messages(body.messages, ignore_unknown=server.ignore_unknown_fields)
-        tokens = await llm.chat_prompt(messages, **fields)
+        tools = requested_tools(body.tools, None, True, ignore_unknown=server.ignore_unknown_fields)
+        tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
+        check_template(llm.front_model, body, tools, answered=False)
         if body.add_special_tokens:
             tokens = with_special_tokens(llm, tokens)
     elif body.prompt is not None:

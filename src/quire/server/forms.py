@@ -1,0 +1,152 @@
+"""Structured output as clients ask for it: `response_format`, `structured_outputs`, and vLLM's older `guided_*` fields.
+
+All become `StructuredOutputParams`. Errors about these, wherever they are found, are told in the words of the field
+that the client wrote (`Form.explain`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import RequestError, echo
+from quire.sampling_params import check_form
+from quire.server.errors import retold
+from quire.server.parsing import missing, unknown_field
+from quire.server.protocol import GenerationRequest
+from quire.structured_outputs import StructuredOutputParams
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+GUIDED = ("json", "regex", "choice", "grammar")
+OURS = re.compile(r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag))?\b")
+
+
+class Form:
+    """The form that a request wants its text in.
+
+    Args:
+        fields: of `StructuredOutputParams`. names: what the client calls these, and "structured_outputs" itself.
+
+    Raises:
+        RequestError: a field is malformed.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._names = names
+        try:
+            params = check_form(fields)
+        except RequestError as error:
+            raise self.explain(error) from None
+        assert params is not None
+        self.params: StructuredOutputParams = params
+
+    def explain(self, error: RequestError) -> RequestError:
+        """Return `error` in the client's words, if it is about this form."""
+        if error.param is None or not OURS.match(error.param):
+            return error
+        param = OURS.sub(self._client_name, error.param, count=1)
+        return retold(error, OURS.sub(self._client_name, error.message), param)
+
+    def _client_name(self, found: re.Match[str]) -> str:
+        return self._names.get(found[0], found[0])
+
+
+def requested_form(body: GenerationRequest, *, ignore_unknown: bool = False) -> Form | None:
+    """Return what form a request wants, None for any text.
+
+    Raises:
+        RequestError: a field is malformed, or two fields ask for different forms.
+    """
+    asked: dict[str, Callable[[], Form | None]] = {}
+    if body.response_format is not None:
+        asked["response_format"] = lambda: _response_format(body.response_format, ignore_unknown)
+    if body.structured_outputs is not None:
+        asked["structured_outputs"] = lambda: Form(_without_nulls(body.structured_outputs), {})
+    for kind in GUIDED:
+        name = f"guided_{kind}"
+        if getattr(body, name) is not None:
+            asked[name] = lambda kind=kind: _guided(body, kind)  # type: ignore[misc]
+    forms = {name: form for name, make in asked.items() if (form := make()) is not None}
+    if len(forms) > 1:
+        first, second, *_ = forms
+        raise RequestError(f"{second} contradicts {first}; give one of them", param=second)
+    if body.guided_whitespace_pattern is not None and "guided_json" not in forms:
+        raise RequestError("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
+    return next(iter(forms.values()), None)
+
+
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _guided(body: GenerationRequest, kind: str) -> Form:
+    name = f"guided_{kind}"
+    fields: dict[str, Any] = {kind: getattr(body, name)}
+    if kind == "json" and body.guided_whitespace_pattern is not None:
+        fields["whitespace_pattern"] = body.guided_whitespace_pattern
+    return Form(fields, {"structured_outputs": name, f"structured_outputs.{kind}": name})
+
+
+def _response_format(value: Any, ignore_unknown: bool) -> Form | None:
+    where = "response_format"
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+    kind = value.get("type")
+    if kind is None:
+        raise missing(f"{where}.type")
+    if kind not in RESPONSE_FORMATS:
+        raise RequestError(
+            f"{where}.type must be one of {', '.join(RESPONSE_FORMATS)}, got {echo(kind)}", param=f"{where}.type"
+        )
+    known = {"json_schema": ["json_schema"], "structural_tag": ["format", "structures", "triggers"]}.get(kind, [])
+    if not ignore_unknown:
+        for name in value:
+            if name != "type" and name not in known:
+                raise unknown_field(name, ["type", *known], f"{where}.")
+    if kind == "json_schema":
+        return _json_schema(value.get("json_schema"), f"{where}.json_schema", ignore_unknown)
+    if kind == "json_object":
+        return Form({"json_object": True}, {"structured_outputs": where, "structured_outputs.json_object": where})
+    if kind == "structural_tag":
+        tag = {name: item for name, item in value.items() if item is not None and name in ("type", *known)}
+        return Form({"structural_tag": tag}, {"structured_outputs": where, "structured_outputs.structural_tag": where})
+    return None
+
+
+def _json_schema(value: Any, where: str, ignore_unknown: bool) -> Form:
+    if value is None:
+        raise missing(where)
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+    known = ("name", "schema", "strict", "description")
+    for name in value:
+        if name not in known and not ignore_unknown:
+            raise unknown_field(name, known, f"{where}.")
+    for name, kind, shown in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
+        if value.get(name) is not None and not isinstance(value[name], kind):
+            raise RequestError(
+                f"{where}.{name} must be {shown}, got {echo(value[name])}", param=f"{where}.{name}", code="invalid_type"
+            )
+    for name in ("name", "schema"):
+        if value.get(name) is None:
+            raise missing(f"{where}.{name}")
+    if not NAME.fullmatch(value["name"]):
+        raise RequestError(
+            f"{where}.name must be 1 to 64 of the characters A-Za-z0-9_-, got {echo(value['name'])}",
+            param=f"{where}.name",
+        )
+    schema = value["schema"]
+    if not isinstance(schema, Mapping):
+        raise RequestError(
+            f"{where}.schema must be an object, got {echo(schema)}", param=f"{where}.schema", code="invalid_type"
+        )
+    # OpenAI's strict answers have their properties in the order of the schema.
+    order = "schema" if value.get("strict") else "any"
+    theirs = f"{where}.schema"
+    return Form(
+        {"json": schema, "property_order": order}, {"structured_outputs": theirs, "structured_outputs.json": theirs}
+    )

@@ -1,0 +1,119 @@
+"""What requests may tell the chat template: its variables, documents, tools, effort, or a template of their own.
+
+What the model's template does not read would change nothing, so it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.config import TEMPLATE_ARGUMENTS
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.loading import FrontModel
+from quire.server.context import ServerContext
+from quire.server.protocol import ChatCompletionRequest, TokenizeRequest
+from quire.server.tools import ToolRequest
+
+FORBIDDEN = TEMPLATE_ARGUMENTS | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
+Body = ChatCompletionRequest | TokenizeRequest
+
+
+def template_arguments(
+    context: ServerContext, body: Body, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the arguments of `AsyncLLM.chat_prompt`, but for the messages.
+
+    Args:
+        messages, tools: checked.
+
+    Raises:
+        RequestError: naming the field that is malformed, or contradicts another one.
+    """
+    if body.add_generation_prompt and body.continue_final_message:
+        raise RequestError(
+            "continue_final_message contradicts add_generation_prompt; give one of them", param="continue_final_message"
+        )
+    if body.chat_template is not None and not context.config.server.trust_request_chat_template:
+        raise UnsupportedError(
+            "chat_template is not supported by this server; one started with --trust-request-chat-template takes it",
+            param="chat_template",
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    _check_variables(variables)
+    if body.reasoning_effort is not None:
+        variables = {**_effort(body.reasoning_effort, variables), **variables}
+    add_prompt = body.add_generation_prompt
+    return {
+        "add_generation_prompt": not body.continue_final_message if add_prompt is None else add_prompt,
+        "continue_final_message": body.continue_final_message and _continued_field(messages[-1]),
+        "chat_template": body.chat_template,
+        "chat_template_kwargs": variables,
+        "documents": body.documents,
+        "tools": list(tools) or None,
+    }
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in FORBIDDEN or name.startswith("_") or not name.isidentifier():
+            shown = echo(name)[1:-1]
+            raise RequestError(
+                f"chat_template_kwargs must not set {shown}",
+                param=f"chat_template_kwargs.{shown}",
+                code="invalid_value",
+            )
+
+
+def _effort(effort: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `reasoning_effort` means to templates."""
+    name = "reasoning_effort"
+    asked: dict[str, Any] = {name: effort}
+    if effort == "none":
+        asked |= dict.fromkeys(THINKING_SWITCHES, False)
+    for variable, value in asked.items():
+        if variables.get(variable, value) != value:
+            raise RequestError(f"{name} contradicts chat_template_kwargs.{variable}; give one of them", param=name)
+    return asked
+
+
+def _continued_field(message: Mapping[str, Any]) -> bool | str:
+    """Return which part of its last message a conversation goes on in: reasoning, if there is no content yet."""
+    if message.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message needs a last message without tool_calls, behind which nothing can come",
+            param="continue_final_message",
+        )
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    return "reasoning_content" if reasoning is not None and "content" not in message else True
+
+
+def check_template(front: FrontModel, body: Body, tools: ToolRequest, *, answered: bool = True) -> None:
+    """Raise `UnsupportedError` for what the template would ignore, or nobody could read in the answer.
+
+    Called once the conversation is rendered, so that a template of the request's own is known to be sound.
+
+    Args:
+        answered: whether there will be an answer.
+    """
+    template = front.template(body.chat_template)
+    if tools.callable and tools.choice != "none":
+        if not template.reads("tools"):
+            raise UnsupportedError("tools: this model's chat template has no place for tools", param="tools")
+        if answered and not front.message_format.handles_tools:
+            raise UnsupportedError(
+                "tools: in which form this model calls tools is not known; --tool-call-parser tells the server",
+                param="tools",
+            )
+    effort = body.reasoning_effort
+    if effort is None or template.reads("reasoning_effort"):
+        return
+    switches = [switch for switch in THINKING_SWITCHES if template.reads(switch)]
+    if effort == "none" and (switches or not front.message_format.can_reason):
+        return
+    hint = f"; chat_template_kwargs.{switches[0]} switches reasoning on and off" if switches else ""
+    raise UnsupportedError(
+        f"reasoning_effort: this model's chat template does not read it{hint}", param="reasoning_effort"
+    )
