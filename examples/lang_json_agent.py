@@ -35,10 +35,10 @@ def agent(s, task, steps):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--base-url", help="an endpoint of Quire or vLLM; without one the demo model runs in this process")
+parser.add_argument("--base-url", help="an OpenAI endpoint; without one the demo model runs in this process")
 parser.add_argument("--steps", type=int, default=3)
 args = parser.parse_args()
-with OpenAIBackend(args.base_url, dialect="vllm") if args.base_url else LocalBackend() as backend:
+with OpenAIBackend(args.base_url) if args.base_url else LocalBackend() as backend:
     state = agent.run("What is 38 plus 47?", args.steps, backend=backend, sampling={"temperature": 0.0}, seed=1)
     for call, result in state.value:
         print(f"{json.dumps(call)} -> {result}")

@@ -107,7 +107,7 @@ def test_what_only_some_endpoints_know_is_sent_to_those(endpoint: ScriptedEndpoi
     assert state["verdict"] == "bad"
     first, second, third = endpoint.bodies
     assert (first["structured_outputs"], first["top_k"]) == ({"regex": "[1-5]"}, 3)
-    assert second["structured_outputs"] == {"json": schema, "disable_any_whitespace": True}
+    assert second["structured_outputs"] == {"json": schema}
     assert third["structured_outputs"] == {"choice": ["good", "bad"]}
     assert third["messages"] == [{"role": "assistant", "content": "Score:"}]
     assert all(body["continue_final_message"] and not body["add_generation_prompt"] for body in endpoint.bodies)

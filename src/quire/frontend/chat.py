@@ -88,6 +88,15 @@ class ChatTemplate:
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
 
+    @property
+    def controls(self) -> ControlFinder:
+        """The control tokens."""
+        return self._controls
+
+    def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
+        """Return the ids of plain text and the ids of control tokens in a row; plain text makes no control token."""
+        return self._twin.encode(segments)
+
     def reads(self, name: str) -> bool:
         """Whether the template looks anywhere at a variable, such as "tools", "documents" or "enable_thinking"."""
         if self.for_tools is not self and name == "tools":

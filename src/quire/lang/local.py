@@ -165,7 +165,11 @@ class LocalContext(Context):
         """Return the ids of text behind `token_ids`."""
         if not self.token_ids and not self.transcript.has_turns:
             return tokenizer.encode(text)
-        return continuation_ids(tokenizer, text, plain=self.transcript.has_turns) if text else []
+        if not text:
+            return []
+        if self.transcript.has_turns:
+            return self._backend.writer(tokenizer).text_ids(text)
+        return continuation_ids(tokenizer, text, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
     def _params(self, options: dict[str, Any], form: StructuredOutputParams | None) -> SamplingParams:
         params = self._backend.llm.processor.default_sampling_params()

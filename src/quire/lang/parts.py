@@ -113,8 +113,7 @@ def gen(
         max_tokens: most tokens; None takes that of the run's `sampling`, or else 128.
         stop: texts that end it; they are not part of it.
         regex: the whole text must match. schema: the text is JSON of this JSON schema (a mapping, its JSON text, or a
-            pydantic model), without blanks where the backend can see to that. structured_outputs: any other form, as
-            for `SamplingParams`. At most one of the three.
+            pydantic model). structured_outputs: any other form, as for `SamplingParams`. At most one of the three.
         sampling: other fields of `SamplingParams`, such as `temperature`. What is not given is taken from the run, and
             then from the model's recommendations.
 
@@ -201,8 +200,5 @@ def _form(regex: str | None, schema: Any, other: Any) -> StructuredOutputParams 
         return StructuredOutputParams(regex=regex)
     if schema is not None:
         of_model = getattr(schema, "model_json_schema", None)
-        return StructuredOutputParams(
-            json=schema if of_model is None else of_model(),
-            disable_any_whitespace=True,  # it is for the program to read
-        )
+        return StructuredOutputParams(json=schema if of_model is None else of_model())
     return SamplingParams(structured_outputs=other).structured_outputs

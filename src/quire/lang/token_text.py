@@ -6,11 +6,10 @@ Ids that exist are never made anew: new text is tokenized behind them, and gener
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate
-from quire.frontend.controls import ControlFinder
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.lang.backend import Turn
 from quire.tokenizer.tokenizer import Tokenizer
@@ -18,18 +17,15 @@ from quire.tokenizer.tokenizer import Tokenizer
 MARK_DIGITS = 24
 
 
-def continuation_ids(tokenizer: Tokenizer, text: str, *, plain: bool) -> list[int]:
+def continuation_ids(tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Return the ids of a text that stands behind other tokens.
 
     SentencePiece tokenizers put a space before whatever they are given; so the text is also tokenized behind a line
     break, and that result is taken if only that has the bytes of the text.
 
     Args:
-        plain: what spells a control token is ordinary text.
+        encode: tokenizes, without tokens around the text.
     """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode_segments([text]) if plain else tokenizer.encode(text, add_special_tokens=False)
 
     def spells(ids: Sequence[int]) -> bool:
         return b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
@@ -73,7 +69,6 @@ class TurnWriter:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template = template
         self._tokenizer = tokenizer
-        self._controls = ControlFinder(tokenizer.control_tokens)
 
     def write(self, turns: Sequence[Turn], num_written: int, *, prompt: bool) -> list[int]:
         """Return the ids from the end of one turn's content to the beginning of the content of the last turn.
@@ -86,10 +81,9 @@ class TurnWriter:
         Raises:
             RequestError: the template refuses the conversation, or does not write contents as they are.
         """
+        controls = self._template.controls
         cut, end, mark = _random_digits(), _random_digits(), _random_digits()
-        messages = [
-            {"role": turn.role, "content": self._controls.mark_beginnings(turn.content, mark)} for turn in turns[:-1]
-        ]
+        messages = [{"role": turn.role, "content": controls.mark_beginnings(turn.content, mark)} for turn in turns[:-1]]
         if num_written:
             messages[num_written - 1]["content"] = cut
         if not prompt:
@@ -98,16 +92,15 @@ class TurnWriter:
         first = _find(text, cut) + len(cut) if num_written else 0
         last = len(text) if prompt else _find(text, end)
         segments = [
-            part.replace(mark, "") if isinstance(part, str) else part for part in self._controls.split(text[first:last])
+            part.replace(mark, "") if isinstance(part, str) else part for part in controls.split(text[first:last])
         ]
-        return self._encode(segments, behind=num_written > 0)
+        if num_written and isinstance(segments[0], str):
+            return self.text_ids(segments[0]) + self._template.encode_segments(segments[1:])
+        return self._template.encode_segments(segments)
 
-    def _encode(self, segments: list[str | int], *, behind: bool) -> list[int]:
-        first = segments[0]
-        if behind and isinstance(first, str):
-            ids = continuation_ids(self._tokenizer, first, plain=True)
-            return ids + self._tokenizer.encode_segments(segments[1:])
-        return self._tokenizer.encode_segments(segments)
+    def text_ids(self, text: str) -> list[int]:
+        """Return the ids of text within a turn, behind other tokens."""
+        return continuation_ids(self._tokenizer, text, lambda text: self._template.encode_segments([text]))
 
 
 def common_length(lists: Sequence[Sequence[int]]) -> int:
