@@ -20,6 +20,8 @@ from quire.structured.compile import add_form
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 NAMESPACE = "functions."
+BEGINNINGS = (CHANNEL, START, " to=", "to=")
+MAX_BEGINNING = 16
 
 CALLS = CallFormat(
     name="openai",
@@ -119,16 +121,21 @@ class HarmonyParser:
 
     def _turn(self) -> Reading[None]:
         if self._ask.reasoning_open:
-            found = yield from self._text(self._events.reasoning)
+            found = yield from self._text(self._events.reasoning, closed=True)
         else:
-            found = yield from self._source.literal(CHANNEL, START, " to=", "to=")
-            if not found:
+            found = yield from self._source.literal(*BEGINNINGS)
+            if not found and not self._is_cut():
                 found = yield from self._text(self._events.content)
         while found:
             if found in (END, RETURN, CALL):
                 found = yield from self._between()
             else:
                 found = yield from self._message(found)
+
+    def _is_cut(self) -> bool:
+        """Whether all that is there is a part of a header."""
+        rest = self._source.text[self._source.pos :][:MAX_BEGINNING]
+        return self._source.ended and any(begin.startswith(rest) for begin in BEGINNINGS)
 
     def _between(self) -> Reading[str]:
         """Read on behind the end of a message; return what begins the next one."""
@@ -150,11 +157,13 @@ class HarmonyParser:
         name = recipient.removeprefix(NAMESPACE)
         if recipient.startswith(NAMESPACE) and name in self._names:
             return (yield from self._call(name))
-        return (yield from self._text(self._events.reasoning if channel == "analysis" else self._events.content))
+        if channel == "analysis":
+            return (yield from self._text(self._events.reasoning, closed=True))
+        return (yield from self._text(self._events.content))
 
-    def _text(self, sink: Sink) -> Reading[str]:
+    def _text(self, sink: Sink, closed: bool = False) -> Reading[str]:
         """Read a message's text; return the marker that ended it."""
-        return (yield from self._source.until(self._body_end, sink, self._stray))
+        return (yield from self._source.until(self._body_end, sink, self._stray, closed=closed))
 
     def _call(self, name: str) -> Reading[str]:
         yield from self._source.blanks()

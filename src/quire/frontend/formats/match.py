@@ -52,8 +52,8 @@ def match(parts: Iterable[Part], text: str, at: int, ended: bool, names: Iterabl
                 if there >= 0:
                     more = match(inner[1:], text, there, ended, names)
                     at, found.call_id = more.at, more.call_id or found.call_id
-                elif there == MORE:
-                    at = MORE
+                elif there != NO:
+                    at = there
             case Arguments():
                 at = _arguments(part, stop, text, at, ended)
         if at < 0:

@@ -159,7 +159,7 @@ class _TaggedReader:
         """Read a text up to its end tag; pads around it are not part of it."""
         if self._tags.pad:
             yield from self._source.literal(self._tags.pad)
-        marker = yield from self._source.until(self._value_end, sink.add)
+        marker = yield from self._source.until(self._value_end, sink.add, closed=True)
         if marker != self._tags.value_close:
             return False
         sink.end()

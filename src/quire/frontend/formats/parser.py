@@ -115,7 +115,7 @@ class CallParser:
             self._source.pos = found.at
         thoughts = Trimmed(self._events.reasoning, leading=True)
         stray = self._stray - {reasoning.end}
-        if not (yield from self._source.until(self._in_reasoning, thoughts.add, stray)):
+        if not (yield from self._source.until(self._in_reasoning, thoughts.add, stray, closed=True)):
             return
         if loose_after(self._ask.form):
             yield from self._source.blanks()

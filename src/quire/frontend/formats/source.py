@@ -128,12 +128,14 @@ class Source:
         sink: Sink,
         dropped: frozenset[str] = frozenset(),
         rejected: Callable[[str, int], bool] | None = None,
+        closed: bool = False,
     ) -> Reading[str]:
         """Read up to and including the first marker, "" if the end comes first; the text before it goes to `sink`.
 
         Args:
             dropped: markers that are left out, and do not end the text. rejected: called with a marker and where it
-                ends, says whether it is mere text, however the text goes on.
+                ends, says whether it is mere text, however the text goes on. closed: a marker must come, so that the
+                beginning of one at the end is none of the text.
         """
         start = self.pos
         while True:
@@ -147,11 +149,14 @@ class Source:
                 self._pass(sink, at)
                 self.pos = end
                 return found
+            if closed and self.ended and not found:
+                at = max(start, _Places(self.text, markers, start, False).find(start)[0])
             self._pass(sink, at)
             start = self.pos = end or at
             if found:
                 continue
             if self.ended:
+                self.pos = len(self.text)
                 return ""
             yield
             start = self.pos
@@ -192,6 +197,8 @@ class _Places:
     def find(self, start: int) -> tuple[int, int]:
         """As `Source._find`."""
         self.since = start
+        if start > self._last:
+            self._last = self._unfinished(start)  # the one that was found was read as something else
         while self._next:
             at, anchor = self._next[0]
             if at >= self._last:

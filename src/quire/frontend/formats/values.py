@@ -140,7 +140,7 @@ class ValueReader:
             return (yield from self._text(quote))
         word = yield from read_word(self._source, ",]}):")
         word = WORDS.get(word, word)
-        if not is_json(word):
+        if not (yield from self._source.peek()) or not is_json(word):
             return False
         self._sink(word)
         return True
@@ -186,6 +186,8 @@ class ValueReader:
         else:
             word = yield from read_word(self._source, equals + ",]})")
             sound = bool(word) and (self._bare or equals == "=")
+            if not sound or not (yield from self._source.peek()):
+                return False
             self._sink(f'"{escaped(word)}"')
         yield from self._source.blanks()
         found = yield from self._source.literal(equals)
@@ -195,12 +197,15 @@ class ValueReader:
     def _text(self, quote: str) -> Reading[bool]:
         self._sink('"')
         while True:
-            marker = yield from self._source.until(self._ends[quote], lambda piece: self._sink(escaped(piece)))
+            marker = yield from self._source.until(self._ends[quote], self._add_text, closed=True)
             if marker == quote:
                 self._sink('"')
                 return True
             if not marker or not (yield from self._escape()):
                 return False
+
+    def _add_text(self, text: str) -> None:
+        self._sink(escaped(text))
 
     def _escape(self) -> Reading[bool]:
         """Read what follows a backslash."""
