@@ -33,7 +33,7 @@ class Ask:
 
     def single(self, index: int) -> Ask:
         """Return the request for sequence `index` alone; of several, the first reports on the prompt."""
-        params = self.params if index == 0 else self.params.clone(prompt_logprobs=None)
+        params = self.params if index == 0 else self.params.clone(prompt_logprobs=None, prompt_logprob_start=None)
         return replace(self, params=params, seeds=(self.seeds[index],))
 
 
