@@ -2,11 +2,13 @@
 
 What transformers shows a template is what is shown here: messages without their nulls, reasoning under each of its
 names, everything else as given. `TemplateTraits` adds what transformers leaves to the caller: it finds out, by trying
-the template on small conversations, whether it takes content as parts, and tool arguments as an object or as a text.
+the template on small conversations, whether it takes content as parts, tool arguments as an object or as a text, and
+ids of any length.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,8 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 PROBES = ("quire probe one", "quire probe two")
 PROBE_ARGUMENTS = {"quire_probe": "value 7"}
 PROBE_ID = "quire0000"  # nine letters and digits, as Mistral's templates demand
+LONG_ID = "call_quire0000quire0000quire0000"
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 Marker = Callable[[str], str]
 
@@ -38,6 +42,7 @@ class TemplateTraits:
         self._takes_parts: dict[str, bool] = {}
         self._takes_arguments: tuple[bool, bool] | None = None
         self._needs_content: bool | None = None
+        self._needs_short_ids: bool | None = None
 
     def takes_parts(self, role: str) -> bool:
         """Whether messages of this role may have a list of parts as content."""
@@ -62,10 +67,14 @@ class TemplateTraits:
         user = {"role": "user", "content": "x"}
         message = {"role": role, "content": content}
         if role == "tool":
-            arguments: Any = {} if self.takes_arguments()[0] else "{}"
-            answer = {**message, "tool_call_id": PROBE_ID, "name": "probe"}
-            return [user, {**_call(arguments), "content": ""}, answer]
+            return self._answered(content)
         return {"system": [message, user], "user": [message], "assistant": [user, message]}[role]
+
+    def _answered(self, content: Any, call_id: str = PROBE_ID) -> list[dict[str, Any]]:
+        """Return a conversation with a tool call and an answer to it."""
+        call = {**_call({} if self.takes_arguments()[0] else "{}", call_id), "content": self._text("")}
+        answer = {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": content}
+        return [{"role": "user", "content": self._text("x")}, call, answer]
 
     def takes_arguments(self) -> tuple[bool, bool]:
         """Whether the arguments of tool calls may be objects, and whether they may be texts."""
@@ -78,6 +87,16 @@ class TemplateTraits:
                 as_text is not None and raw in as_text,
             )
         return self._takes_arguments
+
+    def needs_short_ids(self) -> bool:
+        """Whether the template fails on ids of calls that are longer than nine letters and digits."""
+        if self._needs_short_ids is None:
+            content = self._text("x")
+            self._needs_short_ids = (
+                self._render(self._answered(content, LONG_ID)) is None
+                and self._render(self._answered(content)) is not None
+            )
+        return self._needs_short_ids
 
     def _calls(self, arguments: Any, with_content: bool = True) -> str | None:
         call = {**_call(arguments), "content": self._text("")} if with_content else _call(arguments)
@@ -95,9 +114,9 @@ class TemplateTraits:
         return self._needs_content
 
 
-def _call(arguments: Any) -> dict[str, Any]:
+def _call(arguments: Any, call_id: str = PROBE_ID) -> dict[str, Any]:
     function = {"name": "probe", "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
+    return {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
 
 
 def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Marker) -> dict[str, Any]:
@@ -126,6 +145,8 @@ def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Mark
         shown["tool_calls"] = _shown_calls(shown["tool_calls"], traits, f"{where}.tool_calls")
         if "content" not in shown and traits.needs_content():
             shown["content"] = [] if traits.content_format == "openai" else ""
+    if "tool_call_id" in shown:
+        shown["tool_call_id"] = _shown_id(shown["tool_call_id"], traits)
     plain: dict[str, Any] = plain_data(shown, where, mark)
     plain["role"] = str.__str__(role)
     reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
@@ -170,7 +191,17 @@ def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
     elif isinstance(arguments, Mapping) and texts and not objects:
         plain = plain_data(arguments, f"{where}.function.arguments", lambda text: text)
         holder = {**holder, "arguments": json.dumps(plain, ensure_ascii=False)}
-    return {**call, "function": holder} if nested else holder
+    shown = {**call, "function": holder} if nested else {**holder}
+    if "id" in shown:
+        shown["id"] = _shown_id(shown["id"], traits)
+    return shown
+
+
+def _shown_id(call_id: Any, traits: TemplateTraits) -> Any:
+    """Return an id, or a short one made of it for templates that refuse others; equal ids stay equal."""
+    if not isinstance(call_id, str) or SHORT_ID.fullmatch(call_id) or not traits.needs_short_ids():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _read_arguments(text: str, where: str, keep: bool) -> Any:
