@@ -91,6 +91,7 @@ class Row:
     version: int
     seed: int
     num_candidates: int
+    jumps: bool
     prefixes: list[int] = field(default_factory=list)
 
     def prefix(self, position: int) -> int:
@@ -110,6 +111,7 @@ class Row:
             self.version,
             seed,
             self.num_candidates,
+            self.jumps,
             self.prefixes.copy(),
         )
 
@@ -230,6 +232,7 @@ class FakeWorker:
                 version=version,
                 seed=new.seed,
                 num_candidates=new.num_candidates,
+                jumps=new.grammar is not None,
             )
         for cont in plan.continuing:
             row = self.rows[cont.sequence_id]
@@ -297,6 +300,11 @@ class FakeWorker:
         token_id = sample(prefix, row.seed)
         row.token_ids.append(token_id)
         output.sampled_token_ids[name] = [token_id]
+        if row.jumps:
+            for _ in range(prefix // 64 % 32 % 7):  # often none, sometimes more than fits into a step
+                token_id = sample(row.prefix(len(row.token_ids) - 1), row.seed)
+                row.token_ids.append(token_id)
+                output.sampled_token_ids[name].append(token_id)
         if row.params.logprobs is not None:
             output.logprobs[name] = [logprobs_after(prefix, token_id, row.params.logprobs)]
 
@@ -327,11 +335,13 @@ def make_request(
     cache_salt: str | None = None,
     tenant: str = "",
     beam: BeamSearchParams | None = None,
+    grammar: str | None = None,
     **params: object,
 ) -> Request:
     """A request; `prompt` is token ids, or a length, which makes a prompt that shares no prefix with another name's.
 
-    Several sequences have seeds of their own, one has seed 0.
+    Several sequences have seeds of their own, one has seed 0. With any grammar the worker returns several tokens at
+    a time; they are those that it would return one by one.
     """
     if isinstance(prompt, int):
         prompt = [(zlib.crc32(request_id.encode()) + position) % VOCAB for position in range(prompt)]
@@ -349,6 +359,7 @@ def make_request(
         cache_salt=cache_salt,
         tenant=tenant,
         beam=beam,
+        grammar=grammar,
     )
 
 

@@ -65,6 +65,7 @@ def random_request(rng: random.Random, name: str, request_of, most: int):
     max_tokens = rng.randint(1, 40)
     kind = rng.random()
     beam = None
+    jumps = kind >= 0.1 and rng.random() < 0.3
     if kind < 0.1:
         beam = BeamSearchParams(
             beam_width=rng.randint(1, most), max_tokens=max_tokens, early_stopping=rng.choice((True, False, "never"))
@@ -75,6 +76,7 @@ def random_request(rng: random.Random, name: str, request_of, most: int):
         max_tokens,
         n=rng.randint(2, most) if 0.1 <= kind < 0.25 and most > 1 else 1,
         beam=beam,
+        grammar="any" if jumps else None,
         stop_ids=rng.sample(range(29), k=rng.choice((0, 0, 2))),
         arrival_time=float(rng.randint(0, 3)),
         priority=rng.randint(0, 2),
@@ -82,7 +84,7 @@ def random_request(rng: random.Random, name: str, request_of, most: int):
         cache_salt=rng.choice((None, None, "alice", "bob")),
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
         prompt_logprobs=rng.choice((None, None, None, 2)),
-        logprobs=rng.choice((None, 1)),
+        logprobs=None if jumps else rng.choice((None, 1)),
     )
 
 
@@ -133,6 +135,7 @@ class RandomLoad:
         # Of a request that is half computed again, what others of its sequences take may make one wait.
         whole = [r for r in live_before if len(r.sequences) == 1 or all(s.num_left <= 1 for s in r.sequences)]
         left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in whole}
+        num_others = sum(len(r.sequences) for r in live_before if r not in whole)
         loading = scheduler.kv.num_loading
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
         names = set(plan.num_scheduled_tokens)
@@ -143,7 +146,7 @@ class RandomLoad:
             if names & decodes:  # a step is all prompts or no prompts: who joins has been swapped in
                 assert set(plan.num_scheduled_tokens.values()) == {1}
                 assert all(r.num_preemptions for r in scheduler._running if r not in live_before)
-        elif sum(map(len, left.values())) <= scheduler.max_num_batched_tokens // 2:
+        elif sum(map(len, left.values())) + num_others <= scheduler.max_num_batched_tokens // 2:
             preempted = set(plan.preempted_sequence_ids)
             for request in whole:  # everybody's decode advances who was not preempted
                 for name in left[request.request_id]:
