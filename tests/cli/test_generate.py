@@ -206,5 +206,10 @@ def test_an_input_without_a_prompt_is_refused():
 
 def test_every_sampling_field_is_offered_or_left_out_on_purpose():
     from quire.cli.sampling import HELP
+    from quire.sampling_rules import UNSUPPORTED
 
-    assert set(SamplingParams.__struct_fields__) - set(HELP) == {"detokenize", "output_kind"}
+    in_files_only = {"structured_outputs", "repetition_detection", "logits_processors", "extra_args"}
+    for_programs = {"detokenize", "output_kind", "stream_interval", "flat_logprobs", "skip_clone"}
+    for_programs |= {"skip_reading_prefix_cache"}
+    left_out = in_files_only | for_programs | UNSUPPORTED.keys()
+    assert set(SamplingParams.__struct_fields__) - set(HELP) == left_out

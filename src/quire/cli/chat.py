@@ -30,6 +30,7 @@ from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig, option, option_fields
 from quire.errors import ConfigError, QuireError
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_rules import with_recommended
 
 Message = dict[str, str]
 # What a model says is shown, never obeyed: no escape sequences reach the terminal.
@@ -150,8 +151,8 @@ class LocalModel:
         except BaseException:
             self.close()
             raise
-        values = {**recommended_sampling(self._llm), **sampling, "output_kind": RequestOutputKind.DELTA}
-        self._params = SamplingParams(**values)
+        values = with_recommended(recommended_sampling(self._llm), sampling)
+        self._params = SamplingParams(**{**values, "output_kind": RequestOutputKind.DELTA})
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
         """Yield the reply; the request is aborted if the caller stops early."""

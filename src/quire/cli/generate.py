@@ -32,6 +32,7 @@ from quire.config import EngineConfig, option
 from quire.errors import ConfigError, GenerationError, RequestError
 from quire.outputs import RequestOutput
 from quire.sampling_params import MAX_LENGTH_PENALTY, BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.sampling_rules import with_recommended
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
@@ -205,7 +206,8 @@ class Asker:
         n = given.get("n", 1)
         ranked = given.get("best_of", n) != n
         kind = RequestOutputKind.DELTA if stream and not ranked else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(**{"max_tokens": MAX_TOKENS, **recommended, **given, "output_kind": kind})
+        values = with_recommended(recommended, given)
+        return SamplingParams(**{"max_tokens": MAX_TOKENS, **values, "output_kind": kind})
 
     async def complete(self, llm: AsyncLLM, prompt: PromptLine) -> RequestOutput:
         """Return the end of a prompt's completion. Raises what failed."""
