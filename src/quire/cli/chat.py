@@ -36,7 +36,15 @@ Message = dict[str, str]
 # What a model says is shown, never obeyed: no escape sequences reach the terminal.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
-NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+NOT_FOR_CHAT = (
+    "n",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
+)
 
 
 class Partner(Protocol):

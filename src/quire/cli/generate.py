@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _needs_lines(sampling: dict[str, Any]) -> bool:
     """Whether the result is more than one text."""
-    return sampling.get("n", 1) > 1 or "logprobs" in sampling or "prompt_logprobs" in sampling
+    scores = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+    return sampling.get("n", 1) > 1 or any(name in sampling for name in scores)
 
 
 def _prompts(options: GenerateOptions) -> list[PromptLine]:
