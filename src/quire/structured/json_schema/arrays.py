@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.structured.json_schema import regular
+from quire.structured.json_schema.assertions import negated
 from quire.structured.json_schema.errors import too_complex, unsupported
+from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.shapes import (
     All,
     ArrayShape,
@@ -16,7 +19,6 @@ from quire.structured.json_schema.shapes import (
     NumberShape,
     StringShape,
     join,
-    one,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +135,7 @@ class _Steps:
         room: str,
     ) -> None:
         self.emitter, self.contains, self.fields, self.count, self.room = emitter, contains, fields, count, room
+        self.next = f"incr({count})" if count else "_"
 
     def _close(self, least: int) -> str:
         conditions = [f"ge({field}, {low})" for field, (_, low, _) in zip(self.fields, self.contains) if low]
@@ -149,19 +152,17 @@ class _Steps:
             grown = []
             for wanted, steps, conditions in kinds:
                 inside = (join(wanted, demand), [*steps, field], [*conditions, f"lt({field}, {limit})"])
-                outside = (wanted if high is None else join(wanted, _negated(demand)), steps, conditions)
+                outside = (wanted if high is None else join(wanted, negated(demand)), steps, conditions)
                 grown += [inside, outside]
             kinds = grown
         choices = []
         for wanted, steps, conditions in kinds:
             if self.emitter.emptiness.of_demand(wanted, pointer):
                 continue
-            target = after
-            for field in [*steps, *([self.count] if self.count else [])]:
-                rule = builder.declare("counted")
-                builder.define(rule, f"{target}::incr({field})", "::_")
-                target = rule
-            choices.append(f"{self.emitter.value(wanted)} {target}::_{_when(conditions)}")
+            if len(steps) > 1:
+                raise too_complex(f"{pointer}/contains", "several counts of the same elements")
+            step = f"incr({steps[0]})" if steps else "_"
+            choices.append(f"{self.emitter.value(wanted)} {after}::{step}{_when(conditions)}")
         if not choices:
             raise unsupported(pointer, "no element is possible here")
         rule = builder.declare("element")
@@ -179,7 +180,7 @@ class _Steps:
         else:
             self.element = self._element(element, rule, pointer)
             room = _when([self.room] if self.room else [])
-            builder.define(rule, f"{self.emitter.texts.comma} {self.element}::_{room} | {close}", "::_")
+            builder.define(rule, f"{self.emitter.texts.comma} {self.element}::{self.next}{room} | {close}", "::_")
         return rule
 
     def chain(self, element: All, after: str, least: int, pointer: str, *, first: bool) -> str:
@@ -188,14 +189,14 @@ class _Steps:
         item = self._element(element, after, pointer)
         comma = "" if first else self.emitter.texts.comma + " "
         room = _when([self.room] if self.room else [])
-        self.emitter.builder.define(rule, f"{comma}{item}::_{room} | {self._close(least)}", "::_")
+        self.emitter.builder.define(rule, f"{comma}{item}::{self.next}{room} | {self._close(least)}", "::_")
         return rule
 
     def first(self, loop: str, least: int) -> str:
         """Return the rule at the beginning, where no comma comes first."""
         rule = self.emitter.builder.declare("elements")
         room = _when([self.room] if self.room else [])
-        choices = [f"{self.element}::_{room}"] if self.element else []
+        choices = [f"{self.element}::{self.next}{room}"] if self.element else []
         self.emitter.builder.define(rule, " | ".join([*choices, self._close(least)]), "::_")
         return rule
 
@@ -207,11 +208,6 @@ def _when(conditions: list[str]) -> str:
     for part in conditions[1:]:
         result = f"and({result}, {part})"
     return f" %if {result}"
-
-
-def _negated(demand: All) -> All:
-    ((number, holds),) = demand
-    return one(number, not holds)
 
 
 def _unique(emitter: Emitter, shape: ArrayShape, most: int | None, pointer: str) -> str:
@@ -258,9 +254,6 @@ def _finite(form: Form) -> list[object] | None:
 
 
 def _written(emitter: Emitter, values: list[object]) -> list[str]:
-    from quire.structured.json_schema import regular
-    from quire.structured.json_schema.numbers import number_language
-
     found = []
     for value in values:
         if value is None or isinstance(value, bool):

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import echo
 from quire.structured.json_schema.dialects import TYPES
 from quire.structured.json_schema.document import Document, Node
 from quire.structured.json_schema.ecma import PatternError, pattern_language
-from quire.structured.json_schema.errors import SchemaError, step, unsupported
-from quire.structured.json_schema.limits import MAX_ITEMS, MAX_LENGTH, MAX_MIN
-from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.errors import SchemaError, step, too_complex, unsupported
+from quire.structured.json_schema.limits import MAX_ALTERNATIVES, MAX_ITEMS, MAX_LENGTH, MAX_MIN
 from quire.structured.json_schema.presence import all_of, has, negation
-from quire.structured.json_schema.regular import Lang, matches, neg
+from quire.structured.json_schema.regular import Lang, alt, neg, text
 from quire.structured.json_schema.shapes import (
     BOTTOM,
     EVERYTHING,
@@ -31,6 +29,8 @@ from quire.structured.json_schema.shapes import (
     ObjectShape,
     Positions,
     StringShape,
+    exact,
+    intersect,
     just,
     one,
     only,
@@ -69,7 +69,7 @@ def refusal(pointer: str, message: str) -> Callable[[], Form]:
     return refuse
 
 
-def type_assertion(value: Any, draft: int, pointer: str) -> Assertion:
+def type_assertion(value: Any) -> Assertion:
     """`type`."""
     wanted = {value} if isinstance(value, str) else set(value)
     holds = {kind: TOP[kind] for kind in TYPES if kind in wanted}
@@ -77,9 +77,6 @@ def type_assertion(value: Any, draft: int, pointer: str) -> Assertion:
     if "integer" in wanted and "number" not in wanted:
         holds["number"] = (NumberShape(whole=True),)
         fails["number"] = (NumberShape(whole=False),)
-        if draft == 4:
-            # There 1.0 is no integer; which texts are "not an integer" would depend on how numbers are written.
-            return Assertion(lambda: holds, refusal(pointer, "the negation of integer, in draft 4"))
     return fixed(holds, fails)
 
 
@@ -102,10 +99,18 @@ def bound_assertions(schema: dict[str, Any]) -> list[Assertion]:
 
 def multiple_assertion(value: int | float, pointer: str) -> Assertion:
     """`multipleOf`."""
-    holds = NumberShape(whole=True) if value == 1 else NumberShape(multiples=frozenset((value,)))
     if value == 1:
-        return fixed(only("number", holds), just("number", NumberShape(whole=False)))
-    return Assertion(lambda: only("number", holds), refusal(pointer, "the negation of multipleOf"))
+        return fixed(only("number", NumberShape(whole=True)), just("number", NumberShape(whole=False)))
+    size = exact(value)
+    if size.denominator & (size.denominator - 1) or size.denominator > 1 << 16:
+        # Readers divide floats: to them 0.07 is no multiple of 0.01. Halves, quarters and so on have no such trouble.
+        refuse = refusal(pointer, "a fraction that floats cannot hold; readers would disagree about its multiples")
+        return Assertion(refuse, refuse)
+    holds, fails = (NumberShape(multiples=frozenset(((value, wanted),))) for wanted in (True, False))
+    if size.denominator > 1:
+        refuse = refusal(pointer, "the negation of multiples of a fraction")
+        return Assertion(lambda: only("number", holds), refuse)
+    return fixed(only("number", holds), just("number", fails))
 
 
 def length_assertion(least: int, most: int | None, pointer: str) -> Assertion:
@@ -189,8 +194,6 @@ def _other_values(document: Document, values: list[Any], pointer: str) -> Form:
     numbers = tuple(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
     booleans = frozenset(value for value in values if isinstance(value, bool))
     if strings:
-        from quire.structured.json_schema.regular import alt, text
-
         listed = neg(alt(*(text(value) for value in sorted(strings))))
         result["string"] = (StringShape(languages=frozenset((listed,))),)
     if numbers:
@@ -201,11 +204,12 @@ def _other_values(document: Document, values: list[Any], pointer: str) -> Form:
     if None in values:
         result["null"] = ()
     for kind, python in (("array", list), ("object", dict)):
-        listed_values = [value for value in values if isinstance(value, python)]
-        if len(listed_values) > 1:
-            raise unsupported(pointer, f"the negation of several {kind}s: {echo(listed_values[0])}")
-        if listed_values:
-            result[kind] = _not_this(document, listed_values[0], pointer)
+        for value in values:
+            if isinstance(value, python):
+                other: Form = {kind: _not_this(document, value, pointer)}
+                result[kind] = intersect(result, other, lambda pairs: None).get(kind, ())
+            if len(result.get(kind, ())) > MAX_ALTERNATIVES:
+                raise too_complex(pointer, "the negation of so many values")
     return {kind: shapes for kind, shapes in result.items() if shapes}
 
 
@@ -237,27 +241,24 @@ def keys_assertion(node: Node, keys: Keys) -> Assertion:
                 continue
             # A property may be named and match a pattern, too: each alternative demands one failure only.
             found.append(ObjectShape((Keys(((name, negated(demand)),), (), EVERYTHING),), has(name)))
-        for language, demand in keys.patterns:
-            if demand != EVERYTHING:
-                raise unsupported(step(node.pointer, "patternProperties"), f"its negation{_about(language)}")
-        if keys.rest != EVERYTHING:
-            if keys.rest == NOTHING and not keys.names and not keys.patterns:
-                found.append(ObjectShape(least=1))
-            else:
-                raise unsupported(step(node.pointer, "additionalProperties"), "its negation")
+        others = [text(name) for name, _ in keys.names]
+        demands = [(language, demand, "patternProperties") for language, demand in keys.patterns]
+        rest = neg(alt(*others, *(language for language, _ in keys.patterns)))
+        for language, demand, keyword in [*demands, (rest, keys.rest, "additionalProperties")]:
+            if demand == NOTHING:
+                found.append(ObjectShape(presence=("has", ("language", language))))
+            elif demand != EVERYTHING:
+                # A name may be written again with another value, so that some property has a value proves nothing.
+                raise unsupported(step(node.pointer, keyword), "its negation, as names may repeat")
         return just("object", *found)
 
     return Assertion(lambda: only("object", ObjectShape((keys,))), fails)
 
 
-def _about(language: Lang) -> str:
-    return ", which would be about any name" if matches(language, "") else ""
-
-
 def negated(demand: frozenset[tuple[int, bool]]) -> frozenset[tuple[int, bool]]:
     """Return the negation of a demand that is one node."""
-    if demand == NOTHING:
-        return EVERYTHING
+    if demand in (NOTHING, EVERYTHING):
+        return EVERYTHING if demand == NOTHING else NOTHING
     ((number, holds),) = demand
     return one(number, not holds)
 

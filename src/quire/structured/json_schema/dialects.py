@@ -13,9 +13,11 @@ TYPE_NAMES = (*TYPES, "integer")
 _SCHEMES = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "draft/2019-09": 2019, "draft/2020-12": 2020}
 
 SINGLE = frozenset(
-    "additionalProperties additionalItems unevaluatedProperties unevaluatedItems propertyNames contains not if then "
-    "else items".split()
-)
+    (
+        "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "propertyNames",
+        "contains", "not", "if", "then", "else", "items",
+    )
+)  # fmt: skip
 LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
 

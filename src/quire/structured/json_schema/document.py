@@ -12,7 +12,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from quire.errors import echo
 from quire.structured.json_schema.dialects import FORMS, LISTS, MAPS, SINGLE, draft_of, knows
-from quire.structured.json_schema.errors import SchemaError, invalid, step, too_complex, unsupported
+from quire.structured.json_schema.errors import invalid, step, too_complex, unsupported
 from quire.structured.json_schema.limits import MAX_DEPTH, MAX_ENUM, MAX_PROPERTIES, MAX_SCHEMA_CHARS
 
 FALSE, TRUE = 0, 1
@@ -174,7 +174,8 @@ class Document:
                 raise too_complex(step(pointer, keyword), f"more than {MAX_PROPERTIES} properties in all")
 
     def _remember(self, schema: dict[str, Any], pointer: str, base: str, number: int) -> None:
-        if pointer != "#" and "$schema" in schema and draft_of(str(schema["$schema"])) != self.draft:
+        named = self._id(schema) is not None
+        if pointer != "#" and named and "$schema" in schema and draft_of(str(schema["$schema"])) != self.draft:
             raise unsupported(step(pointer, "$schema"), "another draft than that of the whole schema")
         name = self._id(schema)
         if name is not None and name.startswith("#") and self.draft <= 7:
@@ -227,6 +228,3 @@ def _check_depth(schema: Any) -> None:
             elif isinstance(part, list | tuple):
                 deeper.extend(part)
         level = deeper
-
-
-__all__ = ["FALSE", "TRUE", "Document", "Node", "SchemaError"]

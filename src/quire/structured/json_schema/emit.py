@@ -55,7 +55,9 @@ class Emitter:
     def _any(self) -> str:
         texts, name = self.texts, self._rules[EVERYTHING]
         array = f"{texts.open_array} ({name} ({texts.comma} {name})*)? {texts.close_array}"
-        return f'{texts.any_string()} | {texts.any_number()} | "true" | "false" | "null" | {array} | {self.any_object()}'
+        return (
+            f'{texts.any_string()} | {texts.any_number()} | "true" | "false" | "null" | {array} | {self.any_object()}'
+        )
 
     def any_object(self) -> str:
         """Return an expression for any object."""
@@ -92,5 +94,6 @@ class Emitter:
         if isinstance(shape, ObjectShape):
             return objects.choices(self, shape, pointer)
         if isinstance(shape, NumberShape) and shape.multiples:
-            return [multiples.rule(self.builder, self._number(shape), shape.multiples, pointer)]
+            as_floats = self.expander.document.draft != 4
+            return multiples.choices(self.builder, shape, whole_as_floats=as_floats, pointer=pointer)
         return []

@@ -1,17 +1,19 @@
-"""Whether a schema has instances at all, as far as that is plain: it tells which branches of a oneOf exclude each other,
-which properties cannot be there, and keeps models out of parts that could never end.
+"""Whether a schema has instances at all, as far as that is plain: it tells which branches of a oneOf exclude each
+other, which properties cannot be there, and keeps models out of parts that could never end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.errors import too_complex, unsupported
 from quire.structured.json_schema.expand import Expander
 from quire.structured.json_schema.limits import MAX_CLAUSES, MAX_KEY_KINDS
+from quire.structured.json_schema.multiples import has_none
 from quire.structured.json_schema.numbers import number_language
-from quire.structured.json_schema.presence import Clause, assume, clauses, names_in
+from quire.structured.json_schema.presence import NEVER, Clause, Formula, any_of, assume, clauses, has, names_in
 from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang
 from quire.structured.json_schema.shapes import (
     EVERYTHING,
@@ -28,17 +30,31 @@ from quire.structured.json_schema.shapes import (
 
 
 @dataclass(frozen=True)
+class FreeNames:
+    """Names that a schema does not list.
+
+    Attributes:
+        language: the names. demand: on the values of properties with these. kinds: those of the languages that the
+            presence formula asks about in which all the names are; they are in none of the others.
+    """
+
+    language: Lang
+    demand: All
+    kinds: frozenset[Lang]
+
+
+@dataclass(frozen=True)
 class ObjectPlan:
     """What an `ObjectShape` comes to.
 
     Attributes:
         names: the properties that have a name of their own and can be there, and what is demanded of their values.
-        free: sets of other names, and what is demanded of the values of properties with these.
+        free: the other names.
         clauses: the object is as one of them says: names that must, and must not be there.
     """
 
     names: dict[str, All]
-    free: list[tuple[Lang, All]]
+    free: list[FreeNames]
     clauses: list[Clause]
 
 
@@ -56,6 +72,7 @@ class Emptiness:
     def __init__(self, expander: Expander) -> None:
         self.expander = expander
         self._demands: dict[All, bool] = {}
+        self._languages: dict[Lang, bool] = {}
         self._plans: dict[ObjectShape, ObjectPlan] = {}
         expander.overlap = self.overlap  # type: ignore[method-assign]
 
@@ -76,13 +93,19 @@ class Emptiness:
             self._demands[demand] = all(self.of_shape(shape, where) for shapes in form.values() for shape in shapes)
         return self._demands[demand]
 
+    def of_language(self, language: Lang, pointer: str) -> bool:
+        """Tell whether it is plain that the language has no texts."""
+        if language not in self._languages:
+            self._languages[language] = regular.is_empty(language, lambda: self.expander.budget.spend(4, pointer))
+        return self._languages[language]
+
     def of_shape(self, shape: Shape, pointer: str) -> bool:
         """Tell whether it is plain that the shape has no values."""
         self.expander.budget.spend(1, pointer)
         if isinstance(shape, NumberShape):
-            return regular.is_empty(number_language(shape))
+            return has_none(shape) or self.of_language(number_language(shape), pointer)
         if isinstance(shape, StringShape):
-            return shape.values is None and bool(shape.languages) and regular.is_empty(string_language(shape))
+            return shape.values is None and bool(shape.languages) and self.of_language(string_language(shape), pointer)
         if isinstance(shape, ArrayShape):
             return self._array(shape, pointer)
         return isinstance(shape, ObjectShape) and not self.plan(shape, pointer).clauses
@@ -123,58 +146,74 @@ class Emptiness:
         return self._plans[shape]
 
     def _make_plan(self, shape: ObjectShape, pointer: str) -> ObjectPlan:
-        allowed = self._allowed_names(shape, pointer)
-        wanted = dict.fromkeys(name for keys in shape.keys for name, _ in keys.names) | names_in(shape.presence)
+        allowed = self._names(shape.names)
+        asked = names_in(shape.presence)
+        kinds = {name: self._kind(name) for name in asked if isinstance(name, tuple)}
+        wanted = dict.fromkeys(name for keys in shape.keys for name, _ in keys.names)
+        wanted |= {name: None for name in asked if name not in kinds}
         self.expander.budget.spend(len(wanted) * max(len(shape.keys), 1), pointer)
         names: dict[str, All] = {}
         for name in wanted:
             demand = join(*(keys.at(name) for keys in shape.keys))
             if regular.matches(allowed, name) and not self.of_demand(demand, pointer):
                 names[name] = demand
-        impossible = {name: False for name in wanted if name not in names}
-        free = self._free(shape, allowed, list(wanted), pointer)
-        found = clauses(assume(shape.presence, impossible), MAX_CLAUSES)
+        free = self._free(shape, allowed, list(wanted), set(kinds.values()), pointer)
+        known: dict[Any, Formula] = {name: NEVER for name in wanted if name not in names}
+        for kind, language in kinds.items():
+            ways = [has(name) for name in names if regular.matches(language, name)]
+            if any(language in part.kinds for part in free):
+                ways.append(has(("language", language)))
+            known[kind] = any_of(ways)
+        found = clauses(assume(shape.presence, known), MAX_CLAUSES)
         if found is None:
             raise too_complex(pointer, "too many combinations of properties that must and must not be there")
         kept = []
         for must, never in found:
+            if kinds and (shape.most is not None or shape.least > 1):
+                raise unsupported(pointer, "counting properties where some name must not be of a form")
             short = not free and len(names) - len(never & names.keys()) < shape.least
             if not short and (shape.most is None or len(must) <= shape.most):
                 kept.append((must, never))
         return ObjectPlan(names, free, kept)
 
-    def _allowed_names(self, shape: ObjectShape, pointer: str) -> Lang:
-        if shape.names == EVERYTHING:
+    def _kind(self, name: tuple[Any, ...]) -> Lang:
+        """Return the names of properties that a formula asks for by ("language", ...) or ("name", ...)."""
+        return name[1] if name[0] == "language" else self._names(name[1])
+
+    def _names(self, demand: All) -> Lang:
+        if demand == EVERYTHING:
             return ALL
-        strings = self.expander.form(shape.names).get("string", ())
+        strings = self.expander.form(demand).get("string", ())
         return regular.alt(*(string_language(part) for part in strings if isinstance(part, StringShape)))
 
-    def _free(self, shape: ObjectShape, allowed: Lang, names: list[str], pointer: str) -> list[tuple[Lang, All]]:
+    def _free(
+        self, shape: ObjectShape, allowed: Lang, names: list[str], asked: set[Lang], pointer: str
+    ) -> list[FreeNames]:
         patterns = dict.fromkeys(language for keys in shape.keys for language, _ in keys.patterns)
-        kinds: list[tuple[Lang, frozenset[Lang]]] = [(allowed, frozenset())]
-        for pattern in patterns:
+        parts: list[tuple[Lang, frozenset[Lang]]] = [(allowed, frozenset())]
+        for pattern in [*patterns, *(language for language in asked if language not in patterns)]:
             split: list[tuple[Lang, frozenset[Lang]]] = []
-            for language, matched in kinds:
+            for language, matched in parts:
                 split.append((regular.both(language, pattern), matched | {pattern}))
                 split.append((regular.both(language, regular.neg(pattern)), matched))
             self.expander.budget.spend(10 * len(split), pointer)
-            kinds = [kind for kind in split if kind[0] != EMPTY and not regular.is_empty(kind[0])]
-            if len(kinds) > MAX_KEY_KINDS:
+            parts = [part for part in split if part[0] != EMPTY and not self.of_language(part[0], pointer)]
+            if len(parts) > MAX_KEY_KINDS:
                 raise too_complex(pointer, "patterns of property names overlap in too many ways")
-        groups: dict[All, list[Lang]] = {}
-        for language, matched in kinds:
+        groups: dict[tuple[All, frozenset[Lang]], list[Lang]] = {}
+        for language, matched in parts:
             demands = []
             for keys in shape.keys:
                 mine = [demand for pattern, demand in keys.patterns if pattern in matched]
                 demands.append(join(*mine) if mine else keys.rest)
             demand = join(*demands)
             if not self.of_demand(demand, pointer):
-                groups.setdefault(demand, []).append(language)
+                groups.setdefault((demand, matched & asked), []).append(language)
         known = regular.neg(regular.alt(*(regular.text(name) for name in names))) if names else ALL
         result = []
-        for demand, languages in groups.items():
-            whole = allowed if len(languages) == len(kinds) else regular.alt(*languages)
+        for (demand, kinds), languages in groups.items():
+            whole = allowed if len(languages) == len(parts) else regular.alt(*languages)
             rest = regular.both(whole, known)
-            if whole == ALL or not regular.is_empty(rest):
-                result.append((rest, demand))
+            if whole == ALL or not self.of_language(rest, pointer):
+                result.append(FreeNames(rest, demand, kinds))
         return result

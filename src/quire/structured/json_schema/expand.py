@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import echo
 from quire.structured.json_schema import assertions as say
 from quire.structured.json_schema.assertions import Assertion, fixed, refusal
 from quire.structured.json_schema.dialects import knows
-from quire.structured.json_schema.document import FALSE, Document, Node
+from quire.structured.json_schema.document import Document, Node
 from quire.structured.json_schema.errors import invalid, step, too_complex, unsupported
 from quire.structured.json_schema.formats import format_language
 from quire.structured.json_schema.limits import MAX_ALTERNATIVES, Budget
-from quire.structured.json_schema.presence import all_of, has, negation
+from quire.structured.json_schema.presence import all_of, any_of, has, negation
 from quire.structured.json_schema.shapes import (
     BOTTOM,
     EVERYTHING,
-    NOTHING,
     TOP,
     All,
     ArrayShape,
@@ -36,6 +34,7 @@ from quire.structured.json_schema.shapes import (
 )
 
 MAX_ANY_WITH_UNEVALUATED = 4
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 
 class Expander:
@@ -48,7 +47,8 @@ class Expander:
         self._demands: dict[All, Form] = {}
         # With unevaluated* about, it matters which branches of an anyOf hold; else only that one does.
         self._tracks = any(
-            isinstance(node.schema, dict) and ("unevaluatedProperties" in node.schema or "unevaluatedItems" in node.schema)
+            isinstance(node.schema, dict)
+            and ("unevaluatedProperties" in node.schema or "unevaluatedItems" in node.schema)
             for node in document.nodes
         )
 
@@ -100,7 +100,7 @@ class Expander:
         return result
 
     def _negative(self, node: Node) -> Form:
-        for keyword in ("unevaluatedProperties", "unevaluatedItems"):
+        for keyword in _UNEVALUATED:
             if keyword in node.schema and knows(self.document.draft, keyword):
                 raise unsupported(step(node.pointer, keyword), "its negation")
         return unite(*(assertion.fails() for assertion in self._assertions(node)))
@@ -111,6 +111,8 @@ class Expander:
             yield self._same(self.document.resolve(node, schema["$ref"]))
             return
         known = {key: value for key, value in schema.items() if knows(draft, key)}
+        if draft == 7:
+            _refuse_content(node)
         yield from self._values(node, known)
         yield from self._arrays(node, known)
         yield from self._objects(node, known)
@@ -120,7 +122,7 @@ class Expander:
     def _values(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         pointer = node.pointer
         if "type" in schema:
-            yield say.type_assertion(schema["type"], self.document.draft, step(pointer, "type"))
+            yield say.type_assertion(schema["type"])
         if "enum" in schema:
             yield say.values_assertion(self.document, schema["enum"], step(pointer, "enum"))
         if "const" in schema:
@@ -137,7 +139,8 @@ class Expander:
         if "format" in schema:
             language = format_language(schema, step(pointer, "format"))
             if language is not None:
-                yield say.language_assertion(language)
+                refuse = refusal(step(pointer, "format"), "its negation")
+                yield Assertion(say.language_assertion(language).holds, refuse)
 
     def _arrays(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         pointer = node.pointer
@@ -184,12 +187,9 @@ class Expander:
             yield say.keys_assertion(node, self._keys(node, schema))
         if "propertyNames" in schema:
             demand = one(self.document.child(node, "propertyNames"))
-            refuse = refusal(step(pointer, "propertyNames"), "its negation")
             holds = only("object", ObjectShape(names=demand))
-            if demand == NOTHING:
-                yield fixed(holds, just("object", ObjectShape(least=1)))
-            elif demand != EVERYTHING:
-                yield Assertion(lambda: holds, refuse)
+            other = ("has", ("name", say.negated(demand)))
+            yield fixed(holds, just("object", ObjectShape(presence=other)) if demand != EVERYTHING else BOTTOM)
         yield from self._dependencies(node, schema)
 
     def _keys(self, node: Node, schema: dict[str, Any]) -> Keys:
@@ -256,7 +256,7 @@ class Expander:
         if "not" in schema:
             number = child(node, "not")
             yield Assertion(lambda: _unmarked(self.of(number, False)), lambda: _unmarked(self.of(number)))
-        if "if" in schema and ("then" in schema or "else" in schema):
+        if "if" in schema and ("then" in schema or "else" in schema or self._tracks):
             yield self._conditional(node, schema)
 
     def _conditional(self, node: Node, schema: dict[str, Any]) -> Assertion:
@@ -330,13 +330,16 @@ class Expander:
         )
 
 
-def _implied(name: str, demand: Any) -> Assertion:
-    from quire.structured.json_schema.presence import any_of
+def _refuse_content(node: Node) -> None:
+    # Draft 7 lets validators look into strings; later drafts do not.
+    for keyword in ("contentMediaType", "contentEncoding"):
+        if keyword in node.schema:
+            raise unsupported(step(node.pointer, keyword), "what strings contain")
 
+
+def _implied(name: str, demand: Any) -> Assertion:
     formula = any_of((negation(has(name)), demand))
-    return fixed(
-        only("object", ObjectShape(presence=formula)), just("object", ObjectShape(presence=negation(formula)))
-    )
+    return fixed(only("object", ObjectShape(presence=formula)), just("object", ObjectShape(presence=negation(formula))))
 
 
 def _unmarked(form: Form) -> Form:
@@ -371,6 +374,3 @@ def _rest_of_positions(shape: ArrayShape, demand: All) -> ArrayShape:
     length = max((len(positions.prefix) for positions in marked), default=0)
     added = Positions((EVERYTHING,) * length, demand, explicit=True, marks=True)
     return replace(shape, positions=(*shape.positions, added))
-
-
-__all__ = ["FALSE", "Expander", "echo"]

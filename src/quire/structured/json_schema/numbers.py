@@ -70,12 +70,13 @@ def _without(between: object, shape: NumberShape) -> Lang:
 
 def _whole_between(low: Bound | None, high: Bound | None) -> Lang:
     """Return the whole numbers between the bounds, written as such."""
-    least = None if low is None else _next_whole(low, 1)
-    most = None if high is None else _next_whole(high, -1)
+    least = None if low is None else next_whole(low, 1)
+    most = None if high is None else next_whole(high, -1)
     return _signed(least, most, _naturals_between)
 
 
-def _next_whole(bound: Bound, direction: int) -> int:
+def next_whole(bound: Bound, direction: int) -> int:
+    """Return the whole number nearest to `bound` that is inside it: above (1) or below (-1)."""
     value = Fraction(bound[0])
     whole = math.ceil(value) if direction > 0 else math.floor(value)
     return whole + direction if bound[1] and whole == value else whole
@@ -297,7 +298,7 @@ def _spellings(value: int | float) -> Lang:
     found = []
     if number.denominator == 1 and (isinstance(value, int) or Fraction(value) == number):
         found.append(text(whole))
-    if isinstance(value, float) or abs(value) < 1 << 53:
+    if isinstance(value, float) or abs(value) <= 1 << 53:
         if len(part) <= _FRACTION and len(whole) <= _INTEGER_PART:
             tail = cat(text(part), rep(text("0"), 0, _FRACTION - len(part))) if part else _SOME_ZEROS
             found.append(cat(text(whole), _POINT, tail))

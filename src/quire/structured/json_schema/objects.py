@@ -5,15 +5,14 @@ order, and at the end those are checked that must be there. With `ordered`, a ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.emptiness import ObjectPlan
+from quire.structured.json_schema.emptiness import FreeNames, ObjectPlan
 from quire.structured.json_schema.errors import too_complex, unsupported
 from quire.structured.json_schema.limits import MAX_VARIANTS
-from quire.structured.json_schema.presence import Formula, all_of, any_of, assume, has, names_in, negation
-from quire.structured.json_schema.regular import Lang
+from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of, assume, has, names_in, negation
 from quire.structured.json_schema.shapes import All, ObjectShape
 
 if TYPE_CHECKING:
@@ -29,16 +28,16 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
     plan = emitter.emptiness.plan(shape, pointer)
     free = plan.free
     if not emitter.options.additional_properties and plan.names and not any(keys.explicit for keys in shape.keys):
-        free = _named_by_patterns(emitter, shape, plan)
+        free = _named_by_patterns(emitter, shape, plan, pointer)
     least, most = shape.least, shape.most
     if not plan.names and most is None and least <= 1 and plan.clauses and free:
         return [_plain(emitter, free, least)]
-    everyone = all(not names_in_clause[1] & plan.names.keys() for names_in_clause in plan.clauses)
     counted = most is not None or any(least > len(must) for must, _ in plan.clauses)
-    if len(plan.clauses) > 1 and not counted and not emitter.options.ordered:
-        formula = _formula(plan)
-        if everyone or assume(formula, dict.fromkeys(plan.names, True)) == all_of(()):
-            return [_AnyOrder(emitter, plan.names, free, formula, (0, None), pointer).expression()]
+    formula = _formula(plan)
+    kinds = [name for name in names_in(formula) if isinstance(name, tuple)]
+    shared = bool(kinds) or (len(plan.clauses) > 1 and not emitter.options.ordered)
+    if shared and not counted and assume(formula, dict.fromkeys(names_in(formula), ALWAYS)) == ALWAYS:
+        return [_AnyOrder(emitter, plan.names, free, formula, (0, None), pointer).expression()]
     if len(plan.clauses) > MAX_VARIANTS:
         raise too_complex(pointer, "too many combinations of properties that must and must not be there")
     found = []
@@ -46,8 +45,8 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
         names = {name: demand for name, demand in plan.names.items() if name not in never}
         if not free and len(names) < least:
             continue
-        demand = all_of(has(name) for name in names if name in must)
-        kind = _InOrder if emitter.options.ordered else _AnyOrder
+        demand = all_of(has(name) for name in [*names, *kinds] if name in must)
+        kind = _InOrder if emitter.options.ordered and not kinds else _AnyOrder
         found.append(kind(emitter, names, free, demand, (least, most), pointer).expression())
     if not found:
         raise unsupported(pointer, "it has no instances without additional properties")
@@ -56,22 +55,27 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
 
 def _formula(plan: ObjectPlan) -> Formula:
     return any_of(
-        all_of([*(has(name) for name in sorted(must)), *(negation(has(name)) for name in sorted(never & plan.names.keys()))])
+        all_of(
+            [
+                *(has(name) for name in sorted(must, key=str)),
+                *(negation(has(name)) for name in sorted(never & plan.names.keys())),
+            ]
+        )
         for must, never in plan.clauses
     )
 
 
-def _named_by_patterns(emitter: Emitter, shape: ObjectShape, plan: ObjectPlan) -> list[tuple[Lang, All]]:
+def _named_by_patterns(emitter: Emitter, shape: ObjectShape, plan: ObjectPlan, pointer: str) -> list[FreeNames]:
     patterns = [language for keys in shape.keys for language, _ in keys.patterns]
     if not patterns:
         return []
-    kept = [(regular.both(language, regular.alt(*patterns)), demand) for language, demand in plan.free]
-    return [(language, demand) for language, demand in kept if not regular.is_empty(language)]
+    kept = [replace(part, language=regular.both(part.language, regular.alt(*patterns))) for part in plan.free]
+    return [part for part in kept if not emitter.emptiness.of_language(part.language, pointer)]
 
 
-def _plain(emitter: Emitter, free: list[tuple[Lang, All]], least: int) -> str:
+def _plain(emitter: Emitter, free: list[FreeNames], least: int) -> str:
     texts = emitter.texts
-    member = _union([f"{texts.name(language)} {emitter.value(demand)}" for language, demand in free])
+    member = _union([f"{texts.name(part.language)} {emitter.value(part.demand)}" for part in free])
     inner = f"{member} ({texts.comma} {member})*"
     return f"{texts.open_object} {inner if least else f'({inner})?'} {texts.close_object}"
 
@@ -80,7 +84,7 @@ def _union(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else "(" + " | ".join(parts) + ")"
 
 
-def condition(formula: Formula, bits: Mapping[str, int]) -> str:
+def condition(formula: Formula, bits: Mapping[Any, int]) -> str:
     """Return `formula` as a condition on the bits of its names."""
     kind = formula[0]
     if kind == "has":
@@ -143,7 +147,7 @@ class _Members:
         self,
         emitter: Emitter,
         names: dict[str, All],
-        free: list[tuple[Lang, All]],
+        free: list[FreeNames],
         formula: Formula,
         counts: tuple[int, int | None],
         pointer: str,
@@ -157,13 +161,13 @@ class _Members:
         self.least = max(least - len(self.must), 0)
         self.most = None if most is None else most - len(self.must)
 
-    def named(self, name: str) -> str:
-        """Return the expression of the property `name`."""
-        return f"{self.texts.name(regular.text(name))} {self.emitter.value(self.names[name])}"
+    def named(self, name: str) -> tuple[str, str]:
+        """Return the terminal of the name of a property, and the rule of its values."""
+        return self.texts.name(regular.text(name)), self.emitter.value(self.names[name])
 
-    def unnamed(self) -> list[str]:
-        """Return the expressions of properties without a name of their own."""
-        return [f"{self.texts.name(language)} {self.emitter.value(demand)}" for language, demand in self.free]
+    def unnamed(self) -> list[tuple[str, str]]:
+        """Return the same for the names that are not listed."""
+        return [(self.texts.name(part.language), self.emitter.value(part.demand)) for part in self.free]
 
     def counting(self, tracked: bool) -> str:
         """Return how to count; `tracked`: every name has its bit."""
@@ -188,38 +192,46 @@ class _AnyOrder(_Members):
         if not self.names and not self.free:
             return f"{self.texts.open_object} {self.texts.close_object}"
         others = [name for name in self.names if name not in set(asked)]
-        self.bits = {name: index for index, name in enumerate([*asked, *others][:_BITS])}
-        tracked = len(self.bits) == len(self.names)
+        self.bits: dict[Any, int] = {name: index for index, name in enumerate([*asked, *others][:_BITS])}
+        tracked = all(name in self.bits for name in self.names)
         how = self.counting(tracked)
         self.count = _Counting(how, self.least, self.most, len(self.must), len(self.bits))
         declare = self.builder.declare
         self.item, self.more, self.start = declare("member"), declare("more"), declare("members")
-        self.again = self.more
-        if how in ("counter", "other"):
-            self.again = declare("counted")
-            # Saturating, as nothing more is told apart beyond the limit.
-            step = f"incr({_COUNTER})" if how == "counter" else f"set_bit({_OTHER})"
-            self.builder.define(self.again, f"{self.more}::{step}", "::_")
         self._define(tracked)
         return f"{self.texts.open_object} {self.start}::0x0"
 
     def _define(self, tracked: bool) -> None:
         close = f"{self.texts.close_object}{_if(self._complete(), self.count.enough)}"
+        counts = {"counter": [f"incr({_COUNTER})"], "other": [f"set_bit({_OTHER})"]}.get(self.count.how, [])
         choices = []
         for name in self.names:
             bit, must = self.bits.get(name), name in self.must
-            after = self.more if must or self.count.how in ("", "bits") else self.again
-            room = "" if must else self.count.room
-            if bit is None:
-                choices.append(f"{self.named(name)} {after}::_{_if(room)}")
-            else:
-                choices.append(f"{self.named(name)} {after}::set_bit({bit}){_if(f'bit_clear({bit})', room)}")
-        after = self.again if self.count.how else self.more
-        choices += [f"{member} {after}::_{_if(self.count.room)}" for member in self.unnamed()]
+            steps = [] if must else counts
+            conditions = [] if must else [self.count.room]
+            if bit is not None:
+                steps, conditions = [f"set_bit({bit})", *steps], [f"bit_clear({bit})", *conditions]
+            choices.append(self._member(self.named(name), steps) + _if(*conditions))
+        for part, written in zip(self.free, self.unnamed()):
+            asked = [
+                f"set_bit({self.bits[kind]})" for kind in self.bits if kind[1] in part.kinds and kind[0] == "language"
+            ]
+            choices.append(self._member(written, [*asked, *counts]) + _if(self.count.room))
         self.builder.define(self.item, " | ".join(choices), "::_")
-        self.builder.define(self.more, f"{self.texts.comma} {self.item}::_{_if(self._goes_on(tracked))} | {close}", "::_")
-        first = _if(self._goes_on(tracked))
-        self.builder.define(self.start, f"{self.item}::_{first} | {close}", "::_")
+        again = _if(self._goes_on(tracked))
+        self.builder.define(self.more, f"{self.texts.comma} {self.item}::_{again} | {close}", "::_")
+        self.builder.define(self.start, f"{self.item}::_{again} | {close}", "::_")
+
+    def _member(self, written: tuple[str, str], steps: list[str]) -> str:
+        """Return one member and what follows; `steps` change the parameter, one at each symbol that can carry one."""
+        name, value = written
+        if len(steps) <= 1:
+            return f"{name} {value} {self.more}::{steps[0] if steps else '_'}"
+        if len(steps) > 2:
+            raise too_complex(self.pointer, "too much to keep in mind about one property")
+        rest = self.builder.declare("rest")
+        self.builder.define(rest, f"{value} {self.more}::{steps[1]}", "::_")
+        return f"{name} {rest}::{steps[0]}"
 
     def _complete(self) -> str:
         if self.simple:
@@ -263,15 +275,15 @@ class _InOrder(_Members):
         close = f"{self.texts.close_object}{_if(self.count.enough)}"
         empty, more = self.builder.declare("members"), self.builder.declare("more")
         step = f"::incr({_COUNTER})" if self.count.how else ""
-        first = [f"{member} {more}{step}{_if(self.count.room)}" for member in self.unnamed()]
-        self.builder.define(empty, " | ".join([*first, close]), self.mark)
-        again = [f"{self.texts.comma} {member} {more}{step}{_if(self.count.room)}" for member in self.unnamed()]
+        free = [f"{name} {value} {more}{step}{_if(self.count.room)}" for name, value in self.unnamed()]
+        self.builder.define(empty, " | ".join([*free, close]), self.mark)
+        again = [f"{self.texts.comma} {member}" for member in free]
         self.builder.define(more, " | ".join([*again, close]), self.mark)
         return empty, more
 
     def _prepend(self, name: str, rest: tuple[str, str]) -> tuple[str, str]:
         must = name in self.must
-        written = self.named(name)
+        written = " ".join(self.named(name))
         after = f"{rest[1]}{self.mark}"
         room = ""
         if not must and self.count.how:

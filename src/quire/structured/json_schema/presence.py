@@ -1,6 +1,7 @@
 """Formulas about which properties an object has: made by `required`, `dependentRequired`, `not`, `anyOf` of those.
 
-A formula is ("has", name), ("not", formula), ("and", formulas) or ("or", formulas).
+A formula is ("has", name), ("not", formula), ("and", formulas) or ("or", formulas). Instead of the name of a property
+stands ("language", language) or ("name", demand) for any property whose name is in a language, or fulfils a demand.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Formula = tuple[Any, ...]
-Clause = tuple[frozenset[str], frozenset[str]]
+Name = str | tuple[Any, ...]
+Clause = tuple[frozenset[Any], frozenset[Any]]
 
 ALWAYS: Formula = ("and", ())
 NEVER: Formula = ("or", ())
 
 
-def has(name: str) -> Formula:
+def has(name: Name) -> Formula:
     """Return the formula that the property is there."""
     return ("has", name)
 
@@ -50,7 +52,7 @@ def negation(formula: Formula) -> Formula:
     return any_of(parts) if kind == "and" else all_of(parts)
 
 
-def names_in(formula: Formula) -> dict[str, None]:
+def names_in(formula: Formula) -> dict[Any, None]:
     """Return the names in `formula`, in order."""
     if formula[0] == "has":
         return {formula[1]: None}
@@ -59,12 +61,11 @@ def names_in(formula: Formula) -> dict[str, None]:
     return {name: None for part in formula[1] for name in names_in(part)}
 
 
-def assume(formula: Formula, known: Mapping[str, bool]) -> Formula:
-    """Return what is left of `formula` where it is known of some properties whether they are there."""
+def assume(formula: Formula, known: Mapping[Any, Formula]) -> Formula:
+    """Return `formula` with what is known of the presence of some properties put in for them."""
     kind = formula[0]
     if kind == "has":
-        given = known.get(formula[1])
-        return formula if given is None else ALWAYS if given else NEVER
+        return known.get(formula[1], formula)
     if kind == "not":
         return negation(assume(formula[1], known))
     parts = (assume(part, known) for part in formula[1])
@@ -105,7 +106,7 @@ def clauses(formula: Formula, most: int) -> list[Clause] | None:
 
 def _prime(found: Iterable[Clause], most: int) -> list[Clause] | None:
     kept: list[Clause] = []
-    for must, never in sorted(found, key=lambda clause: (len(clause[0]) + len(clause[1]))):
+    for must, never in sorted(found, key=lambda clause: len(clause[0]) + len(clause[1])):
         if not any(small <= must and less <= never for small, less in kept):
             kept.append((must, never))
     return kept if len(kept) <= most else None

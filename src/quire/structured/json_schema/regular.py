@@ -7,7 +7,7 @@ code points here. Reading patterns is in `ecma`; writing terminals in `spelling`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -199,17 +199,20 @@ def matches(lang: Lang, value: str) -> bool:
     return nullable(lang)
 
 
-@lru_cache(maxsize=1 << 10)
-def is_empty(lang: Lang, steps: int = 3000) -> bool:
-    """Tell whether `lang` is known to have no text; False, too, where that is not found out in `steps` derivatives."""
+def is_empty(lang: Lang, spend: Callable[[], None], most: int = 1500) -> bool:
+    """Tell whether `lang` is known to have no text; False, too, where `most` derivatives do not tell.
+
+    `spend` is called for every derivative.
+    """
     seen, stack = {lang}, [lang]
     while stack:
         here = stack.pop()
         if nullable(here):
             return False
         for point in representatives(here):
-            steps -= 1
-            if steps < 0:
+            most -= 1
+            spend()
+            if most < 0:
                 return False
             after = derive(here, point)
             if after != EMPTY and after not in seen:

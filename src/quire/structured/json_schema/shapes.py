@@ -53,14 +53,15 @@ Bound = tuple[int | float, bool]
 
 @dataclass(frozen=True)
 class NumberShape:
-    """Numbers: of which kind (whole: True, False, or None for both), between bounds (value, is it excluded), multiples
-    of all `multiples`, among `values` if that is not None, and none of `excluded`. Values are as in the schema.
+    """Numbers: of which kind (whole: True, False, or None for both), between bounds (value, is it excluded), for each
+    of `multiples` a multiple or (False) none, among `values` if that is not None, and none of `excluded`. All values
+    are as in the schema.
     """
 
     whole: bool | None = None
     low: Bound | None = None
     high: Bound | None = None
-    multiples: frozenset[int | float] = frozenset()
+    multiples: frozenset[tuple[int | float, bool]] = frozenset()
     values: tuple[int | float, ...] | None = None
     excluded: tuple[int | float, ...] = ()
 
@@ -231,7 +232,7 @@ def fits(shape: NumberShape, value: int | float) -> bool:
         return False
     if shape.high is not None and (-number, False) < (-exact(shape.high[0]), shape.high[1]):
         return False
-    if any((number / exact(multiple)).denominator != 1 for multiple in shape.multiples):
+    if any(((number / exact(multiple)).denominator == 1) != wanted for multiple, wanted in shape.multiples):
         return False
     return all(number != exact(other) for other in shape.excluded)
 

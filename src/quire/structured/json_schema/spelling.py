@@ -1,7 +1,7 @@
-"""Writing regular languages as terminals of the grammar: as they are, or as the spellings they have inside a JSON string.
+"""Writing regular languages as terminals of the grammar: as they are, or as spelled inside a JSON string.
 
-Every character has a fixed set of spellings: itself, its short escape, and `\\uXXXX` unless it is printable ASCII. As no
-two characters share a spelling, unions, intersections and complements of texts are those of their spellings.
+Every character has a fixed set of spellings: itself, its short escape, and `\\uXXXX` unless it is printable ASCII. As
+no two characters share a spelling, unions, intersections and complements of texts are those of their spellings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The smallest parts of JSON as terminals: strings, names with their colon, numbers, brackets and commas with blanks."""
+"""The smallest parts of JSON as terminals: strings, names with their colon, numbers, brackets, commas, blanks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.structured.json_schema.regular import ALL, Lang
 from quire.structured.json_schema.shapes import NumberShape
 from quire.structured.json_schema.spelling import terminal
 
-# What writers of JSON put between its parts. Where more may follow, a model that is unsure goes on with blanks for ever.
-_BLANKS = r"/( |\r?\n[ \t]{0,80})?/"
+# What writers of JSON put between its parts. If more could follow, an unsure model would go on with blanks for ever.
+_BLANKS = r"/( |\r?\n[ \t]{0,160})?/"
 
 
 class Texts:
@@ -71,7 +71,4 @@ def _quoted(language: Lang) -> str:
     content = terminal(language, spelled=True)
     if language == regular.EPSILON:
         return r"/\"\"/"
-    return rf'/\"/ {content} /\"/' if not content.startswith("/(?:") else rf"/\"{content[1:-1]}\"/"
-
-
-__all__ = ["Texts"]
+    return rf"/\"/ {content} /\"/" if not content.startswith("/(?:") else rf"/\"{content[1:-1]}\"/"
