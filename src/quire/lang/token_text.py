@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate
-from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.lang.backend import Turn
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -20,8 +19,8 @@ MARK_DIGITS = 24
 def continuation_ids(tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Return the ids of a text that stands behind other tokens.
 
-    SentencePiece tokenizers put a space before whatever they are given; so the text is also tokenized behind a line
-    break, and that result is taken if only that has the bytes of the text.
+    SentencePiece tokenizers put a space before whatever they are given. So other ways are tried if that changed the
+    text: without the first token, which may be that space, and behind a line break.
 
     Args:
         encode: tokenizes, without tokens around the text.
@@ -34,9 +33,8 @@ def continuation_ids(tokenizer: Tokenizer, text: str, encode: Callable[[str], li
     if tokenizer.pieces is None or spells(ids):
         return ids
     anchor, joint = encode("\n"), encode("\n" + text)
-    if joint[: len(anchor)] == anchor and spells(joint[len(anchor) :]):
-        return joint[len(anchor) :]
-    return ids
+    ways = [ids[1:], joint[len(anchor) :] if joint[: len(anchor)] == anchor else ids]
+    return next(filter(spells, ways), ids)
 
 
 def kept_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> tuple[list[int], str]:
@@ -45,16 +43,11 @@ def kept_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> tu
     Args:
         token_ids: generated. text: their text, or its beginning, where a stop string cut it off.
     """
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    num_kept = num_chars = length = 0
-    for index, token_id in enumerate(token_ids):
-        piece = detokenizer.add(token_id)
-        length += len(piece)
-        if length > len(text):
-            break
-        if piece:
-            num_kept, num_chars = index + 1, length
-    return list(token_ids[:num_kept]), text[num_chars:]
+    for num_kept in range(len(token_ids), 0, -1):  # a stop string is at the end, so this takes a few steps
+        whole = tokenizer.decode(token_ids[:num_kept])
+        if text.startswith(whole):
+            return list(token_ids[:num_kept]), text[len(whole) :]
+    return [], text
 
 
 class TurnWriter:
