@@ -30,15 +30,15 @@ base_url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 client = OpenAI(base_url=base_url, api_key="none")
 model = client.models.list().data[0].id
 
-for seed in range(3):
+for room in ("a room of the king's castle", "the room where you sleep", "a room under the ground"):
     answer = client.chat.completions.parse(
         model=model,
-        messages=[{"role": "user", "content": "Describe a room of the king's castle."}],
+        messages=[{"role": "user", "content": f"Describe {room}."}],
         response_format=Room,
         max_completion_tokens=200,
-        temperature=1.0,
-        seed=seed,
+        temperature=0,
+        extra_body={"structured_outputs": {"disable_any_whitespace": True}},  # small models get lost in blanks
     )
-    room = answer.choices[0].message.parsed
-    doors = ", ".join(f"{door.direction}{' (locked)' if door.locked else ''}" for door in room.exits)
-    print(f"a {room.kind} with {room.chairs} chairs; exits: {doors}")
+    found = answer.choices[0].message.parsed
+    doors = ", ".join(f"{door.direction}{' (locked)' if door.locked else ''}" for door in found.exits)
+    print(f"{room}: a {found.kind} with {found.chairs} chairs; exits: {doors}")

@@ -42,9 +42,8 @@ model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "How warm is it in Paris?"}]
 
 # "required": there will be a call, and its arguments are valid, whatever the model would rather say.
-first = client.chat.completions.create(
-    model=model, messages=messages, tools=TOOLS, tool_choice="required", max_completion_tokens=200, seed=1
-).choices[0]
+how = {"tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 200, "temperature": 0}
+first = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, **how).choices[0]
 print(f"finish_reason: {first.finish_reason}")
 messages.append(first.message)
 for call in first.message.tool_calls:

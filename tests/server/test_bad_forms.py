@@ -62,6 +62,19 @@ FORM_ROWS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "",
     ),
     "111 two guided": ({"guided_choice": ["a"], "guided_regex": "a"}, "invalid_value", "guided_choice", ""),
+    "options of no form": (
+        {**form(disable_any_whitespace=True), "response_format": {"type": "text"}},
+        "invalid_value",
+        "structured_outputs",
+        "",
+    ),
+    "option": (
+        {**form(property_order="random"), **schema({})},
+        "invalid_value",
+        "structured_outputs.property_order",
+        "",
+    ),
+    "unknown option": ({**form(ebnf=True), **schema({})}, "unknown_parameter", "structured_outputs.ebnf", ""),
     "111 none": (form(), "invalid_value", "structured_outputs", ""),
     "112 json_schema": (
         {"response_format": {"type": "json_schema"}},
@@ -103,7 +116,7 @@ FORM_ROWS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "response_format.schema",
         "",
     ),
-    "unknown in structured_outputs": (form(ebnf="a"), "unknown_parameter", "structured_outputs", "ebnf"),
+    "unknown in structured_outputs": (form(ebnf="a"), "unknown_parameter", "structured_outputs.ebnf", ""),
     "unsupported keyword": (
         schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
         "unsupported_json_schema",

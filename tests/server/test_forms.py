@@ -25,6 +25,10 @@ FIELDS: dict[str, tuple[dict[str, Any], StructuredOutputParams]] = {
     "json_schema": (json_schema(), StructuredOutputParams(json=SCHEMA)),
     "not strict": (json_schema(strict=False, description="d"), StructuredOutputParams(json=SCHEMA)),
     "strict": (json_schema(strict=True), StructuredOutputParams(json=SCHEMA, property_order="schema")),
+    "with options": (
+        {**json_schema(strict=True), "structured_outputs": {"disable_any_whitespace": True, "json": None}},
+        StructuredOutputParams(json=SCHEMA, property_order="schema", disable_any_whitespace=True),
+    ),
     "json_object": ({"response_format": {"type": "json_object"}}, StructuredOutputParams(json_object=True)),
     "structural_tag": (
         {"response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["<a"]}},

@@ -15,19 +15,21 @@ from quire.sampling_params import check_form
 from quire.server.errors import retold
 from quire.server.parsing import missing, unknown_field
 from quire.server.protocol import GenerationRequest
-from quire.structured_outputs import StructuredOutputParams
+from quire.structured_outputs import KINDS, StructuredOutputParams
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 GUIDED = ("json", "regex", "choice", "grammar")
-OURS = re.compile(r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag))?\b")
+# Not what goes on as another field: options stay what they are called.
+OURS = re.compile(r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag)\b|(?![.\w]))")
 
 
 class Form:
     """The form that a request wants its text in.
 
     Args:
-        fields: of `StructuredOutputParams`. names: what the client calls these, and "structured_outputs" itself.
+        fields: of `StructuredOutputParams`. names: "structured_outputs.KIND", and what the client calls it, which is
+            also where errors about the form as a whole belong.
 
     Raises:
         RequestError: a field is malformed.
@@ -50,6 +52,8 @@ class Form:
         return retold(error, OURS.sub(self._client_name, error.message), param)
 
     def _client_name(self, found: re.Match[str]) -> str:
+        if found[0] == "structured_outputs":
+            return next(iter(self._names.values()), found[0])
         return self._names.get(found[0], found[0])
 
 
@@ -59,11 +63,15 @@ def requested_form(body: GenerationRequest, *, ignore_unknown: bool = False) -> 
     Raises:
         RequestError: a field is malformed, or two fields ask for different forms.
     """
+    ours = _structured_outputs(body.structured_outputs)
+    options: dict[str, Any] = {}
+    if ours is not None and body.response_format is not None and not ours.keys() & set(KINDS):
+        options, ours = ours, None  # they say how to write what response_format asks for
     asked: dict[str, Callable[[], Form | None]] = {}
     if body.response_format is not None:
-        asked["response_format"] = lambda: _response_format(body.response_format, ignore_unknown)
-    if body.structured_outputs is not None:
-        asked["structured_outputs"] = lambda: Form(_without_nulls(body.structured_outputs), {})
+        asked["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)
+    if ours is not None:
+        asked["structured_outputs"] = lambda: Form(ours, {})
     for kind in GUIDED:
         name = f"guided_{kind}"
         if getattr(body, name) is not None:
@@ -77,10 +85,16 @@ def requested_form(body: GenerationRequest, *, ignore_unknown: bool = False) -> 
     return next(iter(forms.values()), None)
 
 
-def _without_nulls(value: Any) -> Any:
+def _structured_outputs(value: Any) -> dict[str, Any] | None:
+    name = "structured_outputs"
+    if value is None:
+        return None
     if not isinstance(value, Mapping):
-        return value
-    return {name: item for name, item in value.items() if item is not None}
+        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+    for field in value:
+        if field not in StructuredOutputParams.__struct_fields__:
+            raise unknown_field(field, StructuredOutputParams.__struct_fields__, f"{name}.")
+    return {field: item for field, item in value.items() if item is not None}
 
 
 def _guided(body: GenerationRequest, kind: str) -> Form:
@@ -88,10 +102,10 @@ def _guided(body: GenerationRequest, kind: str) -> Form:
     fields: dict[str, Any] = {kind: getattr(body, name)}
     if kind == "json" and body.guided_whitespace_pattern is not None:
         fields["whitespace_pattern"] = body.guided_whitespace_pattern
-    return Form(fields, {"structured_outputs": name, f"structured_outputs.{kind}": name})
+    return Form(fields, {f"structured_outputs.{kind}": name})
 
 
-def _response_format(value: Any, ignore_unknown: bool) -> Form | None:
+def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> Form | None:
     where = "response_format"
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
@@ -108,16 +122,18 @@ def _response_format(value: Any, ignore_unknown: bool) -> Form | None:
             if name != "type" and name not in known:
                 raise unknown_field(name, ["type", *known], f"{where}.")
     if kind == "json_schema":
-        return _json_schema(value.get("json_schema"), f"{where}.json_schema", ignore_unknown)
+        return _json_schema(value.get("json_schema"), f"{where}.json_schema", options, ignore_unknown)
     if kind == "json_object":
-        return Form({"json_object": True}, {"structured_outputs": where, "structured_outputs.json_object": where})
+        return Form({"json_object": True, **options}, {"structured_outputs.json_object": where})
     if kind == "structural_tag":
         tag = {name: item for name, item in value.items() if item is not None and name in ("type", *known)}
-        return Form({"structural_tag": tag}, {"structured_outputs": where, "structured_outputs.structural_tag": where})
+        return Form({"structural_tag": tag, **options}, {"structured_outputs.structural_tag": where})
+    if options:
+        raise RequestError(f"structured_outputs needs one of {', '.join(KINDS)}", param="structured_outputs")
     return None
 
 
-def _json_schema(value: Any, where: str, ignore_unknown: bool) -> Form:
+def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unknown: bool) -> Form:
     if value is None:
         raise missing(where)
     if not isinstance(value, Mapping):
@@ -146,7 +162,4 @@ def _json_schema(value: Any, where: str, ignore_unknown: bool) -> Form:
         )
     # OpenAI's strict answers have their properties in the order of the schema.
     order = "schema" if value.get("strict") else "any"
-    theirs = f"{where}.schema"
-    return Form(
-        {"json": schema, "property_order": order}, {"structured_outputs": theirs, "structured_outputs.json": theirs}
-    )
+    return Form({"json": schema, "property_order": order, **options}, {"structured_outputs.json": f"{where}.schema"})
