@@ -12,9 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from quire.errors import QuireError, RequestError
+from quire.structured.limits import parser_limits
 from quire.tokenizer.tokenizer import Tokenizer
 
 KEPT_CHARS = 1 << 22  # of grammars that nobody uses; what they are compiled to is many times as long
@@ -24,19 +25,6 @@ NO_BYTES = (
     "structured output needs a tokenizer in which every token stands for bytes of its own; the decoder of this model's "
     "tokenizer joins them in another way"
 )
-
-
-def parser_limits() -> LLParserLimits:
-    """Return the bounds on what a grammar may cost: once to compile, and then for each token."""
-    return LLParserLimits(
-        max_items_in_row=2_000,
-        initial_lexer_fuel=2_000_000,
-        step_lexer_fuel=400_000,
-        step_max_items=100_000,
-        max_lexer_states=100_000,
-        max_grammar_size=500_000,
-        verbose_errors=False,
-    )
 
 
 class GrammarVocabulary:
