@@ -291,6 +291,21 @@ def test_a_turn_in_the_models_own_form_comes_out_of_one_call(endpoint: ScriptedE
     assert endpoint.bodies[1]["messages"][1]["content"] == "Name: Ada Lovelace\nBorn: 1815"
 
 
+def test_a_turn_that_can_go_on_goes_on_after_a_wrong_guess(endpoint: ScriptedEndpoint) -> None:
+    @program
+    def show(s: State) -> None:
+        s += assistant("Name:" + gen("name", stop="\n") + "\nJob:" + gen("job", stop="\n"))
+
+    endpoint.script = CARD + "|ovelace\nJob: countess"
+    plain, speculated, many, few = run_both(endpoint, show, dialect="vllm")
+    assert (many, few) == (2, 2)
+    assert (
+        speculated.messages()
+        == plain.messages()
+        == [{"role": "assistant", "content": "Name: Ada Lovelace\nJob: countess"}]
+    )
+
+
 def test_a_form_is_never_guessed(endpoint: ScriptedEndpoint) -> None:
     @program
     def constrained(s: State) -> None:
