@@ -287,7 +287,8 @@ class FakeEngine:
         return beams
 
     def _top(self, token: int, count: int) -> TokenTopLogprobs:
-        """The chosen token is the second most likely; the best ones are its predecessors in the vocabulary."""
+        """The chosen token is the second most likely; the best one is its predecessor in the vocabulary. -1: all."""
+        count = self.ready.vocab_size if count == -1 else count
         others = [(token + offset) % self.ready.vocab_size for offset in (-1, 0, *range(1, count))][:count]
         values = [-0.5 - 0.25 * position for position in range(count)]
         return TokenTopLogprobs(token_ids=[token, *others], logprobs=[-0.75, *values], rank=2)
