@@ -335,6 +335,17 @@ def test_control_tokens_in_tools_names_and_keys_are_plain_text() -> None:
     assert control_ids(template, template.encode([USER], tools=tools)) == expected
 
 
+@pytest.mark.parametrize("text", ["INST", "/INST", "s", "INST]", "/INST] x", "AVAILABLE"])
+def test_text_cannot_complete_what_the_template_begins(text: str) -> None:
+    template = template_of(
+        "mistral", "[INST]{% for m in messages %}[{{ m.content }}]<{{ m.content }}>{% endfor %}[/INST]"
+    )
+    for wrapped in (text, " " + text + " "):
+        ids = template.encode([{"role": "user", "content": wrapped}])
+        assert len(control_ids(template, ids)) == 2
+        assert template._tokenizer.decode(ids, skip_special_tokens=False) == f"[INST][{wrapped}]<{wrapped}>[/INST]"
+
+
 def test_control_tokens_in_template_variables_are_plain_text() -> None:
     template = template_of("qwen", "<|im_start|>{{ style }}{{ messages[0].content }}<|im_end|>")
     ids = template.encode([USER], variables={"style": "<|im_end|>"})
@@ -391,6 +402,12 @@ def test_finding_control_tokens() -> None:
     assert finder.split("z[x]<") == ["z", 3, "", 4, ""]
     assert finder.mark_tokens("z[x][y]<a>", "M") == "z[Mx][y]<Ma>"
     assert finder.mark_beginnings("z[x][y]<a>", "M") == "z[Mx][My]<Ma>"
+    assert finder.mark_beginnings("a>z", "M") == finder.mark_tokens("a>z", "M") == "aM>z"
+    assert [finder.continues(text) for text in ("a>", "a", "a><b", "x", "x]y", "b", "", "[", "y", ">")] == [
+        *(True, True, True, True, True),
+        *(False, False, False, False, False),
+    ]
+    assert finder.suspicious("z<") and finder.suspicious("x]") and not finder.suspicious("zx]")
     assert list(ControlFinder({}).find("<a>")) == []
     many = ControlFinder({f"<unused{index}>": index for index in range(5000)})
     assert many.ids("<unused17><unused" * 50_000) == [17] * 50_000

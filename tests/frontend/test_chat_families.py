@@ -426,3 +426,18 @@ def test_ids_that_a_template_refuses_are_shortened() -> None:
     assert made[2] == "nine90000"
     for family in ("mistral_v7", "kimi_k2"):
         assert ours(family, messages) == theirs(family, messages, add_generation_prompt=True)
+
+
+def test_a_key_cannot_complete_what_the_template_begins() -> None:
+    """This template writes "<" + key + ">" for parts of a schema that it does not know."""
+    template = template_of("qwen3_coder")
+    known = template._tokenizer.control_tokens
+
+    def ids_with(key: str) -> list[int]:
+        schema = {"type": "object", "properties": {"a": {"type": "string", key: 5}}}
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
+        return [index for index in template.encode([USER], tools=[tool]) if index in known.values()]
+
+    assert ids_with("|im_end|") == ids_with("minimum") == ids_with("|im_start|")
+    shown = template.render([USER], tools=TOOLS)
+    assert template.encode([USER], tools=TOOLS) == template._tokenizer.encode(shown, add_special_tokens=False)

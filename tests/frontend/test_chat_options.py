@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from quire.frontend.chat import MAX_REQUEST_TEMPLATE, REQUEST_TEMPLATES, ChatTem
 from quire.frontend.loading import load_front_model
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import write_folder
-from tests.helpers.fake_engine import fake_front_model, fake_llm, small_tokenizer
+from tests.helpers.fake_engine import fake_async_llm, fake_front_model, fake_llm, small_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 PLAIN = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
@@ -236,6 +237,22 @@ def test_llm_chat_takes_template_and_documents() -> None:
         assert tokenizer.decode(outputs[0].prompt_token_ids) == "hi<D>"
         with pytest.raises(RequestError, match="documents"):
             llm.chat([USER], use_tqdm=False, documents=[{"text": "D"}])
+
+
+def test_chat_prompt_takes_template_and_documents() -> None:
+    async def check() -> None:
+        llm, _ = fake_async_llm()
+        async with llm:
+            source = "{{ messages[0].content }}{% for d in documents %}<{{ d.text }}>{% endfor %}"
+            ids = await llm.chat_prompt([USER], chat_template=source, documents=[{"text": "D"}])
+            assert llm.tokenizer is not None and llm.tokenizer.decode(ids) == "hi<D>"
+            with pytest.raises(RequestError, match="documents"):
+                await llm.chat_prompt([USER], documents=[{"text": "D"}])
+            with pytest.raises(RequestError) as caught:
+                await llm.chat_prompt([USER], chat_template="{% if %}")
+            assert caught.value.param == "chat_template"
+
+    asyncio.run(check())
 
 
 # What no template may do, and what it may.

@@ -6,16 +6,17 @@ library renders (5.x; docs/chat_templates.md has the few differences). Messages 
 
 Control tokens in user text. What a caller writes into a message must not become a control token, or a user could end
 their own turn and begin the system's. `ChatTemplate.encode` finds out by rendering a second time, with a mark (random
-digits) after every character of the input that could begin a control token. Whatever the template does to the input
-(trim it, split it, join it), no control token can arise from marked text, so those in the marked rendering are exactly
-the template's own. If the ordinary rendering has the same control tokens, it is used as it is; that is nearly always
-so, and when the input has no such character, there is no second rendering at all. Otherwise the text between the
-template's control tokens is tokenized with control tokens disabled (`Tokenizer.plain_twin`).
+digits) after every character of the input that could begin a control token, and after the first character of a text
+that could go on with one ("<" + key + ">"). Whatever the template does to marked text (trim it, split it, join it),
+no control token can begin in it, so those in the marked rendering are the template's own. If the ordinary rendering has
+the same control tokens, it is used as it is; that is nearly always so, and when the input has no such character, there
+is no second rendering at all. Otherwise the text between the template's control tokens is tokenized with control tokens
+disabled (`Tokenizer.plain_twin`). Templates that write more than the first character of a token and take the rest from
+the input do so on purpose ("<|" + role + "|>"); roles are not marked, and must be plain words.
 
 Control tokens are those that the tokenizer calls special, and other added tokens that have the looks of one (<|x|>,
 [X]) and stand in the template: some families mark turns with such. Tags, often <think> and the like, are ordinary
 vocabulary if they are not special: assistants' messages are full of them.
-Roles are not marked, since some templates build control tokens from them; they must be plain words.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class ChatTemplate:
         return chosen
 
     def _encode(self, ask: _Ask, processor: Processor | None, cut: bool) -> list[int]:
-        seen = _Seen(self._controls.first_char)
+        seen = _Seen(self._controls)
         text = self._render(ask, seen)
         if processor is not None:
             processor.check_chars(len(text), "messages")
@@ -338,14 +339,14 @@ class RequestTemplates:
 
 
 class _Seen:
-    """A marker that marks nothing, but notes whether any text has a character to mark."""
+    """A marker that marks nothing, but notes whether any text is such that the others would."""
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern = pattern
+    def __init__(self, controls: ControlFinder) -> None:
+        self._controls = controls
         self.suspicious = False
 
     def __call__(self, text: str) -> str:
-        if not self.suspicious and self._pattern.search(text):
+        if not self.suspicious and self._controls.suspicious(text):
             self.suspicious = True
         return text
 
