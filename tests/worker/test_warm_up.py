@@ -17,6 +17,7 @@ from quire.kernels.cpu.jit import Op
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
+from quire.step import ThinkingData
 from quire.worker.warm_up import warm_up
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
@@ -57,6 +58,7 @@ def test_requests_of_every_kind_compile_nothing_more(folder: Path) -> None:
                 seeds=[number],
                 stop_ids=[2],
                 max_tokens=4,
+                thinking=ThinkingData([], [5, 6], 1, open=True) if number == 2 else None,
             )
         )
     while core.has_unfinished():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import NewSequenceData, SchedulerOutput, ThinkingData, TransferKind
 from quire.worker.model_runner import WARM_UP_TOKENS, ModelRunner
 
 _SEQUENCE_ID = "warm-up"
@@ -36,6 +36,7 @@ def warm_up(runner: ModelRunner) -> None:
         bad_words_ids=[],
         block_ids=[list(range(-(-length // runner.batch.block_size)))] * runner.batch.block_tables.shape[0],
         num_computed_tokens=0,
+        thinking=ThinkingData(start_ids=[], end_ids=[0], budget=0, open=True),  # the token is masked, as by a grammar
     )
     runner.execute(
         SchedulerOutput(
