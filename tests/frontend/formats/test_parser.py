@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.frontend.formats.message import CallEnd, Message, MessageAsk, Tool, ToolCall
 from quire.frontend.formats.registry import format_named
-from tests.frontend.formats.cases import CASES, TOOLS, Case, normal, read
+from tests.frontend.formats.cases import CASES, TOOLS, Case, markers_of, normal, read
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -22,6 +22,16 @@ def parse(case: Case, text: str, **more: object) -> Message:
 @by_case
 def test_message(case: Case) -> None:
     assert normal(parse(case, case.text)) == case.message
+
+
+@by_case
+def test_message_with_markers_that_are_special_tokens(case: Case) -> None:
+    markers = {text: index for index, text in enumerate(markers_of(case.message_format()))}
+    texts = [case.message.reasoning or "", case.message.content or ""]
+    if not any(marker in text for marker in markers for text in texts):
+        assert (
+            normal(parse(case, case.text + "<|end|>", special_tokens=markers, end_tokens=["<|end|>"])) == case.message
+        )
 
 
 @by_case

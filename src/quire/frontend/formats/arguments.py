@@ -14,7 +14,7 @@ from quire.frontend.formats.parts import Braces, JsonObject, Notation, Tagged
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, add_json_object, add_schema
 from quire.structured.json_schema.errors import SchemaError, step, unsupported
-from quire.structured.json_schema.regular import ALL, Lang, alt, cat, chars, neg, rep, text
+from quire.structured.json_schema.regular import ALL, Lang, alt, cat, chars, neg, nullable, rep, text
 from quire.structured.json_schema.spelling import terminal
 
 BLANK_CHARS = " \t\r\n"
@@ -166,7 +166,8 @@ class _Parameters:
         if tags.pad and not free:
             body = f"({body} {literal(tags.pad)})"
         if close in self._builder.special_tokens:
-            return f"{self._builder.terminal(body, 'value')}? {self._builder.marker(close)}"
+            empty = "?" if nullable(lang) and (free or not tags.pad) else ""
+            return f"{self._builder.terminal(body, 'value')}{empty} {self._builder.marker(close)}"
         # One lexeme: a text by itself would take the beginning of the tag with it.
         return self._builder.terminal(f"{body} {literal(close)}", "value")
 

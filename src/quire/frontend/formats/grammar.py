@@ -76,9 +76,12 @@ class Writer:
         return self.builder.terminal(f"({text}) {literal(marker)}", "until")
 
     def _text(self, without: Iterable[str], not_starting: Iterable[str]) -> str:
-        bodies = [ANY, *(f"~({ANY} {literal(marker)} {ANY})" for marker in without if marker)]
-        bodies += [f"~({BLANKS} {start} {ANY})" for start in not_starting]
-        return " & ".join(bodies)
+        # One complement of a union: an intersection of many complements is far dearer to the library's lexer.
+        markers = [literal(marker) for marker in without if marker]
+        starts = list(not_starting)
+        outside = [f"{ANY} ({' | '.join(markers)}) {ANY}"] if markers else []
+        outside += [f"{BLANKS} ({' | '.join(starts)}) {ANY}"] if starts else []
+        return f"{ANY} & ~({' | '.join(outside)})" if outside else ANY
 
     def blank(self) -> str:
         """Return an expression for a few blanks, or none."""
@@ -226,8 +229,7 @@ class MessageGrammar:
         """Return an expression for content in its form that cannot be taken for anything else."""
         if form.islower() or not not_starting:
             return form  # a rule; what could be done about terminals cannot be done about it
-        bodies = [form, *(f"~({BLANKS} {start} {ANY})" for start in not_starting)]
-        return self._builder.terminal(" & ".join(bodies), "form")
+        return self._builder.terminal(f"{form} & ~({BLANKS} ({' | '.join(not_starting)}) {ANY})", "form")
 
     def _opening(self, calls: CallFormat, name: str) -> str:
         """Return an expression of terminals for what begins a call of `name`, up to its arguments."""

@@ -19,6 +19,7 @@ from quire.structured.compile import add_form
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+ENDS = (END, RETURN, CALL, START, CHANNEL)
 NAMESPACE = "functions."
 BEGINNINGS = (CHANNEL, START, " to=", "to=")
 MAX_BEGINNING = 16
@@ -60,7 +61,7 @@ def harmony_grammar(ask: MessageAsk, loose: frozenset[int]) -> str | None:
     ways = []
     if not must_call(ask):
         json_sign = f'(" "? {mark(CONSTRAIN)}? "json")?'
-        answer = writer.text([END, START, CHANNEL]) + "?" if ask.form is None else add_form(builder, ask.form)
+        answer = writer.text(ENDS) + "?" if ask.form is None else add_form(builder, ask.form)
         ways.append(builder.rule(f'{mark(CHANNEL)} "final" {json_sign} {mark(MESSAGE)} ({answer})', "final"))
     if tools:
         calls = []
@@ -90,7 +91,7 @@ def _message(writer: Writer, channel: str) -> str:
 
 def _rest(writer: Writer) -> str:
     """Return an expression for the text of a message and all that stands before the next channel."""
-    return f'{writer.until(END, [START, CHANNEL])} {writer.builder.marker(START)} "assistant"'
+    return f'{writer.until(END, ENDS[1:])} {writer.builder.marker(START)} "assistant"'
 
 
 class HarmonyParser:
@@ -101,9 +102,8 @@ class HarmonyParser:
         self._names = {tool.name for tool in ask.tools} if ask.choice != "none" else set()
         self._source = Source()
         self._events = Events()
-        own = {END, RETURN, CALL, START, CHANNEL}
-        self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - own
-        self._body_end = Markers({*own, *self._stray})
+        self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - {*ENDS}
+        self._body_end = Markers({*ENDS, *self._stray})
         self._header_end = Markers({MESSAGE, END, RETURN, CALL})
         self._reader = self._turn()
 
@@ -140,9 +140,9 @@ class HarmonyParser:
     def _between(self) -> Reading[str]:
         """Read on behind the end of a message; return what begins the next one."""
         yield from self._source.blanks()
-        if not (yield from self._source.peek()):
+        found = yield from self._source.literal(*BEGINNINGS, END, RETURN, CALL)
+        if not found and self._is_cut():
             return ""
-        found = yield from self._source.literal(START, CHANNEL, " to=", END, RETURN, CALL)
         return found or (yield from self._text(self._events.content))
 
     def _message(self, begun: str) -> Reading[str]:

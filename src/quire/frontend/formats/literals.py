@@ -11,14 +11,15 @@ from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, add_schema
 from quire.structured.json_schema.ecma import PatternError, pattern_language
 from quire.structured.json_schema.errors import SchemaError, step, unsupported
-from quire.structured.json_schema.regular import ALL, ANY, Lang, alt, both, rep, text
+from quire.structured.json_schema.formats import format_language
+from quire.structured.json_schema.regular import ALL, ANY, Lang, alt, both, nullable, rep, text
 from quire.structured.json_schema.spelling import terminal
 
 MAX_DEPTH = 16
 MAX_LENGTH = 1 << 16
 REFUSED = "cannot be enforced in the notation of this model's tool calls"
 NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"))
-TEXT_KEYS = NOTES | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+TEXT_KEYS = NOTES | {"type", "enum", "const", "format", "pattern", "minLength", "maxLength"}
 DEFINITIONS = ("$defs", "definitions")
 
 
@@ -40,6 +41,9 @@ def text_language(schema: Any, root: Mapping[str, Any], pointer: str) -> Lang:
         found = alt(*(text(value) for value in schema["enum"] if isinstance(value, str)))
     if "const" in schema:
         found = both(found, text(schema["const"]))
+    if "format" in schema:
+        known = format_language(dict(schema), pointer)
+        found = found if known is None else both(found, known)
     if "pattern" in schema:
         try:
             found = both(found, pattern_language(schema["pattern"]))
@@ -163,7 +167,8 @@ class ValueGrammar:
         quote = self._builder.marker(self._quote)
         body = f"{terminal(lang, spelled=False)} & ~(/(?s:.*)/ {literal(self._quote)} /(?s:.*)/)"
         if self._quote in self._builder.special_tokens:
-            return f"{quote} {self._builder.terminal(body, 'quoted')}? {quote}"
+            empty = "?" if nullable(lang) else ""
+            return f"{quote} {self._builder.terminal(body, 'quoted')}{empty} {quote}"
         return f"{quote} {self._builder.terminal(f'({body}) {literal(self._quote)}', 'quoted')}"
 
     def _list(self, schema: Mapping[str, Any], pointer: str, depth: int) -> str:

@@ -48,5 +48,6 @@ def _in_any_order(builder: GrammarBuilder, items: Sequence[tuple[str, bool]], se
         return f"{more}::0x0"
     one = builder.declare("one")
     builder.define(one, " | ".join(ways), "::_")
-    builder.define(more, f"{separator} {one}::_ | {end}", "::_")
+    # Once all are there, nothing may begin another.
+    builder.define(more, f"{separator} {one}::_ %if bit_count_lt(_, {len(items)}) | {end}", "::_")
     return f"{one}::0x0" if needed else f"({one}::0x0)?"

@@ -84,7 +84,9 @@ class CallParser:
             yield from self._read_calls(self._calls)
         rejected = self._is_content if self._trigger else None
         while True:
-            marker = yield from self._source.until(self._in_content, self._add_content, self._stray, rejected)
+            marker = yield from self._source.until(
+                self._in_content, self._add_content, self._stray, self._trigger, rejected
+            )
             if not marker:
                 self._content.flush()
                 return
@@ -98,10 +100,8 @@ class CallParser:
         else:
             self._content.add(text)
 
-    def _is_content(self, marker: str, end: int) -> bool:
-        """Whether a trigger is none, for no call follows."""
-        if marker != self._trigger:
-            return False
+    def _is_content(self, end: int) -> bool:
+        """Whether the trigger that ends there is none, for no call follows."""
         found = match(self._head[1:], self._source.text, end, self._source.ended, self._tools, self._stop)
         return found.at == NO
 
@@ -114,8 +114,10 @@ class CallParser:
                 return
             self._source.pos = found.at
         thoughts = Trimmed(self._events.reasoning, leading=True)
-        stray = self._stray - {reasoning.end}
-        if not (yield from self._source.until(self._in_reasoning, thoughts.add, stray, closed=True)):
+        found_end = yield from self._source.until(
+            self._in_reasoning, thoughts.add, self._stray, reasoning.end, closed=True
+        )
+        if not found_end:
             return
         if loose_after(self._ask.form):
             yield from self._source.blanks()

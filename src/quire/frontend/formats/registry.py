@@ -19,15 +19,12 @@ from quire.frontend.formats.parts import CallFormat, ReasoningFormat
 Described = TypeVar("Described", CallFormat, ReasoningFormat)
 
 
-def _by_name(formats: Iterable[Described]) -> dict[str, Described]:
-    names: dict[str, Described] = {}
-    for one in formats:
-        names.update(dict.fromkeys((one.name, *one.aliases), one))
-    return names
-
-
-TOOL_FORMATS: Mapping[str, CallFormat] = _by_name((*CALLS, HARMONY_CALLS))
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = _by_name((*REASONING, HARMONY_REASONING))
+TOOL_FORMATS: Mapping[str, CallFormat] = {
+    name: form for form in (*CALLS, HARMONY_CALLS) for name in (form.name, *form.aliases)
+}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    name: form for form in (*REASONING, HARMONY_REASONING) for name in (form.name, *form.aliases)
+}
 
 
 class MessageFormat:

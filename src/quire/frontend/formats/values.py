@@ -137,7 +137,7 @@ class ValueReader:
             return (yield from self._items("{", "}", depth))
         quote = yield from self._source.literal(*self._quotes)
         if quote:
-            return (yield from self._text(quote))
+            return (yield from self._text(quote, self._sink))
         word = yield from read_word(self._source, ",]}):")
         word = WORDS.get(word, word)
         if not (yield from self._source.peek()) or not is_json(word):
@@ -180,41 +180,41 @@ class ValueReader:
         return True
 
     def _key(self, equals: str) -> Reading[bool]:
+        """Read a key and what is behind it; it is passed on when it is known whole."""
+        pieces: list[str] = []
         quote = yield from self._source.literal(*self._quotes)
         if quote:
-            sound = yield from self._text(quote)
+            if not (yield from self._text(quote, pieces.append)):
+                return False
         else:
             word = yield from read_word(self._source, equals + ",]})")
-            sound = bool(word) and (self._bare or equals == "=")
-            if not sound or not (yield from self._source.peek()):
+            if not word or not (self._bare or equals == "="):
                 return False
-            self._sink(f'"{escaped(word)}"')
+            pieces.append(f'"{escaped(word)}"')
         yield from self._source.blanks()
-        found = yield from self._source.literal(equals)
-        self._sink(": ")
-        return sound and bool(found)
+        if not (yield from self._source.literal(equals)):
+            return False
+        self._sink("".join(pieces) + ": ")
+        return True
 
-    def _text(self, quote: str) -> Reading[bool]:
-        self._sink('"')
+    def _text(self, quote: str, sink: Sink) -> Reading[bool]:
+        sink('"')
         while True:
-            marker = yield from self._source.until(self._ends[quote], self._add_text, closed=True)
+            marker = yield from self._source.until(self._ends[quote], lambda text: sink(escaped(text)), closed=True)
             if marker == quote:
-                self._sink('"')
+                sink('"')
                 return True
-            if not marker or not (yield from self._escape()):
+            if not marker or not (yield from self._escape(sink)):
                 return False
 
-    def _add_text(self, text: str) -> None:
-        self._sink(escaped(text))
-
-    def _escape(self) -> Reading[bool]:
+    def _escape(self, sink: Sink) -> Reading[bool]:
         """Read what follows a backslash."""
         char = yield from self._source.peek()
         if not char:
             return False
         self._source.pos += 1
         if char not in HEX:
-            self._sink(ESCAPES.get(char, "\\\\" + escaped(char)))
+            sink(ESCAPES.get(char, "\\\\" + escaped(char)))
             return True
         digits = ""
         while len(digits) < HEX[char]:
@@ -227,10 +227,10 @@ class ValueReader:
             code = int(digits, 16)
             if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
                 return False
-            self._sink(escaped(chr(code)))
+            sink(escaped(chr(code)))
             return True
         # Kept as it is: two of these may make up one character.
-        self._sink("\\u" + digits)
+        sink("\\u" + digits)
         return True
 
 

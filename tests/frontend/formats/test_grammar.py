@@ -1,0 +1,272 @@
+"""Constraints: what they accept and reject, and that whatever is drawn from them is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from quire.errors import RequestError, UnsupportedError
+from quire.frontend.formats.message import Message, MessageAsk, Tool
+from quire.frontend.formats.registry import MessageFormat, format_named
+from quire.structured_outputs import StructuredOutputParams
+from tests.frontend.formats.cases import (
+    CASES,
+    EOS,
+    FORMATS,
+    TOOLS,
+    Case,
+    accepts,
+    markers_of,
+    matcher_of,
+    read,
+    tokenizer_for,
+)
+
+MARKED = pytest.mark.parametrize("marked", [False, True], ids=["spelled", "special"])
+FORM_SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+WALKED = [
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer", "minimum": 1},
+                "metric": {"type": "boolean"},
+                "unit": {"enum": ["C", "F"]},
+                "code": {"type": "string", "maxLength": 4},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+                "place": {
+                    "type": "object",
+                    "properties": {"lat": {"type": "number"}, "ok": {"type": "boolean"}},
+                    "required": ["lat"],
+                    "additionalProperties": False,
+                },
+                "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool("get_time", {"type": "object", "properties": {}, "additionalProperties": False}),
+    Tool("pick", {"type": "object", "properties": {"zone": {"enum": ["a b", "c"]}}, "required": ["zone"]}, strict=True),
+]
+
+
+def grammar_of(form: MessageFormat, special: dict[str, int], **ask: Any) -> str:
+    grammar = form.grammar(MessageAsk(special_tokens=special, end_tokens=[EOS], **ask))
+    assert grammar is not None
+    return grammar
+
+
+@MARKED
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_accepts_what_the_family_writes(case: Case, marked: bool) -> None:
+    form = case.message_format()
+    backend, guide, special = tokenizer_for(form, marked)
+    texts = [case.message.reasoning or "", case.message.content or ""]
+    texts += [one.arguments for one in case.message.tool_calls]
+    if marked and any(mark in text for text in texts for mark in special):
+        pytest.skip("special tokens cannot stand in text")
+    grammar = form.grammar(case.request(special_tokens=special, end_tokens=[EOS]))
+    assert grammar is not None
+    assert accepts(backend, guide, grammar, case.text)
+    if case.message.tool_calls and not case.message.content:
+        assert accepts(backend, guide, _required(case, special), case.text)
+    elif not case.message.tool_calls:
+        assert not accepts(backend, guide, _required(case, special), case.text)
+
+
+def _required(case: Case, special: dict[str, int]) -> str:
+    grammar = case.message_format().grammar(case.request(special_tokens=special, end_tokens=[EOS], choice="required"))
+    assert grammar is not None
+    return grammar
+
+
+@MARKED
+def test_rejects_what_was_not_asked_for(marked: bool) -> None:
+    form = format_named("hermes", "qwen3")
+    backend, guide, special = tokenizer_for(form, marked)
+
+    def taken(text: str, **ask: Any) -> bool:
+        return accepts(backend, guide, grammar_of(form, special, tools=TOOLS, can_reason=True, **ask), text)
+
+    def call(name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    good, other = call("get_weather", '{"city": "Paris"}'), call("get_time", "{}")
+    for choice in ("auto", "required", "function:get_weather"):
+        assert taken(good, choice=choice)
+        assert taken(f"<think>\nHm.\n</think>\n\n{good}", choice=choice)
+        for bad in (
+            call("unknown", "{}"),
+            call("get_weather", "{}"),
+            call("get_weather", '{"city": 1}'),
+            call("get_weather", '{"city": "a", "days": "b"}'),
+            call("get_weather", '{"city": "a", "other": 1}'),
+            good[:-1],
+            good[:-14] + "x</tool_call>",
+        ):
+            assert not taken(bad, choice=choice), bad
+    assert taken("Hi " + good) and taken("Hi") and taken("")
+    for choice in ("required", "function:get_weather"):
+        assert not taken("Hi " + good, choice=choice) and not taken("Hi", choice=choice)
+        assert not taken("<think>a</think>Hi", choice=choice) and not taken("<think>a", choice=choice)
+    assert taken(f"{good}\n{other}", choice="required")
+    assert not taken(f"{good}\n{other}", choice="required", parallel=False)
+    assert not taken(other, choice="function:get_weather") and not taken(
+        f"{good}\n{good}", choice="function:get_weather"
+    )
+
+
+@MARKED
+def test_content_in_a_form(marked: bool) -> None:
+    form = format_named("hermes", "qwen3")
+    backend, guide, special = tokenizer_for(form, marked)
+    answer = '{"answer": 12}'
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+    def taken(text: str, **ask: Any) -> bool:
+        ask = {"form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True, **ask}
+        return accepts(backend, guide, grammar_of(form, special, **ask), text)
+
+    assert taken(answer) and taken(f"<think>\nSo: {{\n</think>\n\n{answer}") and taken(f"<think></think>{answer}")
+    assert taken(f"Hm</think>\n\n{answer}", reasoning_open=True)
+    assert not taken("Hm") and not taken(f"<think>a</think>b{answer}") and not taken(call)
+    assert taken(answer, tools=TOOLS) and taken(call, tools=TOOLS) and not taken("Hm", tools=TOOLS)
+    assert not taken(call, tools=TOOLS, choice="none") and taken(answer, tools=TOOLS, choice="none")
+    assert not taken(answer, tools=TOOLS, choice="required") and taken(call, tools=TOOLS, choice="required")
+    # A form that admits everything does not take reasoning, or calls, for content.
+    anything = StructuredOutputParams(regex="(?s:.*)")
+    assert taken("Hm </think> a", form=anything) and not taken("<think>a", form=anything)
+    assert taken("a <tool_call>", tools=TOOLS, form=anything) and not taken("<tool_call> a", tools=TOOLS, form=anything)
+    assert taken(f"<think>a</think>\n\n{call}", tools=TOOLS, form=anything)
+
+
+def test_nothing_to_constrain() -> None:
+    form = format_named("hermes", "qwen3")
+    assert form.grammar(MessageAsk(can_reason=True)) is None
+    assert form.grammar(MessageAsk(tools=TOOLS, choice="none")) is None
+    assert format_named("openai", None).grammar(MessageAsk(tools=TOOLS, choice="none")) is None
+
+
+def test_schemas_that_cannot_be_enforced() -> None:
+    bad = {"type": "object", "properties": {"a": {"not": {"type": "string"}, "unevaluatedItems": False}}}
+    tools = [TOOLS[0], Tool("bad", bad)]
+    for name in ("hermes", "qwen3_coder", "pythonic", "gemma4"):
+        form = format_named(name, None)
+        assert form.grammar(MessageAsk(tools=tools)) is not None
+        for ask in (
+            MessageAsk(tools=tools, choice="required"),
+            MessageAsk(tools=tools, choice="function:bad"),
+            MessageAsk(tools=[TOOLS[0], Tool("bad", bad, strict=True)]),
+        ):
+            with pytest.raises(RequestError) as caught:
+                form.grammar(ask)
+            assert caught.value.code == "invalid_function_parameters"
+            assert caught.value.param.startswith("tools[1].function.parameters#/properties/a")
+        assert form.grammar(MessageAsk(tools=tools, choice="function:get_weather")) is not None
+
+
+def test_choices_that_cannot_be_met() -> None:
+    with pytest.raises(RequestError) as caught:
+        format_named("hermes", None).grammar(MessageAsk(tools=TOOLS, choice="function:other"))
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(UnsupportedError):
+        MessageFormat(None, None).grammar(MessageAsk(tools=TOOLS, choice="required"))
+    assert MessageFormat(None, None).grammar(MessageAsk(tools=TOOLS)) is None
+
+
+def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[bytes]) -> bytes | None:
+    """Draw tokens that the grammar allows until it accepts; None if it does not within so many.
+
+    Markers and brackets come more often, or free text would never end.
+    """
+    matcher = matcher_of(guide, grammar)
+    size = guide.vocab_size
+    ending = {index for index in range(size) if guide.decode_bytes([index]) in ends}
+    eos = set(guide.eos_tokens)
+    tokens: list[int] = []
+    while len(tokens) < most:
+        if matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.2):
+            return guide.decode_bytes(tokens)
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
+        allowed = [int(index) for index in np.flatnonzero(bits) if index not in eos]
+        if not allowed:
+            assert matcher.is_accepting(), (grammar, guide.decode_bytes(tokens))
+            return guide.decode_bytes(tokens)
+        if rng.random() < 0.35 or len(tokens) > most // 2:
+            allowed = [index for index in allowed if index in ending] or allowed
+        token = rng.choice(allowed)
+        assert matcher.consume_token(token), matcher.get_error()
+        tokens.append(token)
+    return None
+
+
+def check_walk(text: str, form: MessageFormat, ask: MessageAsk, rng: random.Random) -> Message:
+    """Check that a text drawn from the grammar is what was asked for."""
+    cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+    message, _ = read(form.parser(ask), [text])
+    assert read(form.parser(ask), pieces)[0] == message
+    schemas = {tool.name: tool.parameters for tool in ask.tools}
+    for one in message.tool_calls:
+        assert one.complete, text
+        jsonschema.validate(json.loads(one.arguments), schemas[one.name])
+    if ask.choice == "required" or ask.choice.startswith("function:"):
+        assert message.tool_calls and not message.content, text
+        names = {one.name for one in message.tool_calls}
+        assert ask.choice == "required" or (names == {ask.choice[9:]} and len(message.tool_calls) == 1)
+    if ask.choice == "none":
+        assert not message.tool_calls
+    if not ask.parallel:
+        assert len(message.tool_calls) <= 1
+    if ask.form is not None and not message.tool_calls:
+        jsonschema.validate(json.loads(message.content or ""), FORM_SCHEMA)
+    return message
+
+
+ASKS: list[dict[str, Any]] = [
+    {"choice": "auto"},
+    {"choice": "required", "parallel": False},
+    {"choice": "required", "can_reason": True},
+    {"choice": "function:get_weather"},
+    {"choice": "function:pick", "can_reason": True, "reasoning_open": True},
+    {"choice": "auto", "form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True},
+    {"choice": "none", "form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True, "reasoning_open": True},
+]
+
+
+@MARKED
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: bool) -> None:
+    rng = random.Random(name)
+    reasoning = {"mistral": "mistral", "gemma4": "gemma4", "openai": None}.get(name, "qwen3")
+    form = format_named(name, reasoning)
+    _, guide, special = tokenizer_for(form, marked)
+    calls = contents = 0
+    ends = {text.encode() for text in (*markers_of(form), *'"}])>')}
+    for settings in ASKS:
+        ask = MessageAsk(tools=WALKED, special_tokens=special, end_tokens=[EOS], **settings)
+        grammar = form.grammar(ask)
+        assert grammar is not None
+        done = 0
+        for _ in range(4):
+            drawn = walk(guide, grammar, rng, 300, ends)
+            if drawn is not None:
+                message = check_walk(drawn.decode(), form, ask, rng)
+                done += 1
+                calls += len(message.tool_calls)
+                contents += message.content is not None
+        assert done, (settings, grammar)
+    assert calls >= 5 and contents >= 2
