@@ -1,5 +1,5 @@
-"""Arrays as rules. Elements are counted by repetition; where `contains` or `uniqueItems` is about, by the bits of a
-parametric rule.
+"""Arrays as rules. Elements are counted by repetition; those of `uniqueItems` are ticked off in the bits of a
+parametric rule. Arrays with `contains` are in `containing`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.assertions import negated
+from quire.structured.json_schema.containing import Containing
 from quire.structured.json_schema.errors import too_complex, unsupported
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.shapes import (
@@ -83,131 +83,15 @@ def _containing(
     contains: list[tuple[All, int, int | None]],
     pointer: str,
 ) -> str:
-    """Return arrays in which so many elements fulfil a demand; counters in the bits of a parameter."""
-    if len(contains) > 1 or _prefix_length(shape) or (most is not None and shape.least):
-        return _counting(emitter, shape, most, contains, pointer)
-    demand, least, high = contains[0]
     texts = emitter.texts
+    demand, least, high = contains[0]
     element = emitter.emptiness.element(shape, 0)
-    if high is None and least == 1 and most is None and shape.least <= 1:
+    alike = len(contains) == 1 and not _prefix_length(shape)
+    if alike and high is None and least == 1 and most is None and shape.least <= 1:
         item, found = emitter.value(element), emitter.value(join(element, demand))
         before, behind = f"({item} {texts.comma})*", f"({texts.comma} {item})*"
         return f"{texts.open_array} {before} {found} {behind} {texts.close_array}"
-    return _counting(emitter, shape, most, contains, pointer)
-
-
-def _counting(
-    emitter: Emitter,
-    shape: ArrayShape,
-    most: int | None,
-    contains: list[tuple[All, int, int | None]],
-    pointer: str,
-) -> str:
-    fields, at = [], 0
-    for _, least, high in contains:
-        width = max(least if high is None else high, 1).bit_length()
-        fields.append(f"[{at}:{at + width}]")
-        at += width
-    limit = shape.least if most is None else most
-    count = f"[{at}:{at + max(limit, 1).bit_length()}]" if limit else ""
-    if at + (limit.bit_length() if limit else 0) > 64:
-        raise too_complex(f"{pointer}/contains", "too much to count")
-    room = f"lt({count}, {most})" if most is not None else ""
-    step_rule = _Steps(emitter, contains, fields, count, room)
-    length = _prefix_length(shape)
-    loop = step_rule.loop(emitter.emptiness.element(shape, length), shape.least, pointer)
-    for index in reversed(range(length if most is None else min(length, most))):
-        loop = step_rule.chain(emitter.emptiness.element(shape, index), loop, shape.least, pointer, first=index == 0)
-    if length == 0:
-        loop = step_rule.first(loop, shape.least)
-    return f"{emitter.texts.open_array} {loop}::0x0"
-
-
-class _Steps:
-    """The rules of arrays that count: each reads one element, counts it, and goes on."""
-
-    def __init__(
-        self,
-        emitter: Emitter,
-        contains: list[tuple[All, int, int | None]],
-        fields: list[str],
-        count: str,
-        room: str,
-    ) -> None:
-        self.emitter, self.contains, self.fields, self.count, self.room = emitter, contains, fields, count, room
-        self.next = f"incr({count})" if count else "_"
-
-    def _close(self, least: int) -> str:
-        conditions = [f"ge({field}, {low})" for field, (_, low, _) in zip(self.fields, self.contains) if low]
-        if least:
-            conditions.append(f"ge({self.count}, {least})")
-        return self.emitter.texts.close_array + _when(conditions)
-
-    def _element(self, element: All, after: str, pointer: str) -> str:
-        """Return a rule for one element, which goes on as `after`, whose parameter it has changed."""
-        builder = self.emitter.builder
-        kinds: list[tuple[All, list[str], list[str]]] = [(element, [], [])]
-        for field, (demand, least, high) in zip(self.fields, self.contains):
-            limit = least if high is None else high
-            grown = []
-            for wanted, steps, conditions in kinds:
-                inside = (join(wanted, demand), [*steps, field], [*conditions, f"lt({field}, {limit})"])
-                outside = (wanted if high is None else join(wanted, negated(demand)), steps, conditions)
-                grown += [inside, outside]
-            kinds = grown
-        choices = []
-        for wanted, steps, conditions in kinds:
-            if self.emitter.emptiness.of_demand(wanted, pointer):
-                continue
-            if len(steps) > 1:
-                raise too_complex(f"{pointer}/contains", "several counts of the same elements")
-            step = f"incr({steps[0]})" if steps else "_"
-            choices.append(f"{self.emitter.value(wanted)} {after}::{step}{_when(conditions)}")
-        if not choices:
-            raise unsupported(pointer, "no element is possible here")
-        rule = builder.declare("element")
-        builder.define(rule, " | ".join(choices), "::_")
-        return rule
-
-    def loop(self, element: All, least: int, pointer: str) -> str:
-        """Return the rule behind an element, where all others are alike."""
-        builder = self.emitter.builder
-        rule = builder.declare("elements")
-        close = self._close(least)
-        self.element = ""
-        if self.emitter.emptiness.of_demand(element, pointer):
-            builder.define(rule, close, "::_")
-        else:
-            self.element = self._element(element, rule, pointer)
-            room = _when([self.room] if self.room else [])
-            builder.define(rule, f"{self.emitter.texts.comma} {self.element}::{self.next}{room} | {close}", "::_")
-        return rule
-
-    def chain(self, element: All, after: str, least: int, pointer: str, *, first: bool) -> str:
-        """Return the rule before an element that goes on as `after`."""
-        rule = self.emitter.builder.declare("elements")
-        item = self._element(element, after, pointer)
-        comma = "" if first else self.emitter.texts.comma + " "
-        room = _when([self.room] if self.room else [])
-        self.emitter.builder.define(rule, f"{comma}{item}::{self.next}{room} | {self._close(least)}", "::_")
-        return rule
-
-    def first(self, loop: str, least: int) -> str:
-        """Return the rule at the beginning, where no comma comes first."""
-        rule = self.emitter.builder.declare("elements")
-        room = _when([self.room] if self.room else [])
-        choices = [f"{self.element}::{self.next}{room}"] if self.element else []
-        self.emitter.builder.define(rule, " | ".join([*choices, self._close(least)]), "::_")
-        return rule
-
-
-def _when(conditions: list[str]) -> str:
-    if not conditions:
-        return ""
-    result = conditions[0]
-    for part in conditions[1:]:
-        result = f"and({result}, {part})"
-    return f" %if {result}"
+    return Containing(emitter, shape, most, _prefix_length(shape), pointer).expression()
 
 
 def _unique(emitter: Emitter, shape: ArrayShape, most: int | None, pointer: str) -> str:

@@ -248,8 +248,9 @@ def keys_assertion(node: Node, keys: Keys) -> Assertion:
             if demand == NOTHING:
                 found.append(ObjectShape(presence=("has", ("language", language))))
             elif demand != EVERYTHING:
-                # A name may be written again with another value, so that some property has a value proves nothing.
-                raise unsupported(step(node.pointer, keyword), "its negation, as names may repeat")
+                # A name may be written again with another value; only where there is one property does it prove much.
+                kind = ("value", language, negated(demand), step(node.pointer, keyword))
+                found.append(ObjectShape(presence=("has", kind)))
         return just("object", *found)
 
     return Assertion(lambda: only("object", ObjectShape((keys,))), fails)

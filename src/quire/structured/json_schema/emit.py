@@ -76,7 +76,8 @@ class Emitter:
         strings = [string_language(shape) for shape in shapes if isinstance(shape, StringShape)]
         if strings:
             choices[self.texts.string(regular.alt(*strings))] = None
-        numbers = [self._number(shape) for shape in shapes if isinstance(shape, NumberShape) and not shape.multiples]
+        plain = [_listed(shape) for shape in shapes if isinstance(shape, NumberShape)]
+        numbers = [self._number(shape) for shape in plain if not shape.multiples]
         if numbers:
             choices[self.texts.number(regular.alt(*numbers))] = None
         return " | ".join(choices)
@@ -93,7 +94,13 @@ class Emitter:
             return arrays.choices(self, shape, pointer)
         if isinstance(shape, ObjectShape):
             return objects.choices(self, shape, pointer)
-        if isinstance(shape, NumberShape) and shape.multiples:
+        if isinstance(shape, NumberShape) and _listed(shape).multiples:
             as_floats = self.expander.document.draft != 4
             return multiples.choices(self.builder, shape, whole_as_floats=as_floats, pointer=pointer)
         return []
+
+
+def _listed(shape: NumberShape) -> NumberShape:
+    """Return a shape with multiples as the list of its few values, where they are few."""
+    values = multiples.listed_values(shape)
+    return shape if values is None else NumberShape(values=values)

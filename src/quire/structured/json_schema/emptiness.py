@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.errors import too_complex, unsupported
-from quire.structured.json_schema.expand import Expander
+from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.expand import Expander, SelfReference
 from quire.structured.json_schema.limits import MAX_CLAUSES, MAX_KEY_KINDS
-from quire.structured.json_schema.multiples import has_none
+from quire.structured.json_schema.multiples import has_none, listed_values
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.presence import NEVER, Clause, Formula, any_of, assume, clauses, has, names_in
 from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang
@@ -74,7 +74,10 @@ class Emptiness:
         self._demands: dict[All, bool] = {}
         self._languages: dict[Lang, bool] = {}
         self._plans: dict[ObjectShape, ObjectPlan] = {}
+        self._asked: set[All] = set()
+        self._guesses = 0
         expander.overlap = self.overlap  # type: ignore[method-assign]
+        expander.is_void = self.of_shape  # type: ignore[method-assign]
 
     def overlap(self, first: Form, second: Form, pointer: str) -> bool:
         """Tell whether two forms may have a value in common."""
@@ -85,13 +88,27 @@ class Emptiness:
         """Tell whether it is plain that no value fulfils `demand`."""
         if demand in (EVERYTHING, NOTHING):
             return demand == NOTHING
-        if demand not in self._demands:
-            # While this is being found out, parts that contain it take it to have instances.
-            self._demands[demand] = False
+        known = self._demands.get(demand)
+        if known is not None:
+            return known
+        if demand in self._asked:
+            # Parts that contain it take it to have instances. What follows from that is not kept.
+            self._guesses += 1
+            return False
+        self._asked.add(demand)
+        guesses = self._guesses
+        try:
             form = self.expander.form(demand)
             where = self.expander.document.nodes[min(demand)[0]].pointer
-            self._demands[demand] = all(self.of_shape(shape, where) for shapes in form.values() for shape in shapes)
-        return self._demands[demand]
+            result = all(self.of_shape(shape, where) for shapes in form.values() for shape in shapes)
+        except SelfReference:
+            self._guesses += 1
+            return False
+        finally:
+            self._asked.discard(demand)
+        if guesses == self._guesses or not self._asked:
+            self._demands[demand] = result
+        return result
 
     def of_language(self, language: Lang, pointer: str) -> bool:
         """Tell whether it is plain that the language has no texts."""
@@ -103,6 +120,9 @@ class Emptiness:
         """Tell whether it is plain that the shape has no values."""
         self.expander.budget.spend(1, pointer)
         if isinstance(shape, NumberShape):
+            listed = listed_values(shape)
+            if listed is not None:
+                return not listed
             return has_none(shape) or self.of_language(number_language(shape), pointer)
         if isinstance(shape, StringShape):
             return shape.values is None and bool(shape.languages) and self.of_language(string_language(shape), pointer)
@@ -141,9 +161,13 @@ class Emptiness:
 
     def plan(self, shape: ObjectShape, pointer: str) -> ObjectPlan:
         """Return what an object shape comes to; no clauses: it has no objects."""
-        if shape not in self._plans:
-            self._plans[shape] = self._make_plan(shape, pointer)
-        return self._plans[shape]
+        known = self._plans.get(shape)
+        if known is None:
+            guesses = self._guesses
+            known = self._make_plan(shape, pointer)
+            if guesses == self._guesses or not self._asked:
+                self._plans[shape] = known
+        return known
 
     def _make_plan(self, shape: ObjectShape, pointer: str) -> ObjectPlan:
         allowed = self._names(shape.names)
@@ -163,22 +187,24 @@ class Emptiness:
             ways = [has(name) for name in names if regular.matches(language, name)]
             if any(language in part.kinds for part in free):
                 ways.append(has(("language", language)))
-            known[kind] = any_of(ways)
+            if kind[0] != "value":
+                known[kind] = any_of(ways)
+            elif not ways:
+                known[kind] = NEVER
         found = clauses(assume(shape.presence, known), MAX_CLAUSES)
         if found is None:
             raise too_complex(pointer, "too many combinations of properties that must and must not be there")
         kept = []
         for must, never in found:
-            if kinds and (shape.most is not None or shape.least > 1):
-                raise unsupported(pointer, "counting properties where some name must not be of a form")
             short = not free and len(names) - len(never & names.keys()) < shape.least
-            if not short and (shape.most is None or len(must) <= shape.most):
+            fewest = max(sum(isinstance(name, str) for name in must), min(len(must), 1))
+            if not short and (shape.most is None or fewest <= shape.most):
                 kept.append((must, never))
         return ObjectPlan(names, free, kept)
 
     def _kind(self, name: tuple[Any, ...]) -> Lang:
         """Return the names of properties that a formula asks for by ("language", ...) or ("name", ...)."""
-        return name[1] if name[0] == "language" else self._names(name[1])
+        return self._names(name[1]) if name[0] == "name" else name[1]
 
     def _names(self, demand: All) -> Lang:
         if demand == EVERYTHING:

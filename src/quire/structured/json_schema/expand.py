@@ -12,7 +12,7 @@ from quire.structured.json_schema import assertions as say
 from quire.structured.json_schema.assertions import Assertion, fixed, refusal
 from quire.structured.json_schema.dialects import knows
 from quire.structured.json_schema.document import Document, Node
-from quire.structured.json_schema.errors import invalid, step, too_complex, unsupported
+from quire.structured.json_schema.errors import SchemaError, invalid, step, too_complex, unsupported
 from quire.structured.json_schema.formats import format_language
 from quire.structured.json_schema.limits import MAX_ALTERNATIVES, Budget
 from quire.structured.json_schema.presence import all_of, any_of, has, negation
@@ -26,6 +26,7 @@ from quire.structured.json_schema.shapes import (
     Keys,
     ObjectShape,
     Positions,
+    Shape,
     intersect,
     just,
     one,
@@ -34,7 +35,12 @@ from quire.structured.json_schema.shapes import (
 )
 
 MAX_ANY_WITH_UNEVALUATED = 4
+PRUNE_FROM = 6
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+
+
+class SelfReference(SchemaError):
+    """The form of a node was asked for while it is being found out."""
 
 
 class Expander:
@@ -70,7 +76,11 @@ class Expander:
         if key in self._forms:
             known = self._forms[key]
             if known is None:
-                raise unsupported(node.pointer, "it refers to itself before any part of a value has been read")
+                raise SelfReference(
+                    node.pointer,
+                    "it refers to itself before any part of a value is read",
+                    code="unsupported_json_schema",
+                )
             return known
         self._forms[key] = None
         self.budget.spend(10, node.pointer)
@@ -86,9 +96,16 @@ class Expander:
     def meet(self, first: Form, second: Form, pointer: str) -> Form:
         """Return the intersection of two forms."""
         result = intersect(first, second, lambda pairs: self.budget.spend(pairs, pointer))
+        for kind, shapes in result.items():
+            if len(shapes) > PRUNE_FROM:
+                result[kind] = tuple(shape for shape in shapes if not self.is_void(shape, pointer))
         if any(len(shapes) > 4 * MAX_ALTERNATIVES for shapes in result.values()):
             raise too_complex(pointer, f"more than {4 * MAX_ALTERNATIVES} alternatives")
         return result
+
+    def is_void(self, shape: Shape, pointer: str) -> bool:
+        """Tell whether it is plain that a shape has no values; replaced by the test in `emptiness`."""
+        return False
 
     def _positive(self, node: Node) -> Form:
         result = TOP
@@ -144,11 +161,11 @@ class Expander:
 
     def _arrays(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         pointer = node.pointer
-        for keyword, least in (("minItems", True), ("maxItems", False)):
+        for keyword, at_least in (("minItems", True), ("maxItems", False)):
             if keyword in schema:
                 value = int(schema[keyword])
-                bounds = (value, None) if least else (0, value)
-                yield say.count_assertion("array", *bounds, step(pointer, keyword))
+                low, high = (value, None) if at_least else (0, value)
+                yield say.count_assertion("array", low, high, step(pointer, keyword))
         if schema.get("uniqueItems"):
             refuse = refusal(step(pointer, "uniqueItems"), "the negation of uniqueItems")
             yield Assertion(lambda: only("array", ArrayShape(unique=True)), refuse)
@@ -179,8 +196,8 @@ class Expander:
         for keyword, least in (("minProperties", True), ("maxProperties", False)):
             if keyword in schema:
                 value = int(schema[keyword])
-                bounds = (value, None) if least else (0, value)
-                yield say.count_assertion("object", *bounds, step(pointer, keyword))
+                low, high = (value, None) if least else (0, value)
+                yield say.count_assertion("object", low, high, step(pointer, keyword))
         if "required" in schema:
             yield say.required_assertion(schema["required"])
         if any(key in schema for key in ("properties", "patternProperties", "additionalProperties")):

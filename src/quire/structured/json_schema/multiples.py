@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema import regular
 from quire.structured.json_schema.errors import too_complex, unsupported
-from quire.structured.json_schema.numbers import next_whole, number_language
+from quire.structured.json_schema.limits import MAX_LISTED
+from quire.structured.json_schema.numbers import large_scientific, next_whole, number_language
 from quire.structured.json_schema.regular import EMPTY, Lang, both, cat, chars, derive, rep, text
-from quire.structured.json_schema.shapes import NumberShape, exact
+from quire.structured.json_schema.shapes import NumberShape, exact, fits
 from quire.structured.json_schema.spelling import terminal
 
 MAX_MODULUS = 100_000
@@ -28,6 +30,13 @@ _SIGN = rep(text("-"), 0, 1)
 def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: bool, pointer: str) -> list[str]:
     """Return rules whose union is the numbers of `shape`, which has `multiples`."""
     where = f"{pointer}/multipleOf"
+    if shape.whole:
+        # A whole multiple of a/b in lowest terms is a multiple of a.
+        reduced = frozenset((exact(value).numerator if holds else value, holds) for value, holds in shape.multiples)
+        shape = replace(shape, multiples=reduced - {(1, True)})
+        if not shape.multiples:
+            language = number_language(shape, whole_as_floats=whole_as_floats)
+            return [builder.terminal(terminal(language, spelled=False), "number")]
     sizes = [exact(value) for value, _ in shape.multiples]
     whole = all(size.denominator == 1 for size in sizes)
     plain = whole and not shape.excluded and all(wanted for _, wanted in shape.multiples)
@@ -43,21 +52,48 @@ def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: boo
             return found
     elif whole:
         shape = replace(shape, whole=True)
+    elif whole_as_floats and all(size.numerator == 1 for size in sizes):
+        # Floats from 2**53 on are whole, and so multiples of a half, a quarter and so on.
+        large = both(number_language(replace(shape, multiples=frozenset())), large_scientific())
+        found.append(builder.terminal(terminal(large, spelled=False), "number"))
     return [*found, _Automaton(builder, shape, where, whole_as_floats).rule()]
+
+
+def listed_values(shape: NumberShape) -> tuple[int, ...] | None:
+    """Return the values of a shape with multiples, if they are whole, between bounds, and few; else None."""
+    wanted = [exact(value) for value, holds in shape.multiples if holds]
+    whole = shape.whole or (wanted and all(size.denominator == 1 for size in wanted))
+    if not shape.multiples or not whole or shape.low is None or shape.high is None:
+        return None
+    # A whole multiple of a/b in lowest terms is a multiple of a.
+    size = math.lcm(*(part.numerator for part in wanted)) if wanted else 1
+    low, high = next_whole(shape.low, 1), next_whole(shape.high, -1)
+    first = -(-low // size) * size
+    if abs(low) > _SAFE or abs(high) > _SAFE or (high - first) // size > MAX_LISTED:
+        return None
+    return tuple(value for value in range(first, high + 1, size) if fits(shape, value))
 
 
 def has_none(shape: NumberShape) -> bool:
     """Tell whether it is plain that no multiple lies between the bounds of `shape`."""
     wanted = [exact(value) for value, wanted in shape.multiples if wanted]
+    size = math.lcm(*(part.numerator for part in wanted))
+    if wanted and any(size % part.numerator == 0 for part in _refused_sizes(shape)):
+        return True
     if not wanted or (shape.whole is False and all(size.denominator == 1 for size in wanted)):
         return bool(wanted)
     if shape.low is None or shape.high is None:
         return False
-    size = max(wanted)
-    first = math.ceil(exact(shape.low[0]) / size) * size
+    largest = max(wanted)
+    first = math.ceil(exact(shape.low[0]) / largest) * largest
     if shape.low[1] and first == exact(shape.low[0]):
-        first += size
+        first += largest
     return first > exact(shape.high[0]) or (shape.high[1] and first == exact(shape.high[0]))
+
+
+def _refused_sizes(shape: NumberShape) -> list[Fraction]:
+    sizes = [exact(value) for value, wanted in shape.multiples if not wanted]
+    return [size for size in sizes if size.denominator == 1]
 
 
 def _by_remainder(
@@ -91,30 +127,39 @@ def _whole_multiples(builder: GrammarBuilder, size: int, low: int | None, high: 
     return builder.rule(f"%json {json.dumps(schema)}", "multiple")
 
 
+State = tuple[int, int, int]
+_DIGITS = "0123456789"
+_BEFORE_POINT = -1
+
+
 class _Automaton:
-    """States are (language of the rest, remainder, digits behind the point); None for no point yet."""
+    """States are (number of the language of the rest, remainder, digits behind the point; -1 for no point yet)."""
 
     def __init__(self, builder: GrammarBuilder, shape: NumberShape, where: str, whole_as_floats: bool) -> None:
         self.builder, self.where = builder, where
-        places = max(exact(value).denominator.bit_length() - 1 for value, _ in shape.multiples)
-        self.places = places
-        self.sizes = [(int(exact(value) * 10**places), wanted) for value, wanted in shape.multiples]
+        self.places = max(exact(value).denominator.bit_length() - 1 for value, _ in shape.multiples)
+        self.sizes = [(int(exact(value) * 10**self.places), wanted) for value, wanted in shape.multiples]
         self.modulus = math.lcm(*(size for size, _ in self.sizes))
         if self.modulus > MAX_STATES // 8:
             raise too_complex(where, "remainders of so large a number")
-        floats = cat(_SIGN, rep(_D, 1, 15), text("."), rep(_D, 0, places), rep(text("0"), 0, None))
-        forms = cat(_SIGN, rep(_D, 1, None))
+        natural = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, None)))
+        short = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, 14)))
+        forms = cat(_SIGN, natural)
         if whole_as_floats:
-            forms = regular.alt(forms, both(floats, cat(_SIGN, rep(_D, 1, None), text("."), rep(_D, 1, None))))
-        language = number_language(replace(shape, multiples=frozenset()), whole_as_floats=whole_as_floats)
-        self.start = both(_unbounded(language), forms)
-        self._derived: dict[tuple[Lang, str], Lang] = {}
+            behind = both(cat(rep(_D, 0, self.places), rep(text("0"), 0, None)), rep(_D, 1, None))
+            forms = regular.alt(forms, cat(_SIGN, short, text("."), behind))
+        plain = replace(shape, multiples=frozenset())
+        if plain != NumberShape() and (plain != NumberShape(whole=True) or self.places):
+            forms = both(_unbounded(number_language(plain, whole_as_floats=whole_as_floats)), forms)
+        self._languages = [forms]
+        self._numbers = {forms: 0}
+        self._tables: list[dict[str, int]] = []
 
     def rule(self) -> str:
         """Write the rules and return the first."""
-        start = (self.start, 0, None)
-        states: dict[tuple[Lang, int, int | None], dict[str, tuple[Lang, int, int | None]]] = {}
-        todo: list[tuple[Lang, int, int | None]] = [start]
+        start: State = (0, 0, _BEFORE_POINT)
+        states: dict[State, dict[str, State]] = {}
+        todo = [start]
         while todo:
             state = todo.pop()
             if state in states:
@@ -132,40 +177,48 @@ class _Automaton:
             for char, after in states[state].items():
                 if after in names:
                     targets[names[after]] = targets.get(names[after], "") + char
-            parts = [f"/[{''.join(sorted(set(found) - {'-'}))}{'-' if '-' in found else ''}]/ {target}"
-                     for target, found in targets.items()]  # fmt: skip
+            # The minus comes last in the class, where it means itself.
+            parts = [f"/[{found}]/ {target}" for target, found in targets.items()]
             self.builder.define(name, " | ".join([*parts, '""'] if self._accepts(state) else parts))
         return names[start]
 
-    def _steps(self, state: tuple[Lang, int, int | None]) -> dict[str, tuple[Lang, int, int | None]]:
-        language, remainder, behind = state
-        found = {}
-        for char in "0123456789.-":
-            key = (language, char)
-            if key not in self._derived:
+    def _table(self, number: int) -> dict[str, int]:
+        """Return the numbers of the languages that are left of a language behind each character."""
+        while len(self._tables) <= number:
+            language, table = self._languages[len(self._tables)], {}
+            for char in (*_DIGITS, ".", "-"):
                 after = derive(language, ord(char))
-                self._derived[key] = after
-            rest = self._derived[key]
-            if rest == EMPTY:
-                continue
+                if after == EMPTY:
+                    continue
+                if after not in self._numbers:
+                    self._numbers[after] = len(self._languages)
+                    self._languages.append(after)
+                table[char] = self._numbers[after]
+            self._tables.append(table)
+        return self._tables[number]
+
+    def _steps(self, state: State) -> dict[str, State]:
+        number, remainder, behind = state
+        found: dict[str, State] = {}
+        for char, after in self._table(number).items():
             if char == ".":
-                found[char] = (rest, remainder, 0)
+                found[char] = (after, remainder, 0)
             elif char == "-" or behind == self.places:
-                found[char] = (rest, remainder, behind)
+                found[char] = (after, remainder, behind)
             else:
                 grown = (remainder * 10 + int(char)) % self.modulus
-                found[char] = (rest, grown, None if behind is None else behind + 1)
+                found[char] = (after, grown, behind if behind == _BEFORE_POINT else behind + 1)
         return found
 
-    def _accepts(self, state: tuple[Lang, int, int | None]) -> bool:
-        language, remainder, behind = state
-        value = remainder * 10 ** (self.places - (behind or 0))
-        return regular.nullable(language) and all((value % size == 0) == wanted for size, wanted in self.sizes)
+    def _accepts(self, state: State) -> bool:
+        number, remainder, behind = state
+        value = remainder * 10 ** (self.places - max(behind, 0))
+        nullable = regular.nullable(self._languages[number])
+        return nullable and all((value % size == 0) == wanted for size, wanted in self.sizes)
 
-    def _alive(
-        self, states: dict[tuple[Lang, int, int | None], dict[str, tuple[Lang, int, int | None]]]
-    ) -> set[tuple[Lang, int, int | None]]:
-        before: dict[tuple[Lang, int, int | None], list[tuple[Lang, int, int | None]]] = {}
+    def _alive(self, states: dict[State, dict[str, State]]) -> set[State]:
+        """Return the states from which some number is reached."""
+        before: dict[State, list[State]] = {}
         for state, steps in states.items():
             for after in steps.values():
                 before.setdefault(after, []).append(state)

@@ -261,10 +261,15 @@ def _exponent(first: int, last: int) -> Lang:
     return cat(_E, alt(*found))
 
 
+def large_scientific() -> Lang:
+    """Return scientific texts of numbers so large that floats of that size are whole."""
+    return cat(_SIGN, _D, rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1), _exponent(16, 308))
+
+
 def _whole_floats() -> Lang:
     """Return the decimals and scientific texts that are read as whole numbers."""
     decimals = cat(_SIGN, rep(_D, 1, None), _POINT, _SOME_ZEROS)
-    found = [decimals, cat(_SIGN, _D, rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1), _exponent(16, 308))]
+    found = [decimals, large_scientific()]
     for exponent in range(16):
         tail = cat(_POINT, rep(_D, 0, exponent), _ZEROS) if exponent else cat(_POINT, _SOME_ZEROS)
         some = both(tail, cat(_POINT, rep(_D, 1, None)))

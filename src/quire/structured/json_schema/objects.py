@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.structured.json_schema import regular
 from quire.structured.json_schema.emptiness import FreeNames, ObjectPlan
 from quire.structured.json_schema.errors import too_complex, unsupported
+from quire.structured.json_schema.few_members import few_members
 from quire.structured.json_schema.limits import MAX_VARIANTS
 from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of, assume, has, names_in, negation
 from quire.structured.json_schema.shapes import All, ObjectShape
@@ -30,11 +31,15 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
     if not emitter.options.additional_properties and plan.names and not any(keys.explicit for keys in shape.keys):
         free = _named_by_patterns(emitter, shape, plan, pointer)
     least, most = shape.least, shape.most
+    free_plan = replace(plan, free=free)
     if not plan.names and most is None and least <= 1 and plan.clauses and free:
         return [_plain(emitter, free, least)]
-    counted = most is not None or any(least > len(must) for must, _ in plan.clauses)
     formula = _formula(plan)
-    kinds = [name for name in names_in(formula) if isinstance(name, tuple)]
+    kinds: list[Any] = [name for name in names_in(formula) if isinstance(name, tuple)]
+    if most is not None and (most <= 1 or (most == 2 and kinds)):
+        return few_members(emitter, free_plan, shape, pointer) or _nothing(pointer)
+    _check_kinds(kinds, most, pointer)
+    counted = most is not None or any(least > _fewest(must) for must, _ in plan.clauses)
     shared = bool(kinds) or (len(plan.clauses) > 1 and not emitter.options.ordered)
     if shared and not counted and assume(formula, dict.fromkeys(names_in(formula), ALWAYS)) == ALWAYS:
         return [_AnyOrder(emitter, plan.names, free, formula, (0, None), pointer).expression()]
@@ -47,10 +52,27 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
             continue
         demand = all_of(has(name) for name in [*names, *kinds] if name in must)
         kind = _InOrder if emitter.options.ordered and not kinds else _AnyOrder
-        found.append(kind(emitter, names, free, demand, (least, most), pointer).expression())
-    if not found:
-        raise unsupported(pointer, "it has no instances without additional properties")
-    return found
+        counts = (least if least > _fewest(must) else 0, most)
+        found.append(kind(emitter, names, free, demand, counts, pointer).expression())
+    return found or _nothing(pointer)
+
+
+def _nothing(pointer: str) -> list[str]:
+    raise unsupported(pointer, "it has no instances without additional properties")
+
+
+def _fewest(must: frozenset[Any]) -> int:
+    """Return how many properties there are at least where all of `must` are: kinds may be of one property."""
+    named = sum(isinstance(name, str) for name in must)
+    return named + (len(must) > named)
+
+
+def _check_kinds(kinds: list[Any], most: int | None, pointer: str) -> None:
+    for kind in kinds:
+        if kind[0] == "value":
+            raise unsupported(kind[3], "its negation, as names may repeat")
+    if kinds and most is not None:
+        raise unsupported(f"{pointer}/maxProperties", "beside a name that must not be of some form")
 
 
 def _formula(plan: ObjectPlan) -> Formula:
@@ -213,9 +235,8 @@ class _AnyOrder(_Members):
                 steps, conditions = [f"set_bit({bit})", *steps], [f"bit_clear({bit})", *conditions]
             choices.append(self._member(self.named(name), steps) + _if(*conditions))
         for part, written in zip(self.free, self.unnamed()):
-            asked = [
-                f"set_bit({self.bits[kind]})" for kind in self.bits if kind[1] in part.kinds and kind[0] == "language"
-            ]
+            wanted = [("language", language) for language in sorted(part.kinds, key=str)]
+            asked = [f"set_bit({self.bits[kind]})" for kind in wanted if kind in self.bits]
             choices.append(self._member(written, [*asked, *counts]) + _if(self.count.room))
         self.builder.define(self.item, " | ".join(choices), "::_")
         again = _if(self._goes_on(tracked))

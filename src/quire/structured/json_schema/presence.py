@@ -1,7 +1,8 @@
 """Formulas about which properties an object has: made by `required`, `dependentRequired`, `not`, `anyOf` of those.
 
 A formula is ("has", name), ("not", formula), ("and", formulas) or ("or", formulas). Instead of the name of a property
-stands ("language", language) or ("name", demand) for any property whose name is in a language, or fulfils a demand.
+stands ("language", language) or ("name", demand) for any property whose name is in a language, or fulfils a demand, or
+("value", language, demand, pointer) for any whose name is in a language and whose value fulfils a demand.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""Arrays with `contains`: one rule for every number of fitting elements that has to be told apart; all elements are
+counted in the bits of a parameter where there are limits on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from quire.structured.json_schema.assertions import negated
+from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.limits import MAX_CONTAINS_STATES
+from quire.structured.json_schema.shapes import All, ArrayShape, join
+
+if TYPE_CHECKING:
+    from quire.structured.json_schema.emit import Emitter
+
+State = tuple[int, ...]
+
+
+class Containing:
+    """Writes the rules of one array shape. A state says how many elements fulfilled each of the demands so far.
+
+    Args:
+        most: how many elements there may be, None for any number. length: how many positions have demands of their own.
+    """
+
+    def __init__(self, emitter: Emitter, shape: ArrayShape, most: int | None, length: int, pointer: str) -> None:
+        self.emitter, self.shape, self.most, self.length, self.pointer = emitter, shape, most, length, pointer
+        self.contains = [part for part in shape.contains if part[1] or part[2] is not None]
+        self.limits = [least if high is None else high for _, least, high in self.contains]
+        if math.prod(limit + 1 for limit in self.limits) * (length + 1) > MAX_CONTAINS_STATES:
+            raise too_complex(f"{pointer}/contains", "too many numbers of elements to tell apart")
+        limit = max(shape.least, most or 0)
+        self.count = f"[0:{limit.bit_length()}]" if limit else ""
+        self._rules: dict[tuple[int, State], str] = {}
+        self._elements: dict[tuple[int, State], str] = {}
+
+    def expression(self) -> str:
+        """Return the expression of the arrays."""
+        texts, builder = self.emitter.texts, self.emitter.builder
+        start = builder.declare("elements")
+        zero = (0,) * len(self.contains)
+        choices = []
+        if not self._full(0):
+            choices.append(f"{self._element(0, zero)}{self._counted()}")
+        if self.shape.least == 0 and self._enough(zero):
+            choices.append(texts.close_array)
+        builder.define(start, " | ".join(choices), "::_")
+        return f"{texts.open_array} {start}::0x0"
+
+    def _full(self, index: int) -> bool:
+        return self.most is not None and index >= self.most
+
+    def _counted(self) -> str:
+        return f"::incr({self.count})" if self.count else "::_"
+
+    def _enough(self, state: State) -> bool:
+        return all(number >= least for number, (_, least, _) in zip(state, self.contains))
+
+    def _element(self, index: int, state: State) -> str:
+        """Return the rule of the element at `index` (or later, if all are alike) and what follows."""
+        if (index, state) not in self._elements:
+            builder = self.emitter.builder
+            name = self._elements[index, state] = builder.declare("element")
+            base = self.emitter.emptiness.element(self.shape, index)
+            choices = []
+            for fitting in itertools.product((True, False), repeat=len(self.contains)):
+                demand = self._demand(base, state, fitting)
+                if demand is not None and not self.emitter.emptiness.of_demand(demand, self.pointer):
+                    after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
+                    follow = self._follow(min(index + 1, self.length), after)
+                    choices.append(f"{self.emitter.value(demand)} {follow}::_")
+            if not choices:
+                raise too_complex(f"{self.pointer}/contains", "elements that cannot be")
+            builder.define(name, " | ".join(choices), "::_")
+        return self._elements[index, state]
+
+    def _demand(self, base: All, state: State, fitting: tuple[bool, ...]) -> All | None:
+        """Return the demand on an element that fulfils the demands named by `fitting`; None if that is of no use."""
+        demand = base
+        for number, limit, fits, (wanted, _, high) in zip(state, self.limits, fitting, self.contains):
+            if fits and number == limit:
+                # Beyond the upper limit, or (without one) no longer of interest.
+                return None
+            if fits:
+                demand = join(demand, wanted)
+            elif high is not None:
+                demand = join(demand, negated(wanted))
+        return demand
+
+    def _follow(self, index: int, state: State) -> str:
+        """Return the rule behind an element."""
+        if (index, state) not in self._rules:
+            texts, builder = self.emitter.texts, self.emitter.builder
+            name = self._rules[index, state] = builder.declare("elements")
+            choices = []
+            if not self._full(index) and not self._over(index):
+                room = f" %if lt({self.count}, {self.most})" if self.most is not None else ""
+                choices.append(f"{texts.comma} {self._element(index, state)}{self._counted()}{room}")
+            if self._enough(state):
+                least = f" %if ge({self.count}, {self.shape.least})" if self.shape.least else ""
+                choices.append(f"{texts.close_array}{least}")
+            # Where neither is possible, the state is never reached with elements that can be.
+            builder.define(name, " | ".join(choices or [texts.comma + " " + texts.close_array]), "::_")
+        return self._rules[index, state]
+
+    def _over(self, index: int) -> bool:
+        demand = self.emitter.emptiness.element(self.shape, index)
+        return self.emitter.emptiness.of_demand(demand, self.pointer)
