@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from quire.errors import QuireError
 
@@ -62,7 +63,13 @@ class FlatLogprobs(Sequence[TokenLogprobs]):
     def __len__(self) -> int:
         return len(self.start_indices)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # an int gives a dict, a slice a list of them
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         places = range(self.start_indices[index], self.end_indices[index])

@@ -237,6 +237,10 @@ class Processor:
                     request_id, sampling_params=params, sequence_ids=[request_id], seeds=[0], beam=beam, **shared
                 )
             ]
+        return self._samples(request_id, params, shared)
+
+    def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[AddRequest]:
+        """Return what the engine is told of a request that samples: in `shared` is what all its parts have."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         count = params.num_sequences
         sequence_ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
