@@ -25,6 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from quire.child_process import start_module
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import ConfigError, EngineDeadError, QuireError
@@ -78,12 +79,7 @@ class ProcessClient:
             "log_level": self._config.server.log_level,
             "options": _wire(self._config),
         }
-        package_root = str(Path(__file__).resolve().parents[2])
-        path = os.environ.get("PYTHONPATH")
-        environment = dict(os.environ, PYTHONPATH=package_root + (os.pathsep + path if path else ""))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process"], stdin=subprocess.PIPE, env=environment
-        )
+        self._process = start_module("quire.engine.process", stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(options).encode())
         self._process.stdin.close()

@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 
-import quire
+from quire.child_process import start_module
 from quire.errors import QuireError, RequestError
 from quire.frontend.grammar_jobs import Answer, Job, read_frame, write_frame
 
@@ -136,15 +133,11 @@ class _Process:
     """One process that compiles."""
 
     def __init__(self) -> None:
-        environment = dict(os.environ)
-        root = str(Path(quire.__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.frontend.grammar_process"],
+        self._process = start_module(
+            "quire.frontend.grammar_process",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
         )
         try:
             self._read(START_TIMEOUT)
