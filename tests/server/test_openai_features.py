@@ -49,7 +49,7 @@ def test_an_object_of_a_class(client: openai.OpenAI) -> None:
             model=MODEL,
             messages=HI,
             response_format=Lamp,
-            max_completion_tokens=64,
+            max_completion_tokens=128,
             seed=seed,
             temperature=1.5,
             extra_body={"structured_outputs": {"disable_any_whitespace": True}},

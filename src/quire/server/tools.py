@@ -140,7 +140,7 @@ def check_name(name: Any, where: str) -> str:
 def _check_parameters(schema: Any, where: str) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object in any case."""
     if schema is None:
-        return {"type": "object", "properties": {}}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping):
         raise RequestError(f"{where} must be a JSON schema, got {echo(schema)}", param=where, code="invalid_type")
     if schema.get("type", "object") != "object":
