@@ -181,7 +181,8 @@ class ModelOutput(msgspec.Struct):
     position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token,
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
-    must be ended. `loaded` says of each device block whose load from disk ended whether the record was sound.
+    must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose load
+    from disk ended whether the record was sound.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -191,6 +192,7 @@ class ModelOutput(msgspec.Struct):
     candidates: dict[str, TokenTopLogprobs] = {}
     loaded: dict[int, bool] = {}
     completed: list[str] = []
+    refused: list[str] = []
     sampler_states: dict[str, float] = {}
 
 

@@ -254,7 +254,7 @@ def test_a_grammar_that_grows_too_large_on_its_way_ends_only_its_sequence(
     eager = GREEDY.clone(logit_bias={ids(tokenizer, "x")[0]: 100.0}, min_tokens=30, max_tokens=40)
     news = run(driver, message([5, 6], eager, grammar='start: a*\na: "x" | "x" a "y" | a a'))
     failed = [entry for entry in news if entry.sequence_id == "r"][-1]
-    assert (failed.finish_reason, failed.refused) == ("error", False)
+    assert (failed.finish_reason, failed.refused) == ("error", True)
     assert failed.error is not None
     assert "structured output failed" in failed.error
     assert "\n" not in failed.error

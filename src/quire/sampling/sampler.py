@@ -27,6 +27,7 @@ from quire.step import TokenTopLogprobs
 MOST_LOGITS = 2**22  # that steps 3 and 4 look at together, which bounds their memory
 NO_TOKEN_LEFT = "the options of the request, taken together, leave no token that may come next"
 NO_TOKEN_IN_GRAMMAR = "structured output and the other options of the request leave no token that may come next"
+REFUSALS = (NO_TOKEN_LEFT, NO_TOKEN_IN_GRAMMAR)
 
 
 class Bitmask(NamedTuple):

@@ -87,7 +87,7 @@ class BaseScheduler(RequestLives, ABC):
         """Apply one sequence's results, and append what there is to tell to `news`."""
         request, sequence_id = sequence.request, sequence.sequence_id
         if output.errors and sequence_id in output.errors:
-            self._fail(sequence, output.errors[sequence_id], news)
+            self._fail(sequence, output.errors[sequence_id], news, refused=sequence_id in output.refused)
             return
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens = start + num_scheduled
@@ -132,18 +132,22 @@ class BaseScheduler(RequestLives, ABC):
         if status is not None:
             self._end_sequence(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, news: list[SequenceOutput]) -> None:
-        """The logits of `sequence` were not finite: it ends, and with it all that depends on it."""
+    def _fail(self, sequence: Sequence, error: str, news: list[SequenceOutput], *, refused: bool) -> None:
+        """`sequence` cannot go on: it ends, and with it all that depends on it.
+
+        If its request is not `refused`, its logits were not finite, and its KV may be bad: nobody may find it.
+        """
         request = sequence.request
         if request.beam is not None or not request.forked:
-            for beam in request.sequences:  # the KV may be bad, not only this one's: nobody may find it
-                self.kv.free(beam, forget=True)
-            self._end(request, RequestStatus.FINISHED_ERROR, error)
+            for beam in request.sequences:
+                self.kv.free(beam, forget=not refused)
+            status = RequestStatus.FINISHED_IGNORED if refused else RequestStatus.FINISHED_ERROR
+            self._end(request, status, error)
             return
         entry = self._tell(sequence, [])
-        entry.finish_reason, entry.error = "error", error
+        entry.finish_reason, entry.error, entry.refused = "error", error, refused
         news.append(entry)
-        self._end_sequence(sequence, failed=True)
+        self._end_sequence(sequence, failed=not refused)
 
     def _new_prompt_logprobs(
         self, request: Request, start: int, entries: list[TokenTopLogprobs]

@@ -233,13 +233,20 @@ class Guidance:
             if guide.constraint is not None:
                 error = guide.constraint.error
                 if error is not None:
-                    output.errors[sequence_id] = error
+                    refuse(output, sequence_id, error)
                 elif guide.constraint.complete:
                     output.completed.append(sequence_id)
 
     def close(self) -> None:
         """End threads."""
         self._writer.close()
+
+
+def refuse(output: ModelOutput, sequence_id: str, error: str, *, at_fault: bool = True) -> None:
+    """Note that a sequence cannot go on, and whether its request is at fault."""
+    output.errors[sequence_id] = error
+    if at_fault:
+        output.refused.append(sequence_id)
 
 
 def _has(bits: np.ndarray, token_id: int) -> np.ndarray:

@@ -15,11 +15,11 @@ from quire.kernels.backend import Array, Backend, KVCache, LayerCache
 from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import LogitsProcessorFactory
-from quire.sampling.sampler import Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
+from quire.sampling.sampler import REFUSALS, Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
 from quire.step import ForkData, KVCacheGroup, ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import RunnableModel, StepGraphs
-from quire.worker.guidance import Guidance
+from quire.worker.guidance import Guidance, refuse
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.transfers import BlockTransfers
 
@@ -156,7 +156,7 @@ class ModelRunner:
         if self.batch.num_guided:
             for index, error in self.guidance.finish(ends.rows, self.batch).items():
                 ends.finite[index] = False
-                output.errors[ends.sequence_ids[index]] = error
+                refuse(output, ends.sequence_ids[index], error)
         if self.batch.num_beams:
             beams = self.batch.num_candidates[ends.rows] > 0
             self._offer(self._only(ends, np.flatnonzero(beams & ends.finite)), output)
@@ -223,7 +223,7 @@ class ModelRunner:
             for index, error in sampled.errors.items():
                 if ends.finite[index]:
                     ends.finite[index] = False
-                    output.errors[ends.sequence_ids[index]] = error
+                    refuse(output, ends.sequence_ids[index], error, at_fault=error in REFUSALS)
         batch.append(rows[ends.finite], sampled.token_ids[ends.finite])
         tokens, finite = sampled.token_ids.tolist(), ends.finite.tolist()
         for place, sequence_id in enumerate(ends.sequence_ids):
