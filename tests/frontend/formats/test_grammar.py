@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -63,8 +64,8 @@ WALKED = [
 ]
 
 
-def grammar_of(form: MessageFormat, special: dict[str, int], **ask: Any) -> str:
-    grammar = form.grammar(MessageAsk(special_tokens=special, end_tokens=[EOS], **ask))
+def grammar_of(model: MessageFormat, special: dict[str, int], **ask: Any) -> str:
+    grammar = model.grammar(MessageAsk(special_tokens=special, end_tokens=[EOS], **ask))
     assert grammar is not None
     return grammar
 
@@ -98,8 +99,12 @@ def test_rejects_what_was_not_asked_for(marked: bool) -> None:
     form = format_named("hermes", "qwen3")
     backend, guide, special = tokenizer_for(form, marked)
 
+    @cache
+    def grammar(**ask: Any) -> str:
+        return grammar_of(form, special, tools=TOOLS, can_reason=True, **ask)
+
     def taken(text: str, **ask: Any) -> bool:
-        return accepts(backend, guide, grammar_of(form, special, tools=TOOLS, can_reason=True, **ask), text)
+        return accepts(backend, guide, grammar(**ask), text)
 
     def call(name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -148,9 +153,33 @@ def test_content_in_a_form(marked: bool) -> None:
     assert not taken(answer, tools=TOOLS, choice="required") and taken(call, tools=TOOLS, choice="required")
     # A form that admits everything does not take reasoning, or calls, for content.
     anything = StructuredOutputParams(regex="(?s:.*)")
-    assert taken("Hm </think> a", form=anything) and not taken("<think>a", form=anything)
-    assert taken("a <tool_call>", tools=TOOLS, form=anything) and not taken("<tool_call> a", tools=TOOLS, form=anything)
+    assert taken("Hm <b> a", form=anything) and not taken("<think>a", form=anything)
+    assert taken("a <tool", tools=TOOLS, form=anything) and not taken("<tool_call> a", tools=TOOLS, form=anything)
     assert taken(f"<think>a</think>\n\n{call}", tools=TOOLS, form=anything)
+
+
+def test_calls_that_are_json_beside_content_that_is() -> None:
+    form = format_named("llama3_json", None)
+    backend, guide, special = tokenizer_for(form, False)
+    grammar = grammar_of(form, special, tools=TOOLS, form=StructuredOutputParams(json=FORM_SCHEMA))
+    call = '{"name":"get_weather","parameters":{"city":"a"}}'
+    assert accepts(backend, guide, grammar, call) and accepts(backend, guide, grammar, '{"answer": 12}')
+    assert not accepts(backend, guide, grammar, call.replace("city", "town"))
+    ask = MessageAsk(tools=TOOLS, form=StructuredOutputParams(json=FORM_SCHEMA))
+    assert read(form.parser(ask), list(call))[0].tool_calls[0].arguments == '{"city":"a"}'
+    assert read(form.parser(ask), list('{"answer": 12}'))[0].content == '{"answer": 12}'
+
+
+@pytest.mark.parametrize("name, mark", [("llama3_json", "<|python_tag|>"), ("llama4_pythonic", "<|python_start|>")])
+def test_marks_that_a_family_may_write(name: str, mark: str) -> None:
+    form = format_named(name, None)
+    backend, guide, special = tokenizer_for(form, True)
+    text = mark + ('{"name": "get_time", "parameters": {}}' if name == "llama3_json" else "[get_time()]")
+    for choice in ("auto", "required"):
+        assert accepts(backend, guide, grammar_of(form, special, tools=TOOLS, choice=choice), text)
+        ask = MessageAsk(tools=TOOLS, choice=choice, special_tokens=special)
+        message, _ = read(form.parser(ask), list(text))
+        assert [one.name for one in message.tool_calls] == ["get_time"] and message.content is None
 
 
 def test_nothing_to_constrain() -> None:
@@ -161,7 +190,7 @@ def test_nothing_to_constrain() -> None:
 
 
 def test_schemas_that_cannot_be_enforced() -> None:
-    bad = {"type": "object", "properties": {"a": {"not": {"type": "string"}, "unevaluatedItems": False}}}
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=x)y"}}}
     tools = [TOOLS[0], Tool("bad", bad)]
     for name in ("hermes", "qwen3_coder", "pythonic", "gemma4"):
         form = format_named(name, None)
@@ -174,7 +203,7 @@ def test_schemas_that_cannot_be_enforced() -> None:
             with pytest.raises(RequestError) as caught:
                 form.grammar(ask)
             assert caught.value.code == "invalid_function_parameters"
-            assert caught.value.param.startswith("tools[1].function.parameters#/properties/a")
+            assert caught.value.param.startswith("tools[1].function.parameters#/properties/a/pattern")
         assert form.grammar(MessageAsk(tools=tools, choice="function:get_weather")) is not None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import RequestError
-from quire.frontend.formats.literals import ValueGrammar, check_key, json_rule, text_language
+from quire.frontend.formats.literals import DEFINITIONS, NOTES, ValueGrammar, check_key, json_rule, text_language
 from quire.frontend.formats.message import Tool
 from quire.frontend.formats.pairs import pairs
 from quire.frontend.formats.parameters import JSON, STRING, kind_of, resolve
@@ -19,7 +19,6 @@ from quire.structured.json_schema.spelling import terminal
 
 BLANK_CHARS = " \t\r\n"
 WORDS = ("true", "false", "null", "True", "False", "None")
-NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"))
 OBJECT_KEYS = NOTES | {
     "type",
     "properties",
@@ -60,6 +59,28 @@ def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index
         return _Parameters(builder, notation, schema, options).add()
     except SchemaError as error:
         raise ToolSchemaError(index, error) from None
+
+
+def add_json_call(builder: GrammarBuilder, tool: Tool, index: int, keys: tuple[str, str], loose: bool = False) -> str:
+    """Add a rule for a call as one JSON object, of which `keys` name function and arguments; return its name.
+
+    Raises as `add_arguments`.
+    """
+    schema: dict[str, Any] = {} if loose else dict(tool.parameters)
+    definitions = {key: schema.pop(key) for key in DEFINITIONS if key in schema}
+    name, arguments = keys
+    whole = {
+        "type": "object",
+        "properties": {name: {"const": tool.name}, arguments: {**schema, "type": "object"}},
+        "required": [name, arguments],
+        "additionalProperties": False,
+        **definitions,
+    }
+    try:
+        return add_schema(builder, whole, options=JsonOptions(whitespace="none", ordered=True))
+    except SchemaError as error:
+        place = error.pointer.removeprefix(step("#/properties", arguments))
+        raise ToolSchemaError(index, SchemaError(f"#{place.removeprefix('#')}", error.message, code="x")) from None
 
 
 def _add_json(builder: GrammarBuilder, schema: dict[str, Any], options: JsonOptions) -> str:

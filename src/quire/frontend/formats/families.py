@@ -48,7 +48,7 @@ LIST = (NONE, Text(","), SPACE)
 CALLS: tuple[CallFormat, ...] = (
     CallFormat(
         name="qwen3_coder",
-        aliases=("qwen3_xml", "nemotron_json_xml"),
+        aliases=("qwen3_xml", "step3p5"),
         call=(
             Text("<tool_call>"),
             LINE,
@@ -258,7 +258,7 @@ CALLS: tuple[CallFormat, ...] = (
         aliases=("qwen3_json", "granite4"),
         call=(Text("<tool_call>"), LINE, *json_call("arguments"), LINE, Text("</tool_call>")),
         between=(LINE,),
-        signs=(("<tool_call>",),),
+        signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
     ),
     CallFormat(
         name="llama4_pythonic",
@@ -286,7 +286,6 @@ CALLS: tuple[CallFormat, ...] = (
         between=(NONE, Text(";"), SPACE),
         signs=(
             ("<|start_header_id|>", '"parameters": '),
-            ("<|start_header_id|>", "ipython"),
             ("<|python_tag|>", '"parameters"'),
         ),
         at_start=True,
@@ -296,19 +295,19 @@ CALLS: tuple[CallFormat, ...] = (
 THINK = ("<think>", "</think>")
 
 REASONING: tuple[ReasoningFormat, ...] = (
-    ReasoningFormat(name="mistral", start="[THINK]", end="[/THINK]", inside="", signs=(("[THINK]", "[/THINK]"),)),
+    ReasoningFormat(name="mistral", start="[THINK]", end="[/THINK]", signs=(("[THINK]", "[/THINK]"),)),
     ReasoningFormat(
         name="gemma4",
-        start="<|channel>thought",
+        start="<|channel>thought\n",
         end="<channel|>",
         signs=(("<|channel>", "<channel|>"),),
     ),
-    ReasoningFormat(name="seed_oss", start="<seed:think>", end="</seed:think>", inside="", signs=(("<seed:think>",),)),
+    ReasoningFormat(name="seed_oss", start="<seed:think>", end="</seed:think>", signs=(("<seed:think>",),)),
     ReasoningFormat("qwen3", *THINK, after="\n\n", signs=(("</think>\\n\\n",), ("</think>\n\n",))),
     ReasoningFormat(
         "deepseek_r1",
         *THINK,
-        aliases=("deepseek_v3", "glm45", "glm47", "kimi_k2", "minimax_m2", "think", "nemotron_v3", "step3", "olmo3"),
+        aliases=("deepseek_v3", "glm45", "glm47", "kimi_k2", "minimax_m2", "nemotron_v3", "step3", "olmo3"),
         signs=(("</think>",), ("<think>",)),
     ),
 )

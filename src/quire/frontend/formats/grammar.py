@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from quire.frontend.formats.arguments import add_arguments
+from quire.frontend.formats.arguments import add_arguments, add_json_call
 from quire.frontend.formats.message import MessageAsk, Tool
 from quire.frontend.formats.parts import (
     BLANKS as BLANK_CHARS,
@@ -18,6 +18,7 @@ from quire.frontend.formats.parts import (
     Blank,
     CallFormat,
     CallId,
+    JsonObject,
     Maybe,
     Name,
     Part,
@@ -83,6 +84,21 @@ class Writer:
         outside += [f"{BLANKS} ({' | '.join(starts)}) {ANY}"] if starts else []
         return f"{ANY} & ~({' | '.join(outside)})" if outside else ANY
 
+    def marks(self, text: str) -> str:
+        """Return an expression for exactly `text`, in which there may be special tokens."""
+        pieces, plain, at = [], "", 0
+        longest_first = sorted(self.builder.special_tokens, key=len, reverse=True)
+        while at < len(text):
+            token = next((one for one in longest_first if text.startswith(one, at)), "")
+            if token:
+                pieces += [literal(plain)] if plain else []
+                pieces.append(self.builder.marker(token))
+                plain = ""
+            else:
+                plain += text[at]
+            at += len(token) or 1
+        return " ".join([*pieces, literal(plain)] if plain else pieces)
+
     def blank(self) -> str:
         """Return an expression for a few blanks, or none."""
         return self.builder.terminal(BLANK, "blank") + "?"
@@ -109,6 +125,7 @@ class MessageGrammar:
         self._reasoning = reasoning
         self._ask = ask
         self._loose = loose
+        self._arguments: dict[int, str] = {}
         self._tools = wanted_tools(ask) if calls is not None else []
         self._builder = GrammarBuilder(ask.special_tokens)
         self._writer = Writer(self._builder)
@@ -129,7 +146,7 @@ class MessageGrammar:
         after = self._builder.rule(self._body(form, None), "body")
         if self._ask.reasoning_open:
             return self._builder.lark(self._builder.rule(f"{thoughts} {after}", "message"))
-        start = self._builder.marker(reasoning.start)
+        start = self._writer.marks(reasoning.start)
         first = self._builder.rule(self._body(form, reasoning.start), "body")
         thought = self._builder.rule(f"{start} {thoughts} {after}", "thought")
         return self._builder.lark(self._builder.rule(f"{self._writer.blank()} {thought} | {first}", "message"))
@@ -141,20 +158,46 @@ class MessageGrammar:
             assert form is not None, "something is to be constrained"
             return self._form(form, starts)
         calls = self._calls
+        marked = self._marked_run(calls)
         if must_call(self._ask):
-            return f"{self._writer.blank()} {self._run(calls)}"
+            return f"{self._writer.blank()} {self._run(calls)}{marked}"
         if form is not None:
             begins = [literal(calls.trigger)] if calls.trigger else []
             begins = begins or [self._opening(calls, tool.name) for tool in self._tools]
-            return f"{self._form(form, [*starts, *begins])} | {self._writer.blank()} {self._run(calls)}"
+            run = self._json_calls(calls) if self._is_json(calls) else self._run(calls)
+            return f"{self._form(form, [*starts, *begins])} | {self._writer.blank()} {run}{marked}"
         if not calls.trigger:
             openings = {tool.name: self._opening(calls, tool.name) for tool in self._tools}
             text = self._writer.text(not_starting=[*starts, *openings.values()])
             begun = {name: self._builder.terminal(f"{BLANKS} {begin}", "begin") for name, begin in openings.items()}
-            return f"{text}? | {self._run(calls, begun)}"
+            return f"{text}? | {self._run(calls, begun)}{marked}"
         text = self._writer.text([calls.trigger], starts)
         lead = self._writer.until(calls.trigger, (), starts)
         return f"{text}? | {lead} {self._run(calls, {})}"
+
+    def _marked_run(self, calls: CallFormat) -> str:
+        """Return a further way to begin calls: with a special token that the family's models write now and then."""
+        first = (*calls.opens, *calls.call)[0]
+        mark = first.parts[0] if isinstance(first, Maybe) else first
+        if not isinstance(first, Maybe) or not isinstance(mark, Text) or mark.text not in self._builder.special_tokens:
+            return ""
+        return f" | {self._builder.marker(mark.text)} {self._writer.blank()} {self._run(calls)}"
+
+    def _is_json(self, calls: CallFormat) -> bool:
+        """Whether calls may be JSON from the first character, and so may the content."""
+        return not calls.trigger and isinstance(calls.notation, JsonObject)
+
+    def _json_calls(self, calls: CallFormat) -> str:
+        """Return a rule for one call that is JSON altogether, written by the same rules as content that is JSON.
+
+        Two ways to cut the same text into lexemes would exclude each other: the library takes the longest.
+        """
+        names = [part.text.strip('"') for part in calls.call if isinstance(part, Text) and part.text[1:-1].isalpha()]
+        ways = []
+        for tool in self._tools:
+            index = self._ask.tools.index(tool)
+            ways.append(add_json_call(self._builder, tool, index, (names[-2], names[-1]), index in self._loose))
+        return self._builder.rule(" | ".join(ways), "calls")
 
     def _run(self, calls: CallFormat, begun: Mapping[str, str] | None = None) -> str:
         """Return a rule for one run of calls.
@@ -171,13 +214,16 @@ class MessageGrammar:
         ways, firsts = [], []
         for tool in self._tools:
             index = self._ask.tools.index(tool)
-            arguments = add_arguments(builder, calls.notation, tool, index, index in self._loose)
+            if index not in self._arguments:
+                loose = index in self._loose
+                self._arguments[index] = add_arguments(builder, calls.notation, tool, index, loose)
+            arguments = self._arguments[index]
             ways.append(self._parts(calls.call, tool.name, arguments))
             first = self._parts(whole[skip:], tool.name, arguments)
             firsts.append(_joined([(begun or {}).get(tool.name, ""), first]))
         one = builder.rule(" | ".join(ways), "call")
         pieces = [builder.rule(" | ".join(firsts), "first")]
-        if self._ask.parallel and not calls.single and not self._ask.choice.startswith("function:"):
+        if self._ask.parallel and not self._ask.choice.startswith("function:"):
             more = builder.rule(_joined([self._parts(calls.between), one]), "more")
             pieces.append(f"{more}*")
         pieces.append(self._parts(calls.closes))

@@ -38,13 +38,11 @@ CALLS = CallFormat(
     ),
     aliases=("gpt_oss", "harmony"),
     signs=((CHANNEL, MESSAGE, "analysis", "commentary"),),
-    single=True,
 )
 REASONING = ReasoningFormat(
     name="openai_gptoss",
     start=CHANNEL + "analysis" + MESSAGE,
     end=END,
-    inside="",
     aliases=("gpt_oss", "harmony", "openai"),
     signs=CALLS.signs,
 )

@@ -103,7 +103,7 @@ class CallFormat:
 
     Attributes:
         name: as in vLLM's --tool-call-parser. aliases: other names of it.
-        call: one call. single: the family knows no parallel calls.
+        call: one call.
         at_start: calls make up the whole message, which then begins with one; else content may come first.
         signs: a chat template that contains all texts of one of these tuples is of this format.
     """
@@ -116,7 +116,6 @@ class CallFormat:
     aliases: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
     at_start: bool = False
-    single: bool = False
 
     @cached_property
     def trigger(self) -> str:
@@ -141,14 +140,13 @@ class ReasoningFormat:
 
     Attributes:
         name: as in vLLM's --reasoning-parser. aliases: other names of it.
-        inside, after: blanks that the family writes behind `start` and before `end`, and behind `end`.
+        after: blanks that the family writes behind `end`.
         signs: as in `CallFormat`.
     """
 
     name: str
     start: str
     end: str
-    inside: str = "\n"
     after: str = ""
     aliases: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
