@@ -5,6 +5,7 @@ The table has one check for each field: adding a field without one fails.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
-from quire.errors import GenerationError, RequestError, UnsupportedError
+from quire import LLM, AsyncLLM
+from quire.errors import ConfigError, GenerationError, RequestError, UnsupportedError
 from quire.outputs import FlatLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
 from tests.helpers.engine_driver import Ask, EngineDriver, alone, mingle
@@ -341,6 +342,33 @@ def test_every_field_has_a_check() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_field_has_its_effect_or_is_refused(rig: Rig, name: str) -> None:
     CHECKS[name](rig)
+
+
+@pytest.mark.parametrize("engine", ["inline", "process"])
+def test_a_plugin_that_cannot_be_imported_stops_the_start(engine: str) -> None:
+    with pytest.raises(ConfigError, match="logits processor mine cannot be imported from no_such_module:f"):
+        if engine == "inline":
+            LLM(logits_processors=["mine=no_such_module:f"]).close()
+        else:
+            asyncio.run(_start(logits_processors=["mine=no_such_module:f"]))
+
+
+async def _start(**options: Any) -> None:
+    async with AsyncLLM(engine="process", **options):
+        pass
+
+
+def test_an_engine_in_a_process_of_its_own_has_plugins_too() -> None:
+    async def run() -> list[RequestOutput]:
+        params = SamplingParams(
+            logits_processors=["only"], extra_args={"ids": [80, 81]}, mirostat=2, dry_multiplier=1.0, max_tokens=8
+        )
+        async with AsyncLLM(
+            engine="process", max_model_len=128, num_gpu_blocks_override=16, logits_processors=[PLUGIN]
+        ) as llm:
+            return [output async for output in llm.generate(PROMPT, params)]
+
+    assert set(asyncio.run(run())[-1].outputs[0].token_ids) <= {80, 81}
 
 
 STATEFUL = [

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from quire.engine.messages import AddRequest
-from quire.errors import RequestError
+from quire.errors import EngineDeadError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.processor import Processor
-from quire.outputs import FlatLogprobs, Logprob
+from quire.outputs import FlatLogprobs, Logprob, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.frontend.test_output_processor import Rig
-from tests.helpers.fake_engine import small_tokenizer
+from tests.helpers.fake_engine import fake_async_llm, small_tokenizer
 
 CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
 
@@ -109,6 +110,31 @@ def test_a_stream_has_an_output_every_so_many_tokens(interval: int, kind: Reques
     assert counts == [1, *range(1 + interval, 11, interval), 11]
     assert ("".join(texts) if kind == DELTA else texts[-1]) == "abcdefghij"
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_what_an_interval_held_back_comes_before_an_error() -> None:
+    rig = Rig("abcdefghij")
+    state = rig.add(output_kind=DELTA, stream_interval=8)
+    texts = []
+    for _ in range(5):
+        rig.step()
+        output = state.take()
+        texts += [] if output is None else [output.outputs[0].text]
+    assert texts == ["a"]
+    rig.outputs.fail_all(EngineDeadError("gone"))
+    output = state.take()
+    assert output is not None and output.outputs[0].text == "bcde" and not output.finished
+
+
+def test_a_stream_with_an_interval_ends() -> None:
+    async def run() -> list[RequestOutput]:
+        async with fake_async_llm()[0] as llm, asyncio.timeout(60):
+            params = SamplingParams(max_tokens=20, output_kind=DELTA, stream_interval=6)
+            return [output async for output in llm.generate("hello", params)]
+
+    outputs = asyncio.run(run())
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 20
+    assert len(outputs) <= 5 and outputs[-1].finished
 
 
 def test_intervals_count_for_each_completion() -> None:

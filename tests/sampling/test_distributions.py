@@ -11,7 +11,7 @@ import pytest
 from quire.errors import RequestError
 from quire.kernels.create import create_backend
 from quire.sampling.extras import Extras
-from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
+from quire.sampling.sampler import Bitmask, Sampled, Sampler, SamplingBatch
 from quire.sampling_params import SamplingParams
 from tests.helpers.sampling_truth import chi_square, distribution
 
@@ -75,6 +75,7 @@ def sample(
     device: str = "cpu",
     logits: np.ndarray | None = None,
     state: float | None = None,
+    mask: Bitmask | None = None,
 ) -> Sampled:
     """Sample one token for each seed, all from the same logits."""
     backend, rows = BACKENDS[device], len(seeds)
@@ -89,6 +90,7 @@ def sample(
         positions=np.full(rows, len(PROMPT) + len(OUTPUT)),
         extras=[None if extras is None else extras.fork() for _ in range(rows)],
         output_ids=[np.array(OUTPUT, dtype=np.int32)] * rows,
+        mask=mask,
     )
     return Sampler(backend).sample(backend.from_numpy(np.tile(source, (rows, 1))), batch)
 
@@ -146,6 +148,20 @@ def test_mirostat_goes_on_from_its_state(version: int, mu: float) -> None:
     else:
         probs = expected(params, mu=mu)
     assert chi_square(draws(params, 4 * ROWS, state=mu), probs) > LEAST_P
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"allowed_token_ids"}))
+def test_what_a_grammar_bars_counts_for_no_sampler(name: str) -> None:
+    allowed = [0, 1, 2, 5, 6, 7, 20, 21]
+    bits = np.zeros((ROWS, 2), dtype=np.int64)
+    for token in allowed:
+        bits[:, token // 32] |= 1 << token % 32
+    mask = Bitmask(np.arange(ROWS), bits.astype(np.uint32).view(np.int32), np.full(ROWS, -1))
+    params = SamplingParams(**SETTINGS[name], max_tokens=32)
+    counts = np.zeros(VOCAB, dtype=np.int64)
+    for start in range(0, 4 * ROWS, ROWS):
+        np.add.at(counts, sample(params, np.arange(start, start + ROWS), mask=mask).token_ids, 1)
+    assert chi_square(counts, expected(params.clone(allowed_token_ids=allowed))) > LEAST_P
 
 
 def test_xtc_of_another_purpose_than_the_draw() -> None:

@@ -65,6 +65,7 @@ FACTORIES = {
     "double": returning(lambda logits: logits.astype(np.float64)),
     "nan": returning(lambda logits: np.full_like(logits, np.nan)),
     "inf": returning(lambda logits: np.full_like(logits, np.inf)),
+    "freeing": returning(lambda logits: np.linspace(9, 8, len(logits), dtype=np.float32)),
     "empty": returning(lambda logits: np.full_like(logits, -np.inf)),
 }
 
@@ -106,6 +107,11 @@ def test_a_processor_changes_its_own_row(device: str) -> None:
     plain = SamplingParams(temperature=0.0)
     rows = [plain, asking({"name": "only", "args": {"token": 4}}), plain, asking("only")]
     assert sample(rows, device).token_ids.tolist() == [11, 4, 11, 3 + 2]
+
+
+def test_what_other_options_bar_stays_barred() -> None:
+    sampled = sample([asking("freeing"), asking("freeing", allowed_token_ids=[6, 3]), asking("freeing", "empty")])
+    assert sampled.token_ids.tolist() == [0, 3, -1]
 
 
 def test_arguments_are_those_of_the_request_and_over_them_its_own() -> None:

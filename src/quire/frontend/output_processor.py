@@ -274,7 +274,7 @@ class RequestState:
             return None
         delta = self._kind == DELTA
         shown = self._best() if self._ranked else self.completions
-        if self._interval > 1 and not self.finished:
+        if self._interval > 1 and not self.finished and self.error is None:
             due = [item for item in shown if item.due(self._interval)]
             if not due:
                 return None

@@ -7,8 +7,9 @@ It returns a callable, which is called before each token with
     output_ids: int32 numpy [n], the tokens generated so far; not to be changed.
     logits: float32 numpy [V], its own to change; biases and barred tokens are in it, penalties come after.
 
-and returns the logits to go on with, float32 numpy [V], -inf for what may not be drawn. A sequence may be preempted or
-forked, and its callable then made anew: what it returns must follow from its arguments and these two alone.
+and returns the logits to go on with, float32 numpy [V], -inf for what may not be drawn. What came in as -inf, because
+other options or a grammar bar it, stays barred whatever is returned. A sequence may be preempted or forked, and its
+callable then made anew: what it returns must follow from its arguments and these two alone.
 
 A processor that raises, or returns anything else, ends its own request with an error that names it.
 """
@@ -134,6 +135,7 @@ class Processors:
             self._made = [self._make(name, args) for name, args in self._wanted]
         output_ids = output_ids.view()
         output_ids.flags.writeable = False
+        barred = logits == -np.inf
         for (name, _), process in zip(self._wanted, self._made, strict=True):
             try:
                 result = process(output_ids, logits)
@@ -143,7 +145,7 @@ class Processors:
             if problem:
                 raise ProcessorError(f"logits processor {name} returned {problem}")
             logits = result
-        return logits
+        return np.where(barred, np.float32(-np.inf), logits)
 
     def _make(self, name: str, args: Mapping[str, Any]) -> LogitsProcessor:
         factory = self._factories.get(name)

@@ -91,8 +91,6 @@ class Sampler:
             (r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits
         ]
         errors = self._apply_extras(logits, batch, changing)
-        if batch.mask is not None and any(extras.processors is not None for _, extras in changing):
-            self.backend.apply_bitmask(logits, batch.mask.rows, batch.mask.bits)  # a processor may write anything
         temperature, lessons = self._truncate(logits, batch, changing)
         checked = batch.mask is not None or bool(changing)
         empty = ~self.backend.to_numpy(self.backend.rows_finite(logits)) if checked else None
