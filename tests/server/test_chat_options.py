@@ -146,6 +146,9 @@ def test_a_message_goes_on_where_it_ended(served: LiveServer) -> None:
     assert prompt_of(served).endswith("assistant\n<think>let me")
     assert answer["choices"][0]["message"]["reasoning"] == "see"
     assert answer["choices"][0]["message"]["content"] == "hello"
+    long = {"role": "assistant", "content": None, "reasoning": "let me see " * 30}
+    answer = chat(served, "again</think>hello", messages=[*HI, long], continue_final_message=True)
+    assert answer["choices"][0]["message"]["reasoning"] == "again"
     begun = {"role": "assistant", "content": "he", "reasoning": "let me see"}
     answer = chat(served, "llo", messages=[*HI, begun], continue_final_message=True)
     assert prompt_of(served).endswith("<think>let me see</think>he")

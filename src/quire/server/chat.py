@@ -123,6 +123,11 @@ class ChatCompletion(Generation):
         """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
         front, tools = self.context.llm.front_model, self.tools
         ask = message_ask(front, token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
+        continued = self.template_arguments["continue_final_message"]
+        if isinstance(continued, str):  # in its reasoning, which may have begun far before the end of the prompt
+            ask = msgspec.structs.replace(ask, reasoning_open=front.message_format.can_reason)
+        elif continued:  # in its content, behind all reasoning
+            ask = msgspec.structs.replace(ask, can_reason=False)
         if not (ask.can_reason or ask.reasoning_open or (ask.tools and ask.choice != "none")):
             return None
         if not self.body.skip_special_tokens:
