@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 NEG_INF = np.float32(-np.inf)
+RARE = 2.0**-20  # a probability
 
 
 def probabilities(logits: np.ndarray, temperature: np.ndarray | None = None) -> np.ndarray:
@@ -63,16 +64,32 @@ def typical(logits: np.ndarray, mass: np.ndarray) -> np.ndarray:
     from the row's entropy; of equals the lower id goes first. mass 1 keeps everything.
     """
     probs = probabilities(logits)
-    with np.errstate(invalid="ignore"):
-        distance = np.abs(surprises(probs) - entropies(probs)[:, None])
-    distance[probs == 0.0] = np.inf
-    order = np.argsort(distance, axis=1, kind="stable")
-    summed = np.cumsum(np.take_along_axis(probs, order, axis=1), axis=1)
-    before = np.zeros_like(summed)
-    before[:, 1:] = summed[:, :-1]
+    entropy = entropies(probs)
     keep = np.ones(logits.shape, dtype=bool)
-    np.put_along_axis(keep, order, (before < mass[:, None]) | (mass >= 1.0)[:, None], axis=1)
+    for row in np.flatnonzero(mass < 1.0).tolist():
+        likely = np.flatnonzero(probs[row] >= RARE)  # mostly they decide, and they are few
+        if not _keep_typical(keep[row], probs[row], likely, entropy[row], mass[row], -np.log(RARE) - entropy[row]):
+            _keep_typical(keep[row], probs[row], np.flatnonzero(probs[row] > 0.0), entropy[row], mass[row], np.inf)
     return np.where(keep, logits, NEG_INF)
+
+
+def _keep_typical(
+    keep: np.ndarray, probs: np.ndarray, among: np.ndarray, entropy: float, mass: float, farthest: float
+) -> bool:
+    """Set `keep` bool [V] to the most typical of the tokens `among`; False if others may be more so.
+
+    Args:
+        farthest: all others are at least so far from the entropy.
+    """
+    distance = np.abs(surprises(probs[among]) - entropy)
+    order = np.argsort(distance, kind="stable")
+    summed = np.cumsum(probs[among[order]])
+    count = 1 + int((summed < mass).sum())
+    if farthest < np.inf and (count > len(among) or distance[order[count - 1]] >= farthest):
+        return False
+    keep[:] = False
+    keep[among[order[:count]]] = True
+    return True
 
 
 def exclude_top(logits: np.ndarray, threshold: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -45,12 +45,16 @@ class Mirostat:
         return kept
 
     def _keep_by_rank(self, probs: np.ndarray) -> np.ndarray:
-        order = np.argsort(-probs, kind="stable")
-        ranked = probs[order]
-        k = most_tokens(ranked[:ESTIMATED_TOKENS], len(probs), self.mu)
-        kept = np.zeros(len(probs), dtype=bool)
-        kept[order[:k]] = True
-        return kept & (probs > 0.0) if ranked[0] > 0.0 else kept
+        size = len(probs)
+        few = min(ESTIMATED_TOKENS, size)
+        ranked = np.sort(np.partition(probs, size - few)[size - few :])[::-1]
+        count = most_tokens(ranked, size, self.mu)
+        least = np.partition(probs, size - count)[size - count]
+        kept = probs > least
+        kept[np.flatnonzero(probs == least)[: count - int(kept.sum())]] = True  # of equals, the first
+        kept &= probs > 0.0
+        kept[np.argmax(probs)] = True
+        return kept
 
     def learn(self, surprise: float) -> None:
         """Correct mu by the surprise, in bits, that the token drawn had among those kept."""
