@@ -39,6 +39,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 # Mirostat chooses how many tokens stay; nothing else may.
 MIROSTAT_REPLACES = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+OTHER_DEFAULTS = {"top_k": -1}  # values that mean the same as the default
 # What has no meaning when the likeliest token is always taken.
 NOT_GREEDY = ("mirostat", "dynatemp_range")
 
@@ -49,21 +50,20 @@ def check_combinations(params: SamplingParams, defaults: Mapping[str, Any]) -> N
     Args:
         params: every field of it has passed its own check. defaults: of all fields.
     """
-    given = {name for name in params.__struct_fields__ if getattr(params, name) != defaults[name]}
-    if params.top_k < 0:
-        given.discard("top_k")
     for name, reason in UNSUPPORTED.items():
-        if name in given:
+        if getattr(params, name) != defaults[name]:
             raise UnsupportedError(f"{name} is not supported: {reason}; leave it out", param=name)
     for name, masters in NEEDS.items():
-        if name in given and not any(_is_set(params, master) for master in masters):
+        if getattr(params, name) != defaults[name] and not any(_is_set(params, master) for master in masters):
             raise RequestError(
                 f"{name} has no effect without {' or '.join(masters)}; leave it out, or set that as well", param=name
             )
-    if "mirostat" in given:
-        _refuse(given, MIROSTAT_REPLACES, "mirostat, which decides itself how many tokens to choose from")
+    if params.mirostat:
+        why = "mirostat, which decides itself how many tokens to choose from"
+        _refuse(params, defaults, MIROSTAT_REPLACES, why)
     if params.greedy:
-        _refuse(given, NOT_GREEDY, f"temperature {params.temperature:g}, which always takes the likeliest token")
+        why = f"temperature {params.temperature:g}, which always takes the likeliest token"
+        _refuse(params, defaults, NOT_GREEDY, why)
     ids = params.logprob_token_ids
     if ids is not None and params.logprobs not in (None, len(ids)):
         raise RequestError(
@@ -79,9 +79,10 @@ def _is_set(params: SamplingParams, name: str) -> bool:
     return value is not None and (bool(value) or name.endswith("logprobs"))  # 0 logprobs are some
 
 
-def _refuse(given: set[str], names: tuple[str, ...], why: str) -> None:
+def _refuse(params: SamplingParams, defaults: Mapping[str, Any], names: tuple[str, ...], why: str) -> None:
     for name in names:
-        if name in given:
+        value = getattr(params, name)
+        if value != defaults[name] and value != OTHER_DEFAULTS.get(name):
             raise RequestError(f"{name} contradicts {why}; leave it out", param=name)
 
 
