@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLParserLimits
 
 from quire.engine.messages import AddRequest
+from quire.sampling.grammars import MOST_SPELLED_BYTES
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SequenceOutput, ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ from tests.helpers.engine_driver import Ask, EngineDriver
 
 GREEDY = SamplingParams(temperature=0.0)
 HOT = SamplingParams(temperature=2.0)
+LONG = {"max_position_embeddings": 4096}
 FIELD = r'start: "{\"size\": " /[1-9][0-9]?/ "}"'
 
 
@@ -190,6 +192,25 @@ def test_options_that_leave_no_token_end_only_their_request(driver: EngineDriver
     )
     tokens = [token for entry in news for token in entry.new_token_ids]
     assert (tokenizer.decode(tokens), end_of(news).finish_reason) == ("ab", "stop")
+
+
+def test_a_grammar_may_name_tokens_that_the_model_has_not(driver: EngineDriver) -> None:
+    for params in (GREEDY, GREEDY.clone(logprobs=1)):
+        news = run(driver, message([5, 6], params, grammar='start: "ab" <[437]> "c"'))
+        assert end_of(news).finish_reason == "error"
+        assert "leave no token" in (end_of(news).error or "")
+
+
+def test_long_constants_are_spelled_piece_by_piece(folder: Path, tokenizer: Tokenizer) -> None:
+    """As in one go, also around the places where they are cut, and inside characters."""
+    text = "größer 日本語 words and-more 12345 " * 60
+    assert len(text.encode()) > 2 * MOST_SPELLED_BYTES
+    driver = EngineDriver(folder, max_model_len=2500, num_gpu_blocks_override=700, hf_overrides=LONG)
+    told = driver.ask("a", Ask([5, 6], GREEDY, 2400, grammar=f'start: "{text}"'))
+    assert told.tokens == ids(tokenizer, text)
+    assert told.finish_reason == "stop"
+    assert driver.stats().num_steps == 1
+    driver.close()
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused(driver: EngineDriver) -> None:

@@ -20,6 +20,8 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 KEPT_CHARS = 1 << 22  # of grammars that nobody uses; what they are compiled to is many times as long
 MOST_ERROR_CHARS = 500
+MOST_SPELLED_BYTES = 1024  # of forced text at a time; it is asked for again and again while it is followed
+LOOSE_TOKENS = 16  # so many before a cut might be others without it
 ANCHOR = "\x02"  # a character that no token joins with others: what stands behind it is in the middle of a text
 NO_BYTES = (
     "structured output needs a tokenizer in which every token stands for bytes of its own; the decoder of this model's "
@@ -63,8 +65,17 @@ class GrammarVocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Return the tokens of a text that goes on from another; what spells a control token is letters to it.
 
-        It must not raise: Rust would make a panic of it.
+        Of a long text only the first are returned. It must not raise: Rust would make a panic of it.
         """
+        if len(text) > MOST_SPELLED_BYTES:
+            end = MOST_SPELLED_BYTES
+            while text[end] & 0xC0 == 0x80:  # in the middle of a character
+                end -= 1
+            ids = self._spell(text[:end])
+            return ids[: max(len(ids) - LOOSE_TOKENS, 1)]
+        return self._spell(text)
+
+    def _spell(self, text: bytes) -> list[int]:
         ids = self._tokenizer.encode_segments([ANCHOR + text.decode("utf-8", "replace")])
         rest = ids[len(self._anchor) :]
         if ids[: len(self._anchor)] == self._anchor and self._bytes_of(rest) == text:

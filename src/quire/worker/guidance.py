@@ -28,7 +28,7 @@ class Guide:
         min_tokens: so many generated tokens must come before the end, if the grammar has anything else to offer.
     """
 
-    __slots__ = ("_stop_ids", "constraint", "jumps", "min_tokens", "thinking")
+    __slots__ = ("_stop_ids", "_vocab_size", "constraint", "jumps", "min_tokens", "thinking")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Guide:
         thinking: ThinkingBudget | None,
         *,
         jumps: bool,
+        vocab_size: int,
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
@@ -43,6 +44,7 @@ class Guide:
         self.thinking = thinking
         self.jumps = jumps
         self.min_tokens = min_tokens
+        self._vocab_size = vocab_size
         self._stop_ids = frozenset(stop_ids)
 
     def fork(self) -> Guide:
@@ -51,6 +53,7 @@ class Guide:
             None if self.constraint is None else self.constraint.fork(),
             None if self.thinking is None else self.thinking.fork(),
             jumps=self.jumps,
+            vocab_size=self._vocab_size,
             stop_ids=tuple(self._stop_ids),
             min_tokens=self.min_tokens,
         )
@@ -104,8 +107,9 @@ class Guide:
         if self.thinking is not None and not self.thinking.over:
             forced = forced[:1]  # any of them may use up the budget
         for place, token_id in enumerate(forced):
-            if token_id in self._stop_ids:
-                return forced[:place]  # how a sequence ends is the scheduler's business
+            # How a sequence ends is the scheduler's business; and a grammar may name tokens that there are not.
+            if token_id in self._stop_ids or token_id >= self._vocab_size:
+                return forced[:place]
         return forced
 
 
@@ -138,6 +142,7 @@ class Guidance:
         self._grammars = grammars
         self._jump_forward = jump_forward
         self._writer = MaskWriter(max_num_seqs, vocab_size)
+        self._vocab_size = vocab_size
         self._ends = np.zeros(0, dtype=np.int64)  # of each mask, see `Bitmask`
         self._places: dict[int, int] = {}  # of the masks of this step, by row of the batch
 
@@ -158,6 +163,7 @@ class Guidance:
             constraint,
             None if new.thinking is None else ThinkingBudget(new.thinking, output_ids),
             jumps=self._jump_forward and not scored and not new.num_candidates and not may_bar,
+            vocab_size=self._vocab_size,
             stop_ids=new.stop_ids,
             min_tokens=params.min_tokens,
         )
