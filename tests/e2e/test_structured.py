@@ -37,6 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose queries look back nine tokens."""
+    path = tmp_path_factory.mktemp("windowed")
+    end = train_byte_level().token_to_id("<|im_end|>")
+    write_checkpoint(path, "mistral", sliding_window=9, vocab_size=448, eos_token_id=end, bos_token_id=420)
+    return write_folder(path, "byte_level")
+
+
+@pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
@@ -155,5 +164,16 @@ def test_every_road_gives_what_the_request_alone_gives(
     if "recompute" in road or "swap" in road:
         assert stats.num_preemptions > 0
     assert (stats.num_swapped_out > 0) == (road == "swap")
+    driver.check_all_free()
+    driver.close()
+
+
+@pytest.mark.parametrize("road", ["chunks", "recompute", "prefill_first"])
+def test_sliding_windows_change_nothing(windowed: Path, tokenizer: Tokenizer, road: str) -> None:
+    asked = variety(tokenizer)
+    driver = EngineDriver(windowed, **ROADS[road])
+    mingle(driver, asked, random.Random(2))
+    assert driver.told == alone(windowed, asked)
+    check_texts(tokenizer, asked, driver.told)
     driver.check_all_free()
     driver.close()
