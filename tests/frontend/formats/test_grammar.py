@@ -123,7 +123,7 @@ def test_rejects_what_was_not_asked_for(marked: bool) -> None:
             good[:-14] + "x</tool_call>",
         ):
             assert not taken(bad, choice=choice), bad
-    assert taken("Hi " + good) and taken("Hi") and taken("")
+    assert taken("Hi " + good) and taken("Hi") and taken("") and taken(f"\n<think>a</think>{good}")
     for choice in ("required", "function:get_weather"):
         assert not taken("Hi " + good, choice=choice) and not taken("Hi", choice=choice)
         assert not taken("<think>a</think>Hi", choice=choice) and not taken("<think>a", choice=choice)

@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import RequestError
-from quire.frontend.formats.literals import DEFINITIONS, NOTES, ValueGrammar, check_key, json_rule, text_language
+from quire.frontend.formats.literals import (
+    REFUSED,
+    ValueGrammar,
+    check_key,
+    check_references,
+    json_rule,
+    named_properties,
+    references_in,
+    text_language,
+)
 from quire.frontend.formats.message import Tool
 from quire.frontend.formats.pairs import pairs
-from quire.frontend.formats.parameters import JSON, STRING, kind_of, resolve
+from quire.frontend.formats.parameters import DEFINITIONS, JSON, NOTES, STRING, kind_of, resolve
 from quire.frontend.formats.parts import Braces, JsonObject, Notation, Tagged
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, add_json_object, add_schema
+from quire.structured.json_schema.document import Document
 from quire.structured.json_schema.errors import SchemaError, step, unsupported
 from quire.structured.json_schema.regular import ALL, Lang, alt, cat, chars, neg, nullable, rep, text
 from quire.structured.json_schema.spelling import terminal
@@ -77,10 +87,12 @@ def add_json_call(builder: GrammarBuilder, tool: Tool, index: int, keys: tuple[s
         **definitions,
     }
     try:
+        check_references(references_in(tool.parameters), "#")
         return add_schema(builder, whole, options=JsonOptions(whitespace="none", ordered=True))
     except SchemaError as error:
-        place = error.pointer.removeprefix(step("#/properties", arguments))
-        raise ToolSchemaError(index, SchemaError(f"#{place.removeprefix('#')}", error.message, code="x")) from None
+        place = error.pointer.removeprefix(step("#/properties", arguments)).removeprefix("#")
+        message = error.message.split(": ", 1)[-1]
+        raise ToolSchemaError(index, SchemaError(f"#{place}", message, code="unsupported_json_schema")) from None
 
 
 def _add_json(builder: GrammarBuilder, schema: dict[str, Any], options: JsonOptions) -> str:
@@ -110,25 +122,21 @@ class _Parameters:
         self._values = ValueGrammar(builder, schema, options, quote)
 
     def add(self) -> str:
+        Document(self._root)  # raises for what is no schema
         schema = resolve(self._root, self._root)
+        if not isinstance(schema, Mapping):
+            raise unsupported("#", REFUSED)
         _check_object(schema)
         for key in schema:
             if key not in OBJECT_KEYS:
-                raise unsupported(step("#", key), "cannot be enforced in the notation of this model's tool calls")
+                raise unsupported(step("#", key), REFUSED)
         notation = self._notation
         if isinstance(notation, Braces):
             return self._builder.rule(self._values.mapping(schema, "#"), "arguments")
-        properties = schema.get("properties") or {}
-        if not properties and schema.get("additionalProperties") is not False:
+        named = named_properties(schema)
+        if not named and schema.get("additionalProperties") is not False:
             return self._free()
-        required = schema.get("required") or []
-        for name in required:
-            properties = properties if name in properties else {**properties, name: True}
-        items = [
-            (self._parameter(name, sub, step("#/properties", name)), name in required)
-            for name, sub in properties.items()
-            if sub is not False or name in required
-        ]
+        items = [(self._parameter(name, sub, step("#/properties", name)), required) for name, sub, required in named]
         separator = "" if isinstance(notation, Tagged) else '", "'
         return self._builder.rule(pairs(self._builder, items, separator, self._options.ordered), "arguments")
 
@@ -142,10 +150,8 @@ class _Parameters:
         return self._builder.rule(f'({one} (", " {one})*)?', "arguments")
 
     def _parameter(self, name: str, schema: Any, pointer: str) -> str:
-        check_key(name, pointer)
+        check_key(name, pointer, self._notation.key_close if isinstance(self._notation, Tagged) else None)
         if isinstance(self._notation, Tagged):
-            if self._notation.key_close in name:
-                raise unsupported(pointer, "its name cannot be written in the notation of this model's tool calls")
             return self._builder.rule(self._tagged(literal(name), schema, pointer), "parameter")
         return self._builder.rule(f'{literal(name)} "=" {self._values.value(schema, pointer)}', "parameter")
 

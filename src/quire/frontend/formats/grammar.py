@@ -146,10 +146,13 @@ class MessageGrammar:
         after = self._builder.rule(self._body(form, None), "body")
         if self._ask.reasoning_open:
             return self._builder.lark(self._builder.rule(f"{thoughts} {after}", "message"))
-        start = self._writer.marks(reasoning.start)
+        start = f"{self._writer.blank()} {self._writer.marks(reasoning.start)}"
+        if not any(token in reasoning.start for token in self._ask.special_tokens):
+            # One lexeme: free text may begin with the same blanks.
+            start = self._builder.terminal(f"{BLANKS} {literal(reasoning.start)}", "start")
         first = self._builder.rule(self._body(form, reasoning.start), "body")
         thought = self._builder.rule(f"{start} {thoughts} {after}", "thought")
-        return self._builder.lark(self._builder.rule(f"{self._writer.blank()} {thought} | {first}", "message"))
+        return self._builder.lark(self._builder.rule(f"{thought} | {first}", "message"))
 
     def _body(self, form: str | None, not_start: str | None) -> str:
         """Return an expression for what follows reasoning; `not_start`: free text does not start with it."""

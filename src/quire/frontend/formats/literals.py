@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from quire.errors import echo
 from quire.frontend.formats.pairs import pairs
-from quire.frontend.formats.parameters import resolve
+from quire.frontend.formats.parameters import DEFINITIONS, NOTES, resolve
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, add_schema
 from quire.structured.json_schema.ecma import PatternError, pattern_language
@@ -15,18 +16,36 @@ from quire.structured.json_schema.formats import format_language
 from quire.structured.json_schema.regular import ALL, ANY, Lang, alt, both, nullable, rep, text
 from quire.structured.json_schema.spelling import terminal
 
+NUMBER_KEYS = {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 MAX_DEPTH = 16
 MAX_LENGTH = 1 << 16
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
 REFUSED = "cannot be enforced in the notation of this model's tool calls"
-NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"))
 TEXT_KEYS = NOTES | {"type", "enum", "const", "format", "pattern", "minLength", "maxLength"}
-DEFINITIONS = ("$defs", "definitions")
 
 
-def check_key(name: str, pointer: str) -> None:
-    """Raise `SchemaError` unless a parameter of this name can be written without quotes."""
-    if not name or any(char in " \t\r\n=,:()[]{}\"'<>" or not char.isprintable() for char in name):
-        raise unsupported(pointer, "its name cannot be written in the notation of this model's tool calls")
+def check_key(name: str, pointer: str, close: str | None = None) -> None:
+    """Raise `SchemaError` unless a parameter of this name can be written without quotes, up to `close` if given."""
+    odd = any(char in " \t\r\n=,:()[]{}\"'<>" or not char.isprintable() for char in name)
+    if not name or (odd if close is None else close in name):
+        raise unsupported(pointer, f"its name {REFUSED}")
+
+
+def named_properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return the properties that an object schema names: name, schema, and whether it is required."""
+    required = schema.get("required") or []
+    properties = dict(schema.get("properties") or {})
+    for name in required:
+        properties.setdefault(name, schema.get("additionalProperties", True))
+    return [(name, sub, name in required) for name, sub in properties.items() if sub is not False or name in required]
 
 
 def text_language(schema: Any, root: Mapping[str, Any], pointer: str) -> Lang:
@@ -59,8 +78,12 @@ def text_language(schema: Any, root: Mapping[str, Any], pointer: str) -> Lang:
 
 def json_rule(builder: GrammarBuilder, schema: Any, root: Mapping[str, Any], options: JsonOptions, pointer: str) -> str:
     """Add a rule for the JSON values that a part of the schema `root` allows; return its name."""
-    if isinstance(schema, Mapping) and _has_refs(schema):
-        schema = {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
+    references = set(references_in(schema))
+    if references:
+        definitions = {key: root[key] for key in DEFINITIONS if key in root}
+        references.update(references_in(definitions))
+        check_references(references, pointer)
+        schema = {**schema, **definitions}
     try:
         return add_schema(builder, schema, options=options)
     except SchemaError as error:
@@ -71,10 +94,21 @@ def json_rule(builder: GrammarBuilder, schema: Any, root: Mapping[str, Any], opt
         raise SchemaError(where, message, code=error.code or "unsupported_json_schema") from None
 
 
-def _has_refs(schema: Any) -> bool:
+def references_in(schema: Any) -> Iterator[Any]:
+    """Yield all references in a schema."""
     if isinstance(schema, Mapping):
-        return "$ref" in schema or any(map(_has_refs, schema.values()))
-    return isinstance(schema, list) and any(map(_has_refs, schema))
+        yield from (schema[key] for key in ("$ref", "$dynamicRef", "$recursiveRef") if key in schema)
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for one in schema:
+            yield from references_in(one)
+
+
+def check_references(references: Iterable[Any], pointer: str) -> None:
+    """Raise `SchemaError` unless all of these still mean the same when a part of a schema is taken out of it."""
+    for one in references:
+        if not str(one).startswith(tuple(f"#/{key}/" for key in DEFINITIONS)):
+            raise unsupported(pointer, f"{echo(one)} {REFUSED}; definitions in $defs can be referred to")
 
 
 class ValueGrammar:
@@ -115,14 +149,12 @@ class ValueGrammar:
         if isinstance(listed, list):
             return "(" + " | ".join(self.value({**schema, "type": one}, pointer, depth + 1) for one in listed) + ")"
         match listed:
-            case "boolean":
+            case "boolean" if rest == {"type"}:
                 return f"({' | '.join(literal(self._word(value)) for value in (True, False))})"
-            case "null":
+            case "null" if rest == {"type"}:
                 return literal(self._word(None))
-            case "integer" | "number":
-                known = rest & {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-                numbers = {key: schema[key] for key in known}
-                return json_rule(self._builder, numbers, self._root, self._options, pointer)
+            case "integer" | "number" if rest <= NUMBER_KEYS:
+                return json_rule(self._builder, schema, self._root, self._options, pointer)
             case "string":
                 return self._text(schema, pointer)
             case "array":
@@ -142,20 +174,23 @@ class ValueGrammar:
         return word if self._quote is None else {"None": "null"}.get(word, word.lower())
 
     def _listed(self, schema: Mapping[str, Any], pointer: str) -> str:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        ways = []
-        for value in values:
-            if value is None or isinstance(value, bool):
-                ways.append(literal(self._word(value)))
-            elif isinstance(value, str) and self._quote is not None:
-                ways.append(self._quoted(text(value)))
-            else:
-                ways.append(
-                    self._other({"const": value}, pointer) if not isinstance(value, int) else literal(str(value))
-                )
-        if set(schema) - NOTES - {"enum", "const", "type"} or {"enum", "const"} <= set(schema):
+        rest = set(schema) - NOTES - {"type"}
+        if rest not in ({"enum"}, {"const"}):
             return self._other(schema, pointer)
-        return f"({' | '.join(ways)})"
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        types = schema.get("type", list(TYPES))
+        types = [types] if isinstance(types, str) else types
+        values = [value for value in values if any(isinstance(value, TYPES[one]) for one in types)]
+        if not values or any(isinstance(value, float | list | dict) for value in values):
+            return self._other(schema, pointer)
+        return f"({' | '.join(self._constant(value, pointer) for value in values)})"
+
+    def _constant(self, value: Any, pointer: str) -> str:
+        if value is None or isinstance(value, bool):
+            return literal(self._word(value))
+        if isinstance(value, int):
+            return literal(str(value))
+        return self._other({"const": value}, pointer) if self._quote is None else self._quoted(text(value))
 
     def _text(self, schema: Mapping[str, Any], pointer: str) -> str:
         if self._quote is None:
@@ -194,15 +229,13 @@ class ValueGrammar:
         odd = set(schema) - NOTES - {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
         if odd or (self._quote is None and not properties):
             return self._other(schema, pointer)
-        required = schema.get("required") or []
-        if not properties and not required:
+        named = named_properties(schema)
+        if not named:
             return self._anything_in_braces() if schema.get("additionalProperties") is not False else '"{}"'
         items = []
-        for name, sub in {**{name: True for name in required if name not in properties}, **properties}.items():
-            if sub is False and name not in required:
-                continue
+        for name, sub, required in named:
             where = step(pointer, "properties", name)
-            items.append((self._pair(name, sub, where, depth), name in required))
+            items.append((self._pair(name, sub, where, depth), required))
         return f'"{{" {pairs(self._builder, items, self._comma(), self._options.ordered)} "}}"'
 
     def _pair(self, name: str, schema: Any, pointer: str, depth: int) -> str:

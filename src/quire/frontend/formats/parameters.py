@@ -12,6 +12,9 @@ from quire.frontend.formats.source import Markers, Reading, Sink, Source
 from quire.frontend.formats.values import WORDS, ValueReader, escaped, is_json, read_json
 
 MAX_REFS = 16
+# Keywords that say nothing about values.
+NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"))
+DEFINITIONS = ("$defs", "definitions")
 
 STRING, JSON, MIXED = "string", "json", "mixed"
 
@@ -20,7 +23,7 @@ def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
     """Follow "$ref"s that stand alone and point into `root`; a schema that has others is returned as it is."""
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(ref, str) or not ref.startswith("#/"):
+        if not isinstance(ref, str) or not ref.startswith("#/") or set(schema) - NOTES - {"$ref", *DEFINITIONS}:
             break
         target: Any = root
         for step in ref[2:].split("/"):
