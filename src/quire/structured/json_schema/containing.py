@@ -39,16 +39,15 @@ class Containing:
 
     def expression(self) -> str:
         """Return the expression of the arrays."""
-        texts, builder = self.emitter.texts, self.emitter.builder
-        start = builder.declare("elements")
+        texts = self.emitter.texts
         zero = (0,) * len(self.contains)
         choices = []
         if not self._full(0):
-            choices.append(f"{self._element(0, zero)}{self._counted()}")
+            # The first element counts already: rules that only change the parameter of another lose the change.
+            choices.append(f"{self._element(0, zero)}::{'0x1' if self.count else '0x0'}")
         if self.shape.least == 0 and self._enough(zero):
             choices.append(texts.close_array)
-        builder.define(start, " | ".join(choices), "::_")
-        return f"{texts.open_array} {start}::0x0"
+        return f"{texts.open_array} ({' | '.join(choices)})"
 
     def _full(self, index: int) -> bool:
         return self.most is not None and index >= self.most
@@ -71,11 +70,16 @@ class Containing:
                 if demand is not None and not self.emitter.emptiness.of_demand(demand, self.pointer):
                     after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
                     follow = self._follow(min(index + 1, self.length), after)
-                    choices.append(f"{self.emitter.value(demand)} {follow}::_")
+                    choices.append(f"{self.emitter.value(demand)} {follow}::_{self._room_for(after)}")
             if not choices:
                 raise too_complex(f"{self.pointer}/contains", "elements that cannot be")
             builder.define(name, " | ".join(choices), "::_")
         return self._elements[index, state]
+
+    def _room_for(self, state: State) -> str:
+        """Return the condition that enough elements may follow to bring a state to what is wanted."""
+        missing = max(max(least - number, 0) for number, (_, least, _) in zip(state, self.contains))
+        return f" %if le({self.count}, {self.most - missing})" if self.most is not None and missing else ""
 
     def _demand(self, base: All, state: State, fitting: tuple[bool, ...]) -> All | None:
         """Return the demand on an element that fulfils the demands named by `fitting`; None if that is of no use."""

@@ -48,6 +48,11 @@ def pattern_language(pattern: str) -> Lang:
     """Return the language of the strings in which `pattern` matches somewhere; raises `PatternError`."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise PatternError("complex", MAX_PATTERN_CHARS, f"more than {MAX_PATTERN_CHARS} characters")
+    return read_pattern(pattern)
+
+
+def read_pattern(pattern: str) -> Lang:
+    """Do the same for a pattern of any length."""
     node = _Parser(pattern).parse()
     at_start, later = _translate(node, (ALL, ALL))
     if at_start == later:

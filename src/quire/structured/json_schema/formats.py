@@ -1,8 +1,8 @@
 """Which formats are enforced, and as which languages.
 
 To one reader of JSON Schema `format` is a note, to another a demand. Strings written here please both: where a schema
-says `"type": "string"` beside a known format, the strings are those that every validator takes for valid (no leap
-seconds, "T" and "Z" as capitals, no quoted mail names). Without that type the two readings cannot be told apart, so
+says `"type": "string"` beside a known format, strings are of that format; of what validators disagree about, most is
+left out (quoted mail names, encoded Unicode in host names, leap seconds elsewhere than in UTC). Without that type the two readings cannot be told apart, so
 the schema is refused; formats that nobody defines are notes.
 """
 
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from quire.errors import echo
-from quire.structured.json_schema.ecma import pattern_language
+from quire.structured.json_schema.ecma import read_pattern
 from quire.structured.json_schema.errors import unsupported
 from quire.structured.json_schema.regular import Lang
 
@@ -24,10 +24,16 @@ _DATE = (
     r"(?!0000)(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
     rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
-_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_TIME = (
+    r"(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,20})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+    r"|23:59:60(?:\.\d{1,20})?[Zz])"
+)
 # No label with "--" in its third place: those are encoded Unicode, which has rules of its own.
-_HOST = rf"(?=.{{1,253}}$)(?!(?:.*\.)?[^.]{{2}}--){_LABEL}(?:\.{_LABEL})*"
+_A, _X = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = rf"{_A}(?:{_A}|{_X}{_A}|{_X}{_X}{_A}|{_X}(?:{_A}{_X}|-{_A}){_X}{{0,58}}{_A})?"
+_SHORT = rf"{_A}(?:{_A}|{_X}{_A}|{_X}{_X}{_A}|{_X}(?:{_A}{_X}|-{_A}){_X}{{0,25}}{_A})?"
+# At most 253 characters: three labels of up to 63, or eight of up to 30. To count both would take too many states.
+_HOST = rf"(?:{_LABEL}(?:\.{_LABEL}){{0,2}}|{_SHORT}(?:\.{_SHORT}){{0,7}})"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _H16 = "[0-9A-Fa-f]{1,4}"
@@ -50,7 +56,7 @@ def _address(extra: str, private: str, scheme: bool) -> str:
     escape = "%[0-9A-Fa-f]{2}"
     segment = rf"(?:[{plain}:@]|{escape})"
     first = rf"(?:[{plain}@]|{escape})"
-    host = rf"(?:\[(?:{_IPV6}|v[0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]|(?:[{plain}]|{escape})*)"
+    host = rf"(?:\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]|(?:[{plain}]|{escape})*)"
     authority = rf"(?:(?:[{plain}:]|{escape})*@)?{host}(?::\d*)?"
     tail = rf"(?:\?(?:[{plain}:@/?{private}]|{escape})*)?(?:#(?:[{plain}:@/?]|{escape})*)?"
     hierarchical = rf"(?://{authority}(?:/{segment}*)*|/(?:{segment}+(?:/{segment}*)*)?|{segment}+(?:/{segment}*)*|)"
@@ -62,17 +68,17 @@ def _address(extra: str, private: str, scheme: bool) -> str:
 
 
 _WIDE = r"\u00A0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF\u{10000}-\u{1FFFD}\u{20000}-\u{2FFFD}\u{30000}-\u{3FFFD}"
-_PRIVATE = r"\uE000-\uF8FF"
+_PRIVATE = r"\uE000-\uF8FF\u{F0000}-\u{FFFFD}\u{100000}-\u{10FFFD}"
 
 _PATTERNS = {
     "date": _DATE,
     "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
+    "date-time": f"{_DATE}[Tt]{_TIME}",
     "duration": (
         r"P(?:\d+W|(?:\d+D|\d+M(?:\d+D)?|\d+Y(?:\d+M(?:\d+D)?)?)(?:T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S))?"
         r"|T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S))"
     ),
-    "email": rf"(?=.{{1,64}}@){_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*",
+    "email": rf"(?=.{{1,64}}@){_ATOM}(?:\.{_ATOM})*@{_HOST}",
     "hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _IPV6,
@@ -88,7 +94,7 @@ _PATTERNS = {
 
 @lru_cache(maxsize=32)
 def _language(name: str) -> Lang:
-    return pattern_language(f"^(?:{_PATTERNS[name]})$")
+    return read_pattern(f"^(?:{_PATTERNS[name]})$")
 
 
 def format_language(schema: dict[str, Any], pointer: str) -> Lang | None:

@@ -32,7 +32,8 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
         free = _named_by_patterns(emitter, shape, plan, pointer)
     least, most = shape.least, shape.most
     free_plan = replace(plan, free=free)
-    if not plan.names and most is None and least <= 1 and plan.clauses and free:
+    unconditional = plan.clauses == [(frozenset(), frozenset())]
+    if not plan.names and most is None and least <= 1 and unconditional and free:
         return [_plain(emitter, free, least)]
     formula = _formula(plan)
     kinds: list[Any] = [name for name in names_in(formula) if isinstance(name, tuple)]
