@@ -5,6 +5,7 @@ Masks depend on tokens that are known before the model runs, so they are compute
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,6 +15,8 @@ from llguidance import LLExecutor, LLMatcher
 from quire.kernels.backend import Array, Backend, TopLogprobs
 from quire.sampling.grammars import first_line
 from quire.sampling.sampler import Bitmask
+
+MOST_THREADS = 8  # they run beside the model, which has use for all cores
 
 
 class Constraint:
@@ -78,7 +81,7 @@ class MaskWriter:
         if not constraints:
             return
         if self._executor is None or self._thread is None:
-            self._executor = LLExecutor()
+            self._executor = LLExecutor(max(1, min((os.cpu_count() or 1) // 4, MOST_THREADS)))
             self._thread = ThreadPoolExecutor(1, "quire-masks")
         width = 4 * self.bits.shape[1]
         matchers = [(constraint.matcher, row) for constraint, row in constraints]
