@@ -1,7 +1,8 @@
 """A process of its own that compiles grammars, so that one which takes too long can be stopped.
 
-It reads jobs from standard input and writes answers to standard output, each as a four-byte length and msgpack. What
-it answers was compiled by the same code, within the same limits, that the engine will use. It ends with its parent.
+It reads jobs, as JSON, from standard input and writes answers, as msgpack, to standard output, each behind its length in
+four bytes. What it answers was compiled by the same code, within the same limits, that the engine will use. It ends
+with its parent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.structured.compile import checked, compile_form
 MEMORY = 1 << 30  # bytes of address space; about 200 MiB of it are the interpreter and its libraries
 
 
-_decode_job = msgspec.msgpack.Decoder(Job).decode
+_decode_job = msgspec.json.Decoder(Job).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 

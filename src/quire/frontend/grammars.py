@@ -29,7 +29,7 @@ START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
 MOST_PROCESSES = 2
 CACHE_BYTES = 16 << 20
 
-_encode = msgspec.msgpack.Encoder().encode  # keeps the order of keys, which a schema may care about
+_encode = msgspec.json.Encoder().encode  # keeps the order of keys, and integers of any size, as schemas have them
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 

@@ -68,7 +68,18 @@ def request_params(context: ServerContext, body: GenerationRequest, **changes: A
     except RequestError as error:
         raise _as_written(error) from None
     _check_logprobs(params, context.config.model.max_logprobs)
+    if params.logits_processors:
+        _check_arguments(body)
     return params
+
+
+def _check_arguments(body: GenerationRequest) -> None:
+    """Raise `RequestError` for arguments of logits processors that cannot be sent to the engine."""
+    for name in ("logits_processors", "vllm_xargs"):
+        try:
+            msgspec.msgpack.encode(getattr(body, name))
+        except OverflowError:
+            raise RequestError(f"{name} may have no integers of more than 64 bits", param=name) from None
 
 
 def _check_logprobs(params: SamplingParams, most: int) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
@@ -24,6 +25,8 @@ MAX_DEPTH = 64
 MAX_DIGITS = 4000  # Python itself refuses to read longer integers
 HUGE = 10**40  # stands for integers longer than that; above every bound of every field
 BODY_SECONDS = 20.0
+# Fields whose texts are checked where the place within them is known, or an answer is known anyway.
+NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "tools")
 
@@ -168,7 +171,23 @@ async def parse_request(request: Request, model: type[M], *, limit: int, ignore_
     Raises:
         RequestError: naming the field, the value, and what is allowed. HTTPProblem: as `read_body`.
     """
-    return validate(model, parse_json(await read_body(request, limit)), ignore_unknown=ignore_unknown)
+    body = await read_body(request, limit)
+    data = parse_json(body)
+    if b"\\ud" in body or b"\\uD" in body:
+        _check_surrogates(data)
+    return validate(model, data, ignore_unknown=ignore_unknown)
+
+
+def _check_surrogates(data: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for half a surrogate pair, which is no text and cannot be passed on."""
+    for name, value in data.items():
+        if name in NAMED_ELSEWHERE:
+            continue
+        try:
+            msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            shown = echo(name)[1:-1]
+            raise RequestError(f"{shown} has a lone surrogate; it is not valid Unicode text", param=shown) from None
 
 
 def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = False) -> M:
