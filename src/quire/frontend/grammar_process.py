@@ -1,8 +1,8 @@
 """A process of its own that compiles grammars, so that one which takes too long can be stopped.
 
-It reads jobs, as JSON, from standard input and writes answers, as msgpack, to standard output, each behind its length in
-four bytes. What it answers was compiled by the same code, within the same limits, that the engine will use. It ends
-with its parent.
+It reads jobs, as JSON, from standard input and writes answers, as msgpack, to standard output, each behind its length
+in four bytes. What it answers was compiled by the same code, within the same limits, that the engine will use. It
+ends with its parent.
 """
 
 from __future__ import annotations
