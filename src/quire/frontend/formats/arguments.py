@@ -24,7 +24,22 @@ from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, add_json_object, add_schema
 from quire.structured.json_schema.document import Document
 from quire.structured.json_schema.errors import SchemaError, step, unsupported
-from quire.structured.json_schema.regular import ALL, Lang, alt, cat, chars, neg, nullable, rep, text
+from quire.structured.json_schema.regular import (
+    ALL,
+    EPSILON,
+    Lang,
+    alt,
+    both,
+    cat,
+    chars,
+    cls,
+    complement,
+    neg,
+    nullable,
+    ranges_of,
+    rep,
+    text,
+)
 from quire.structured.json_schema.spelling import terminal
 
 BLANK_CHARS = " \t\r\n"
@@ -195,8 +210,8 @@ class _Parameters:
         if close in self._builder.special_tokens:
             empty = "?" if nullable(lang) and (free or not tags.pad) else ""
             return f"{self._builder.terminal(body, 'value')}{empty} {self._builder.marker(close)}"
-        # One lexeme: a text by itself would take the beginning of the tag with it.
-        return self._builder.terminal(f"{body} {literal(close)}", "value")
+        # One lazy lexeme, as in `grammar.Writer.until`.
+        return self._builder.rule(f"{self._builder.terminal(body, 'value')} {literal(close)}", "value", "lazy")
 
     def _json_value(self, schema: Any, pointer: str) -> str:
         resolved = resolve(schema, self._root)
@@ -235,7 +250,7 @@ def _words(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 def _no_json() -> Lang:
     """Return the texts that nobody takes for JSON."""
-    blank = chars(BLANK_CHARS)
-    odd = chars(BLANK_CHARS + '"{[-0123456789')
-    words = alt(*map(text, WORDS))
-    return neg(alt(cat(odd, ALL), cat(words, rep(blank, 0, None))))
+    odd = frozenset(map(ord, BLANK_CHARS + '"{[-0123456789'))
+    plain = cat(cls(complement(ranges_of((point, point) for point in odd))), ALL)
+    words = cat(alt(*map(text, WORDS)), rep(chars(BLANK_CHARS), 0, None))
+    return both(alt(EPSILON, plain), neg(words))

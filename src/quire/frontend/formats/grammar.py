@@ -73,8 +73,9 @@ class Writer:
         text = self._text([marker, *without], not_starting)
         if marker in self.builder.special_tokens:
             return f"{self.builder.terminal(text, 'text')}? {self.builder.marker(marker)}"
-        # One lexeme: text by itself would take the beginning of the marker with it.
-        return self.builder.terminal(f"({text}) {literal(marker)}", "until")
+        # One lexeme: text by itself would take the beginning of the marker with it. And a lazy one, which ends for sure
+        # where the marker does: behind a longest match that the library believes could go on, it panics at a token.
+        return self.builder.rule(f"{self.builder.terminal(text, 'text')} {literal(marker)}", "until", "lazy")
 
     def _text(self, without: Iterable[str], not_starting: Iterable[str]) -> str:
         # One complement of a union: an intersection of many complements is far dearer to the library's lexer.

@@ -204,7 +204,8 @@ class ValueGrammar:
         if self._quote in self._builder.special_tokens:
             empty = "?" if nullable(lang) else ""
             return f"{quote} {self._builder.terminal(body, 'quoted')}{empty} {quote}"
-        return f"{quote} {self._builder.terminal(f'({body}) {literal(self._quote)}', 'quoted')}"
+        inner = self._builder.terminal(body, "quoted")
+        return f"{quote} {self._builder.rule(f'{inner} {literal(self._quote)}', 'quoted', 'lazy')}"
 
     def _list(self, schema: Mapping[str, Any], pointer: str, depth: int) -> str:
         if set(schema) - NOTES - {"type", "items", "minItems", "maxItems"}:
