@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,34 @@ def test_every_field_has_a_check() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_field_has_its_effect_or_is_refused(rig: Rig, name: str) -> None:
     CHECKS[name](rig)
+
+
+FORM = {"regex": "(alpha|beta) [0-9]{2,4} (yes|no)"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"typical_p": 0.3},
+        {"top_n_sigma": 0.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.01},
+        {"dry_multiplier": 5.0, "repetition_penalty": 2.0},
+        {"dynatemp_range": 1.0},
+        {"mirostat": 1},
+        {"mirostat": 2, "n": 3},
+        {"logprob_token_ids": [5, 6], "flat_logprobs": True},
+        {"temperature": 2.0, "best_of": 3},
+    ],
+)
+def test_samplers_choose_within_the_form(rig: Rig, fields: dict[str, Any]) -> None:
+    for item in rig.run(structured_outputs=FORM, max_tokens=60, **fields).outputs:
+        assert re.fullmatch(FORM["regex"], item.text) and item.finish_reason == "stop"
+
+
+def test_a_plugin_cannot_break_out_of_a_form(rig: Rig) -> None:
+    fields = {"logits_processors": ["only"], "extra_args": {"ids": [77, 78]}}
+    [item] = rig.run(structured_outputs=FORM, **fields).outputs
+    assert item.finish_reason == "error" and "leave no token" in str(item.error)
 
 
 @pytest.mark.parametrize("engine", ["inline", "process"])
