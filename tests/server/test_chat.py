@@ -168,3 +168,11 @@ def test_a_conversation_beyond_the_context_fits_once_truncated(server: LiveServe
     answer = chat(server, messages=messages, truncate_prompt_tokens=24)
     assert answer["usage"]["prompt_tokens"] == 24
     assert prompt_of(server).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_answer_that_is_long() -> None:
+    live = LiveServer(llm={"reply_text": "x" * 70_000, "max_model_len": 100_000, "tokens_per_step": 10_000})
+    try:
+        assert chat(live)["choices"][0]["message"]["content"] == "x" * 70_000
+    finally:
+        live.close()

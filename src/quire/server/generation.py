@@ -29,6 +29,7 @@ MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 16
+THREAD_CHARS = 65536
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
@@ -266,7 +267,13 @@ class Generation:
         for output in outputs:
             self.check(output.outputs)
             del output.outputs[self.n :]
-        return Response(msgspec.json.encode(build(outputs)), media_type=JSON)
+
+        def body() -> bytes:
+            return msgspec.json.encode(build(outputs))
+
+        size = sum(len(completion.text) for output in outputs for completion in output.outputs)
+        # Reading calls and reasoning takes a tenth of a second for a million characters; others must not wait for that.
+        return Response(await asyncio.to_thread(body) if size > THREAD_CHARS else body(), media_type=JSON)
 
 
 class Usage:
