@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from quire.structured.json_schema.assertions import negated
-from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.errors import too_complex, unsupported
 from quire.structured.json_schema.limits import MAX_CONTAINS_STATES
 from quire.structured.json_schema.shapes import All, ArrayShape, join
 
@@ -36,17 +37,20 @@ class Containing:
         self.count = f"[0:{limit.bit_length()}]" if limit else ""
         self._rules: dict[tuple[int, State], str] = {}
         self._elements: dict[tuple[int, State], str] = {}
+        self._viable: dict[tuple[int, State], bool] = {}
 
     def expression(self) -> str:
         """Return the expression of the arrays."""
         texts = self.emitter.texts
         zero = (0,) * len(self.contains)
         choices = []
-        if not self._full(0):
+        if self._goes_on(0, zero):
             # The first element counts already: rules that only change the parameter of another lose the change.
             choices.append(f"{self._element(0, zero)}::{'0x1' if self.count else '0x0'}")
         if self.shape.least == 0 and self._enough(zero):
             choices.append(texts.close_array)
+        if not choices:
+            raise unsupported(f"{self.pointer}/contains", "no array has such elements")
         return f"{texts.open_array} ({' | '.join(choices)})"
 
     def _full(self, index: int) -> bool:
@@ -63,16 +67,10 @@ class Containing:
         if (index, state) not in self._elements:
             builder = self.emitter.builder
             name = self._elements[index, state] = builder.declare("element")
-            base = self.emitter.emptiness.element(self.shape, index)
             choices = []
-            for fitting in itertools.product((True, False), repeat=len(self.contains)):
-                demand = self._demand(base, state, fitting)
-                if demand is not None and not self.emitter.emptiness.of_demand(demand, self.pointer):
-                    after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
-                    follow = self._follow(min(index + 1, self.length), after)
-                    choices.append(f"{self.emitter.value(demand)} {follow}::_{self._room_for(after)}")
-            if not choices:
-                raise too_complex(f"{self.pointer}/contains", "elements that cannot be")
+            for demand, after in self._after(index, state):
+                follow = self._follow(min(index + 1, self.length), after)
+                choices.append(f"{self.emitter.value(demand)} {follow}::_{self._room_for(after)}")
             builder.define(name, " | ".join(choices), "::_")
         return self._elements[index, state]
 
@@ -100,15 +98,35 @@ class Containing:
             texts, builder = self.emitter.texts, self.emitter.builder
             name = self._rules[index, state] = builder.declare("elements")
             choices = []
-            if not self._full(index) and not self._over(index):
+            if self._goes_on(index, state):
                 room = f" %if lt({self.count}, {self.most})" if self.most is not None else ""
                 choices.append(f"{texts.comma} {self._element(index, state)}{self._counted()}{room}")
             if self._enough(state):
-                least = f" %if ge({self.count}, {self.shape.least})" if self.shape.least else ""
-                choices.append(f"{texts.close_array}{least}")
-            # Where neither is possible, the state is never reached with elements that can be.
-            builder.define(name, " | ".join(choices or [texts.comma + " " + texts.close_array]), "::_")
+                # Parametric rules must look at their parameter, so where nothing is asked, it is not less than 0.
+                choices.append(f"{texts.close_array} %if ge({self.count or '[0:1]'}, {self.shape.least})")
+            builder.define(name, " | ".join(choices), "::_")
         return self._rules[index, state]
+
+    def _goes_on(self, index: int, state: State) -> bool:
+        """Tell whether there may be an element at `index`."""
+        if self._full(index) or self._over(index):
+            return False
+        key = (index, state)
+        if key not in self._viable:
+            self._viable[key] = False
+            self._viable[key] = any(self._after(index, state))
+        return self._viable[key]
+
+    def _after(self, index: int, state: State) -> Iterator[tuple[All, State]]:
+        """Yield the demands that an element at `index` may fulfil, and the states behind it, if these lead anywhere."""
+        base = self.emitter.emptiness.element(self.shape, index)
+        for fitting in itertools.product((True, False), repeat=len(self.contains)):
+            demand = self._demand(base, state, fitting)
+            if demand is None or self.emitter.emptiness.of_demand(demand, self.pointer):
+                continue
+            after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
+            if self._enough(after) or self._goes_on(min(index + 1, self.length), after):
+                yield demand, after
 
     def _over(self, index: int) -> bool:
         demand = self.emitter.emptiness.element(self.shape, index)

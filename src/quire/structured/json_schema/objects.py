@@ -294,7 +294,9 @@ class _InOrder(_Members):
 
     def _end(self) -> tuple[str, str]:
         """Return the rules behind the last name: where nothing has been written yet, and where something has."""
-        close = f"{self.texts.close_object}{_if(self.count.enough)}"
+        # Parametric rules must look at their parameter, so where nothing is asked, it is not less than 0.
+        enough = self.count.enough or (f"ge({_COUNTER}, 0)" if self.count.how else "")
+        close = f"{self.texts.close_object}{_if(enough)}"
         empty, more = self.builder.declare("members"), self.builder.declare("more")
         step = f"::incr({_COUNTER})" if self.count.how else ""
         free = [f"{name} {value} {more}{step}{_if(self.count.room)}" for name, value in self.unnamed()]
