@@ -322,11 +322,13 @@ def tokenizer(special: tuple[str, ...], plain: tuple[str, ...]) -> tuple[tokeniz
     return backend, LLTokenizer(backend.to_str(), eos_token=[backend.token_to_id(EOS)])
 
 
-def tokenizer_for(form: MessageFormat, marked: bool) -> tuple[tokenizers.Tokenizer, LLTokenizer, dict[str, int]]:
-    """Return a tokenizer for a format, and its special tokens. `marked`: the format's markers are special tokens."""
-    markers = tuple(markers_of(form))
-    backend, guide = tokenizer(markers, ()) if marked else tokenizer((), markers)
-    return backend, guide, {text: backend.token_to_id(text) for text in (EOS, *(markers if marked else ()))}
+def tokenizer_for(form: MessageFormat, marked: str) -> tuple[tokenizers.Tokenizer, LLTokenizer, dict[str, int]]:
+    """Return a tokenizer for a format, and its special tokens: "all" markers, those of "calls" only, or "none"."""
+    markers = markers_of(form)
+    thoughts = form.thinking_texts or ()
+    special = [text for text in markers if marked == "all" or (marked == "calls" and text not in thoughts)]
+    backend, guide = tokenizer(tuple(special), tuple(text for text in markers if text not in special))
+    return backend, guide, {text: backend.token_to_id(text) for text in (EOS, *special)}
 
 
 def matcher_of(guide: LLTokenizer, grammar: str) -> LLMatcher:

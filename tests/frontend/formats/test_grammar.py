@@ -28,7 +28,7 @@ from tests.frontend.formats.cases import (
     tokenizer_for,
 )
 
-MARKED = pytest.mark.parametrize("marked", [False, True], ids=["spelled", "special"])
+MARKED = pytest.mark.parametrize("marked", ["none", "calls", "all"])
 FORM_SCHEMA = {
     "type": "object",
     "properties": {"answer": {"type": "integer"}},
@@ -72,12 +72,12 @@ def grammar_of(model: MessageFormat, special: dict[str, int], **ask: Any) -> str
 
 @MARKED
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_accepts_what_the_family_writes(case: Case, marked: bool) -> None:
+def test_accepts_what_the_family_writes(case: Case, marked: str) -> None:
     form = case.message_format()
     backend, guide, special = tokenizer_for(form, marked)
     texts = [case.message.reasoning or "", case.message.content or ""]
     texts += [one.arguments for one in case.message.tool_calls]
-    if marked and any(mark in text for text in texts for mark in special):
+    if any(mark in text for text in texts for mark in special):
         pytest.skip("special tokens cannot stand in text")
     grammar = form.grammar(case.request(special_tokens=special, end_tokens=[EOS]))
     assert grammar is not None
@@ -95,7 +95,7 @@ def _required(case: Case, special: dict[str, int]) -> str:
 
 
 @MARKED
-def test_rejects_what_was_not_asked_for(marked: bool) -> None:
+def test_rejects_what_was_not_asked_for(marked: str) -> None:
     form = format_named("hermes", "qwen3")
     backend, guide, special = tokenizer_for(form, marked)
 
@@ -135,7 +135,7 @@ def test_rejects_what_was_not_asked_for(marked: bool) -> None:
 
 
 @MARKED
-def test_content_in_a_form(marked: bool) -> None:
+def test_content_in_a_form(marked: str) -> None:
     form = format_named("hermes", "qwen3")
     backend, guide, special = tokenizer_for(form, marked)
     answer = '{"answer": 12}'
@@ -160,7 +160,7 @@ def test_content_in_a_form(marked: bool) -> None:
 
 def test_calls_that_are_json_beside_content_that_is() -> None:
     form = format_named("llama3_json", None)
-    backend, guide, special = tokenizer_for(form, False)
+    backend, guide, special = tokenizer_for(form, "none")
     grammar = grammar_of(form, special, tools=TOOLS, form=StructuredOutputParams(json=FORM_SCHEMA))
     call = '{"name":"get_weather","parameters":{"city":"a"}}'
     assert accepts(backend, guide, grammar, call) and accepts(backend, guide, grammar, '{"answer": 12}')
@@ -173,7 +173,7 @@ def test_calls_that_are_json_beside_content_that_is() -> None:
 @pytest.mark.parametrize("name, mark", [("llama3_json", "<|python_tag|>"), ("llama4_pythonic", "<|python_start|>")])
 def test_marks_that_a_family_may_write(name: str, mark: str) -> None:
     form = format_named(name, None)
-    backend, guide, special = tokenizer_for(form, True)
+    backend, guide, special = tokenizer_for(form, "all")
     text = mark + ('{"name": "get_time", "parameters": {}}' if name == "llama3_json" else "[get_time()]")
     for choice in ("auto", "required"):
         assert accepts(backend, guide, grammar_of(form, special, tools=TOOLS, choice=choice), text)
@@ -234,7 +234,7 @@ def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[byte
         if not allowed:
             assert matcher.is_accepting(), (grammar, guide.decode_bytes(tokens))
             return guide.decode_bytes(tokens)
-        if rng.random() < 0.35 or len(tokens) > most // 2:
+        if rng.random() < 0.45 or len(tokens) > most // 2:
             allowed = [index for index in allowed if index in ending] or allowed
         token = rng.choice(allowed)
         assert matcher.consume_token(token), matcher.get_error()
@@ -278,7 +278,7 @@ ASKS: list[dict[str, Any]] = [
 
 @MARKED
 @pytest.mark.parametrize("name", FORMATS)
-def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: bool) -> None:
+def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None:
     rng = random.Random(name)
     reasoning = {"mistral": "mistral", "gemma4": "gemma4", "openai": None}.get(name, "qwen3")
     form = format_named(name, reasoning)
@@ -290,7 +290,9 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: bool) -> Non
         grammar = form.grammar(ask)
         assert grammar is not None
         done = 0
-        for _ in range(4):
+        for _ in range(20):
+            if done == 4:
+                break
             drawn = walk(guide, grammar, rng, 300, ends)
             if drawn is not None:
                 message = check_walk(drawn.decode(), form, ask, rng)

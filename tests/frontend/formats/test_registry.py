@@ -27,7 +27,8 @@ TEMPLATES = {
     ("mistral", "mistral"): "tools '[TOOL_CALLS]' + name + '[ARGS]' + arguments '[THINK]' '[/THINK]'",
     ("mistral_ids", None): "tools '[TOOL_CALLS]' + name '[CALL_ID]' + id '[ARGS]'",
     ("mistral_list", None): """tools "[TOOL_CALLS][" """,
-    ("phi4_mini_json", None): "tools '<|tool|>' '<|/tool|>' '<|tool_call|>' '<|/tool_call|>'",
+    ("phi4_mini_json", None): "message['tools'] '<|tool|>' '<|/tool|>'",
+    ("functools", None): "tools functools[",
     ("gemma4", "gemma4"): "tools '<|tool_call>call:' '<tool_call|>' '<|channel>thought\\n' '<channel|>'",
     ("functiongemma", None): "tools '<start_function_call>call:' '<end_function_call>'",
     ("llama4_pythonic", None): "tools '<|header_start|>' '<|python_start|>'",
@@ -70,6 +71,9 @@ def test_names() -> None:
     assert format_named("mistral", None, TEMPLATES["mistral_list", None]).calls is TOOL_FORMATS["mistral_list"]
     assert format_named("mistral", None, special_tokens={"[TOOL_CALLS]": 5}).calls is TOOL_FORMATS["mistral_list"]
     assert format_named("mistral", None, special_tokens={"[ARGS]": 5}).calls is TOOL_FORMATS["mistral"]
+    # Phi-4's models write one thing, and what vLLM's template asks them for is another.
+    assert format_named("phi4_mini_json", None, "tools functools[").calls is TOOL_FORMATS["functools"]
+    assert format_named("phi4_mini_json", None).calls is TOOL_FORMATS["phi4_mini_json"]
 
 
 def test_unknown_names() -> None:

@@ -218,7 +218,7 @@ CALLS: tuple[CallFormat, ...] = (
         call=json_call("arguments"),
         between=LIST,
         closes=(NONE, Text("]"), NONE, Text("<|/tool_call|>")),
-        signs=(("<|tool_call|>", "<|/tool_call|>"), ("<|tool_call|>", "<|/tool|>")),
+        signs=(("<|tool_call|>", "<|/tool_call|>"), ("<|tool|>", "<|/tool|>")),
     ),
     CallFormat(
         name="functools",

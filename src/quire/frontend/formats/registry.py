@@ -22,6 +22,7 @@ Described = TypeVar("Described", CallFormat, ReasoningFormat)
 TOOL_FORMATS: Mapping[str, CallFormat] = {
     name: form for form in (*CALLS, HARMONY_CALLS) for name in (form.name, *form.aliases)
 }
+VARIANTS = {"mistral": ("mistral", "mistral_ids", "mistral_list"), "phi4_mini_json": ("phi4_mini_json", "functools")}
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     name: form for form in (*REASONING, HARMONY_REASONING) for name in (form.name, *form.aliases)
 }
@@ -140,8 +141,7 @@ def format_named(
     calls, reasoning = found.calls, found.reasoning
     if tool_parser is not None:
         calls = _named(TOOL_FORMATS, tool_parser, "tool_call_parser")
-        if calls.name == "mistral":
-            calls = _mistral(template_source, special_tokens or {})
+        calls = _variant(calls, template_source, special_tokens or {})
         if calls is not HARMONY_CALLS and found.harmony:
             reasoning = None
     if reasoning_parser is not None:
@@ -157,13 +157,15 @@ def _named(formats: Mapping[str, Described], name: str, option: str) -> Describe
     return formats[name]
 
 
-def _mistral(template_source: str, special_tokens: Mapping[str, int]) -> CallFormat:
-    """Return which of Mistral's formats is meant: the older models know no [ARGS]."""
-    found = _best(CALLS, template_source)
-    if found is not None and found.name.startswith("mistral"):
+def _variant(named: CallFormat, template_source: str, special_tokens: Mapping[str, int]) -> CallFormat:
+    """Return which of several formats that go by one name is meant."""
+    variants = VARIANTS.get(named.name, ())
+    found = _best([TOOL_FORMATS[name] for name in variants], template_source)
+    if found is not None:
         return found
-    newer = "[ARGS]" in special_tokens or not special_tokens
-    return TOOL_FORMATS["mistral" if newer else "mistral_list"]
+    if named.name == "mistral" and special_tokens and "[ARGS]" not in special_tokens:
+        return TOOL_FORMATS["mistral_list"]  # the older models know no [ARGS]
+    return named
 
 
 def _best(formats: Iterable[Described], text: str) -> Described | None:

@@ -204,8 +204,20 @@ class ValueReader:
             if marker == quote:
                 sink('"')
                 return True
+            self._short_escapes(marker, sink)
             if not marker or not (yield from self._escape(sink)):
                 return False
+
+    def _short_escapes(self, marker: str, sink: Sink) -> None:
+        """Read what is there of escapes of one letter, each with the backslash of the next, if it begins another."""
+        text, at = self._source.text, self._source.pos
+        pieces: list[str] = []
+        while marker == "\\" and text[at + 1 : at + 2] == "\\" and text[at] in ESCAPES:
+            pieces.append(ESCAPES[text[at]])
+            at += 2
+        if pieces:
+            sink("".join(pieces))
+        self._source.pos = at
 
     def _escape(self, sink: Sink) -> Reading[bool]:
         """Read what follows a backslash."""
