@@ -207,6 +207,42 @@ def test_schemas_that_cannot_be_enforced() -> None:
         assert form.grammar(MessageAsk(tools=tools, choice="function:get_weather")) is not None
 
 
+CIRCLE = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "string"}]}
+HOSTILE: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": CIRCLE}},
+    {"type": "object", "properties": {"x": {"$ref": "#"}}},
+    {"type": "object", "properties": {"x": {"$ref": "#/properties/x"}}},
+    {"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$defs": {"a": CIRCLE}},
+    {"type": "object", "properties": {"x": {"type": "string", "enum": 1}}},
+    {"type": "object", "properties": [], "required": {}},
+    {"type": "object", "required": ["x"], "additionalProperties": False},
+    {"type": "array"},
+    {"type": "object", "properties": {"x": {"type": "string", "minLength": 10**9}}},
+    {"type": "object", "properties": {'a"b>c=d': {"type": "string"}}},
+    {"$ref": "#/$defs/o", "$defs": {"o": {"type": "object", "properties": {"x": {"type": "integer"}}}}},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "llama3_json", "openai"])
+def test_hostile_schemas_are_enforced_or_refused(name: str) -> None:
+    form = format_named(name, None)
+    _, guide, special = tokenizer_for(form, "none")
+    rng = random.Random(0)
+    for schema in HOSTILE:
+        assert form.grammar(MessageAsk(tools=[Tool("f", schema)])) is not None
+        ask = MessageAsk(tools=[Tool("f", schema)], choice="required", special_tokens=special)
+        try:
+            grammar = form.grammar(ask)
+        except RequestError as error:
+            assert error.code == "invalid_function_parameters" and error.param.startswith(
+                "tools[0].function.parameters#"
+            )
+            continue
+        drawn = [walk(guide, grammar, rng, 120, {b'"', b"}", b"]", b")"}) for _ in range(3)]
+        for text in filter(None, drawn):
+            check_walk(text.decode(), form, ask, rng)
+
+
 def test_choices_that_cannot_be_met() -> None:
     with pytest.raises(RequestError) as caught:
         format_named("hermes", None).grammar(MessageAsk(tools=TOOLS, choice="function:other"))

@@ -42,6 +42,7 @@ from quire.structured.json_schema.regular import (
 )
 from quire.structured.json_schema.spelling import terminal
 
+MAX_NESTING = 4
 BLANK_CHARS = " \t\r\n"
 WORDS = ("true", "false", "null", "True", "False", "None")
 OBJECT_KEYS = NOTES | {
@@ -102,6 +103,7 @@ def add_json_call(builder: GrammarBuilder, tool: Tool, index: int, keys: tuple[s
         **definitions,
     }
     try:
+        Document(tool.parameters)  # raises for what is no schema
         check_references(references_in(tool.parameters), "#")
         return add_schema(builder, whole, options=JsonOptions(whitespace="none", ordered=True))
     except SchemaError as error:
@@ -221,27 +223,27 @@ class _Parameters:
         return json_rule(self._builder, schema, self._root, self._options, pointer)
 
 
-def _admits_any_text(schema: Any, root: Mapping[str, Any]) -> bool:
+def _admits_any_text(schema: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
     """Whether a schema allows every text, as far as that is easily seen."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping):
         return schema is True
     rest = set(schema) - NOTES
     if rest == {"anyOf"}:
-        return any(_admits_any_text(one, root) for one in schema["anyOf"])
+        return depth < MAX_NESTING and any(_admits_any_text(one, root, depth + 1) for one in schema["anyOf"])
     if not rest <= {"type", "minimum", "maximum", "items", "properties", "required", "additionalProperties"}:
         return False
     return "type" not in rest or "string" in schema["type"]
 
 
-def _words(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def _words(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the words for booleans and null that a schema allows, as far as that is easily seen."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping):
         return {"true", "false", "null"} if schema is True else set()
     rest = set(schema) - NOTES
     if rest == {"anyOf"}:
-        return set().union(*(_words(one, root) for one in schema["anyOf"]))
+        return set().union(*(_words(one, root, depth + 1) for one in schema["anyOf"] if depth < MAX_NESTING))
     if rest - {"type"} and not _admits_any_text(schema, root):
         return set()
     types = schema.get("type", ["boolean", "null"])

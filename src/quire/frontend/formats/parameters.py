@@ -41,18 +41,23 @@ def kind_of(schema: Any, root: Mapping[str, Any]) -> str:
     `STRING`: only texts are allowed; they stand as they are. `JSON`: no texts are. `MIXED`: texts among others, which
     stand as they are unless they could be taken for JSON.
     """
-    texts, others = _allows(schema, root, 0)
+    texts, others = _allows(schema, root, {})
     if texts and not others:
         return STRING
     return MIXED if texts else JSON
 
 
-def _allows(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[bool, bool]:
-    """Return whether a schema may allow texts, and whether it may allow anything else."""
+def _allows(schema: Any, root: Mapping[str, Any], known: dict[int, tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Return whether a schema may allow texts, and whether it may allow anything else.
+
+    `known`: what was found out about parts of it, by `id`; references may lead in circles, and to one part often.
+    """
     schema = resolve(schema, root)
-    if not isinstance(schema, Mapping) or depth > MAX_REFS:
+    if not isinstance(schema, Mapping):
         return True, True
-    texts = others = True
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = texts, others = True, True
     listed = schema.get("type")
     if isinstance(listed, str | list):
         types = [listed] if isinstance(listed, str) else listed
@@ -62,11 +67,12 @@ def _allows(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[bool, boo
         texts &= any(isinstance(value, str) for value in values)
         others &= not all(isinstance(value, str) for value in values)
     for key in ("anyOf", "oneOf", "allOf"):
-        found = [_allows(one, root, depth + 1) for one in schema[key]] if isinstance(schema.get(key), list) else []
+        found = [_allows(one, root, known) for one in schema[key]] if isinstance(schema.get(key), list) else []
         if found:
             together = all if key == "allOf" else any
             texts &= together(one[0] for one in found)
             others &= together(one[1] for one in found)
+    known[id(schema)] = texts, others
     return texts, others
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from quire.errors import ConfigError, RequestError, UnsupportedError, echo
-from quire.frontend.formats.arguments import ToolSchemaError
+from quire.frontend.formats.arguments import ToolSchemaError, add_arguments
 from quire.frontend.formats.families import CALLS, REASONING
 from quire.frontend.formats.grammar import MessageGrammar, must_call, wanted_tools
 from quire.frontend.formats.harmony import CALLS as HARMONY_CALLS
@@ -15,6 +15,7 @@ from quire.frontend.formats.harmony import HarmonyParser, harmony_grammar
 from quire.frontend.formats.message import MessageAsk, MessageParser
 from quire.frontend.formats.parser import CallParser
 from quire.frontend.formats.parts import CallFormat, ReasoningFormat
+from quire.structured.builder import GrammarBuilder
 
 Described = TypeVar("Described", CallFormat, ReasoningFormat)
 
@@ -94,14 +95,25 @@ class MessageFormat:
             if not wanted_tools(ask):
                 name = ask.choice.removeprefix("function:")
                 raise RequestError(f"tool_choice names {echo(name)}, which is not in tools", param="tool_choice")
-        loose: frozenset[int] = frozenset()
-        while True:
+        try:
+            return self._grammar(ask, frozenset())
+        except ToolSchemaError:
+            if must_call(ask):
+                raise
+        return self._grammar(ask, self._refused(ask))
+
+    def _refused(self, ask: MessageAsk) -> frozenset[int]:
+        """Return the numbers of the tools whose schemas cannot be enforced; raise for a strict one."""
+        assert self.calls is not None, "there was a schema to enforce"
+        refused = set()
+        for index, tool in enumerate(ask.tools):
             try:
-                return self._grammar(ask, loose)
-            except ToolSchemaError as error:
-                if must_call(ask) or ask.tools[error.index].strict:
+                add_arguments(GrammarBuilder(ask.special_tokens), self.calls.notation, tool, index)
+            except ToolSchemaError:
+                if tool.strict:
                     raise
-                loose |= {error.index}
+                refused.add(index)
+        return frozenset(refused)
 
     def _grammar(self, ask: MessageAsk, loose: frozenset[int]) -> str | None:
         if self.harmony:
