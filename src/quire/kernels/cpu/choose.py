@@ -99,11 +99,14 @@ def keep_bits_pieces(args, first, last, scratch):
         p, begin = item // pieces, item % pieces * PIECE
         at = rows[p] * stride
         for start in range(begin, min(begin + PIECE, size), 32):
-            word = np.int64(words[p * width + start // 32])
-            if word != -1:
-                for i in range(start, min(start + 32, size)):
-                    if (word >> (i - start)) & 1 == 0:
-                        logits[at + i] = -np.inf
+            word, stop = words[p * width + start // 32], min(start + 32, size)
+            if word == 0:  # as most are
+                for i in range(at + start, at + stop):
+                    logits[i] = -np.inf
+            elif word != -1:
+                for i in range(stop - start):
+                    if (word >> i) & 1 == 0:
+                        logits[at + start + i] = -np.inf
 
 
 def keep_bits(launcher: Launcher, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
