@@ -9,6 +9,7 @@ import pytest
 
 from tests.structured.json_schema.driver import acceptor, spellings
 
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
 NAMED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
     (True, [None, 1, "x", [], {"a": [1.5]}], []),
@@ -33,7 +34,11 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"patternProperties": {"^x": {"type": "null"}, "y$": False}}, [{"x": None}, {"z": 1}], [{"x": 1}, {"xy": None}]),
     ({"propertyNames": {"maxLength": 1}}, [{"a": 1}, {}], [{"ab": 1}]),
     ({"minProperties": 1}, [{"a": 1}, []], [{}]),
-    ({"properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 2}, [{"a": 1, "b": 2}], [{"a": 1}]),
+    (
+        {"properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 2},
+        [{"a": 1, "b": 2}],
+        [{"a": 1}],
+    ),
     ({"maxProperties": 2}, [{}, {"a": 1, "b": 2}], [{"a": 1, "b": 2, "c": 3}]),
     ({"dependentRequired": {"a": ["b"]}}, [{}, {"b": 1}, {"a": 1, "b": 2}], [{"a": 1}]),
     ({"dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": 1}, {"b": 1, "a": 1}], [{"a": 1}]),
@@ -67,11 +72,19 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"not": {"enum": [1, "a"]}}, [2, "b", "A"], [1, 1.0, "a"]),
     ({"type": "string", "not": {"pattern": "^a"}}, ["b", ""], ["a", "ab"]),
     (
-        {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}, "else": {"maxProperties": 1}},
+        {
+            "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+            "then": {"required": ["b"]},
+            "else": {"maxProperties": 1},
+        },
         [{"a": 1, "b": 1}, {"a": 2}, {}, 7],
         [{"a": 1}, {"a": 2, "b": 1}],
     ),
-    ({"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}, [[], [[[]], []]], [[1]]),
+    (
+        {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}},
+        [[], [[[]], []]],
+        [[1]],
+    ),
     ({"properties": {"a": True}, "unevaluatedProperties": False, "allOf": [{"properties": {"b": True}}]},
      [{"a": 1, "b": 2}], [{"c": 1}]),
     ({"minimum": 0, "exclusiveMaximum": 1}, [0, 0.0, 0.9999999999999999, 5e-324], [1, 1.0, -1e-300, 1e16]),
@@ -83,10 +96,10 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "ipv6"}, ["::1", "1:2:3:4:5:6:7:8"], [":::", "1::2::3"]),
     ({"type": "string", "format": "uri"}, ["https://example.com/a?b#c"], ["no uri", "/a"]),
     ({"type": "string", "format": "made-up"}, ["anything"], [1]),
-    ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"const": 1}], "additionalItems": False}, [[1]], [[1, 1]]),
-    ({"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}}, [{"a": 1, "b": 1}], [{"a": 1}]),
+    ({"$schema": DRAFT7, "items": [{"const": 1}], "additionalItems": False}, [[1]], [[1, 1]]),
+    ({"$schema": DRAFT7, "dependencies": {"a": ["b"]}}, [{"a": 1, "b": 1}], [{"a": 1}]),
     ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True}, [1.5], [1]),
-    ({"pattern": "a.c", "description": "found anywhere", "x-own": {"type": 3}}, ["xabcx", "a\u00e9c", 5], ["ac", "a\nc"]),
+    ({"pattern": "a.c", "title": "found anywhere", "x-own": {"type": 3}}, ["xabcx", "a\u00e9c", 5], ["ac", "a\nc"]),
 ]  # fmt: skip
 
 
@@ -145,7 +158,9 @@ def test_names_appear_once_and_cannot_hide_behind_escapes() -> None:
         assert not read.accepts(text), text
 
 
-@pytest.mark.parametrize("text", ['"\\ud800"', '"\\ud800\\u0041"', '"\n"', '"\\x"', '"\\u12"', "01", "+1", ".5", "1.", "nul"])
+@pytest.mark.parametrize(
+    "text", ['"\\ud800"', '"\\ud800\\u0041"', '"\n"', '"\\x"', '"\\u12"', "01", "+1", ".5", "1.", "nul"]
+)
 def test_what_is_no_json_is_not_written(text: str) -> None:
     assert not acceptor(True).accepts(text)
 

@@ -25,7 +25,9 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(NAMES, inner, max_size=3)),
     max_leaves=8,
 )
-PATTERNS = st.sampled_from(["a", "^a", "b$", "^[ab]*$", "^.{1,2}$", r"\d", r"^\w+$", "^(a|b7)", "[^a]", "^(?!a)", "a+b?$"])
+PATTERNS = st.sampled_from(
+    ["a", "^a", "b$", "^[ab]*$", "^.{1,2}$", r"\d", r"^\w+$", "^(a|b7)", "[^a]", "^(?!a)", "a+b?$"]
+)
 BOUNDS = st.one_of(st.integers(-5, 5), st.sampled_from([0.5, -1.5, 2.0]))
 SMALL = st.integers(0, 3)
 

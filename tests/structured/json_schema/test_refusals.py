@@ -86,7 +86,9 @@ def test_a_schema_that_contains_itself_is_refused() -> None:
 
 
 def test_many_branches_cost_a_bounded_number_of_steps() -> None:
-    branch = [{"properties": {"a": {"pattern": f"^{letter}.*x{{3,9}}$"}}, "required": [letter]} for letter in "abcdefgh"]
+    branch = [
+        {"properties": {"a": {"pattern": f"^{letter}.*x{{3,9}}$"}}, "required": [letter]} for letter in "abcdefgh"
+    ]
     schema = {"oneOf": branch, "not": {"anyOf": branch[:4]}, "allOf": [{"oneOf": branch}]}
     try:
         add_schema(GrammarBuilder(), schema)

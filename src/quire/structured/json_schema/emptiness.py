@@ -25,6 +25,7 @@ from quire.structured.json_schema.shapes import (
     ObjectShape,
     Shape,
     StringShape,
+    fits,
     join,
 )
 
@@ -64,6 +65,13 @@ def string_language(shape: StringShape) -> Lang:
         return regular.alt(*(regular.text(value) for value in sorted(shape.values)))
     lengths = [regular.rep(ANY, shape.least, shape.most)] if shape.least or shape.most is not None else []
     return regular.both(*sorted(shape.languages, key=str), *lengths)
+
+
+def _some_number(shape: NumberShape) -> bool:
+    """Tell whether one of the numbers that are tried first is in the shape."""
+    ends = [bound[0] for bound in (shape.low, shape.high) if bound is not None] or [0]
+    tries = [end + more for end in ends if abs(end) < 1e15 for more in (0, 1, -1, 0.5, -0.5, 0.25)]
+    return shape.values is not None or any(fits(shape, value) for value in tries)
 
 
 class Emptiness:
@@ -123,7 +131,9 @@ class Emptiness:
             listed = listed_values(shape)
             if listed is not None:
                 return not listed
-            return has_none(shape) or self.of_language(number_language(shape), pointer)
+            if has_none(shape):
+                return True
+            return not _some_number(shape) and self.of_language(number_language(shape), pointer)
         if isinstance(shape, StringShape):
             return shape.values is None and bool(shape.languages) and self.of_language(string_language(shape), pointer)
         if isinstance(shape, ArrayShape):

@@ -2,8 +2,8 @@
 
 To one reader of JSON Schema `format` is a note, to another a demand. Strings written here please both: where a schema
 says `"type": "string"` beside a known format, strings are of that format; of what validators disagree about, most is
-left out (quoted mail names, encoded Unicode in host names, leap seconds elsewhere than in UTC). Without that type the two readings cannot be told apart, so
-the schema is refused; formats that nobody defines are notes.
+left out (quoted mail names, encoded Unicode in host names, leap seconds elsewhere than in UTC). Without that type the
+two readings cannot be told apart, so the schema is refused; formats that nobody defines are notes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from quire.structured.json_schema.regular import ANY, EMPTY, Lang, Ranges, common, complement
+from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang, Ranges, common, complement
 
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 47: "/", 92: "\\\\"}
 _RAW = complement(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
@@ -18,6 +18,25 @@ _ESCAPED = ((0, 0x1F), (0x7F, 0xFFFF))
 def terminal(lang: Lang, *, spelled: bool) -> str:
     """Return the body of a Lark terminal for `lang`: spelled as inside a JSON string, or as it is."""
     return _Writer(spelled).lark(lang)
+
+
+def quoted(lang: Lang) -> str:
+    """Return the body of a Lark terminal for the JSON strings whose text is in `lang`, with their quotes.
+
+    The quotes stand inside of intersections and complements: so the lexer sees which tokens are all the same to it.
+    """
+    kind = lang[0]
+    writer = _Writer(spelled=True)
+    regex = writer.regex(lang)
+    if regex is not None:
+        return rf"/\"{regex}\"/"
+    if kind == "alt" and lang != EMPTY:
+        return "(" + " | ".join(quoted(part) for part in lang[1]) + ")"
+    if kind in ("and", "not"):
+        parts = lang[1] if kind == "and" else (lang,)
+        inner = [quoted(part) for part in parts if part[0] != "not"] or [quoted(ALL)]
+        return "(" + " & ".join([*inner, *(f"~({quoted(part[1])})" for part in parts if part[0] == "not")]) + ")"
+    return rf"(/\"/ {writer.lark(lang)} /\"/)"
 
 
 class _Writer:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from quire.structured.builder import GrammarBuilder
-from quire.structured.json_schema import regular
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.options import JsonOptions
 from quire.structured.json_schema.regular import ALL, Lang
 from quire.structured.json_schema.shapes import NumberShape
-from quire.structured.json_schema.spelling import terminal
+from quire.structured.json_schema.spelling import quoted, terminal
 
 # What writers of JSON put between its parts. If more could follow, an unsure model would go on with blanks for ever.
 _BLANKS = r"/( |\r?\n[ \t]{0,160})?/"
@@ -22,14 +21,13 @@ class Texts:
         gap = self._gap(options.whitespace)
         # Nobody writes blanks before a colon or comma, so these are forced; a pattern of the caller's goes everywhere.
         before = gap if options.whitespace != "flexible" else ""
-        self._colon = f'{before} ":" {gap}'.strip()
+        self._colon = builder.terminal(f'{before} ":" {gap}'.strip(), "colon")
         self.comma = builder.terminal(f'{before} "," {gap}'.strip(), "comma")
         self.open_object = builder.terminal(f'"{{" {gap}'.strip(), "open")
         self.close_object = builder.terminal(f'{gap} "}}"'.strip(), "close")
         self.open_array = builder.terminal(f'"[" {gap}'.strip(), "open")
         self.close_array = builder.terminal(f'{gap} "]"'.strip(), "close")
         self._values: dict[Lang, str] = {}
-        self._names: dict[Lang, str] = {}
 
     def _gap(self, whitespace: str) -> str:
         if whitespace == "none":
@@ -43,14 +41,15 @@ class Texts:
     def string(self, language: Lang) -> str:
         """Return the terminal of the JSON strings whose text is in `language`."""
         if language not in self._values:
-            self._values[language] = self.builder.terminal(_quoted(language), "string")
+            self._values[language] = self.builder.terminal(quoted(language), "string")
         return self._values[language]
 
     def name(self, language: Lang) -> str:
-        """Return the terminal of the property names in `language`, with the colon behind them."""
-        if language not in self._names:
-            self._names[language] = self.builder.terminal(f"{_quoted(language)} {self._colon}", "name")
-        return self._names[language]
+        """Return the terminals of a property name in `language` and the colon behind it.
+
+        They are two: what follows a complement in one terminal would make every token a case of its own.
+        """
+        return f"{self.string(language)} {self._colon}"
 
     def number(self, language: Lang) -> str:
         """Return the terminal of the numbers whose texts are `language`."""
@@ -65,10 +64,3 @@ class Texts:
     def any_number(self) -> str:
         """Return the terminal of any number."""
         return self.number(number_language(NumberShape()))
-
-
-def _quoted(language: Lang) -> str:
-    content = terminal(language, spelled=True)
-    if language == regular.EPSILON:
-        return r"/\"\"/"
-    return rf"/\"/ {content} /\"/" if not content.startswith("/(?:") else rf"/\"{content[1:-1]}\"/"
