@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from quire.errors import RequestError, echo
@@ -81,3 +83,16 @@ def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENG
                 code="string_above_max_length",
             )
     return strings
+
+
+def missing(where: str) -> RequestError:
+    """Return the error for a field that must be there."""
+    return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
+
+
+def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:
+    """Return the error for a field that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    shown = where + echo(name)[1:-1]
+    return RequestError(f"unknown parameter {shown}{hint}", param=shown, code="unknown_parameter")

@@ -17,7 +17,7 @@ Status codes and exit codes stand here and nowhere else. Rendering to JSON lives
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 MAX_ECHO = 200
 
@@ -122,3 +122,14 @@ class EngineDeadError(QuireError):
 
     http_status = 503
     default_code = "engine_unavailable"
+
+
+E = TypeVar("E", bound=QuireError)
+
+
+def retold(error: E, message: str, param: str, code: str | None = None) -> E:
+    """Return the error with another message, in which a field is called as the client called it."""
+    error.message, error.args = message, (message,)
+    error.param = param
+    error.code = code or error.code
+    return error

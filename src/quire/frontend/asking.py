@@ -79,10 +79,16 @@ def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], a
         special = front.tokenizer.control_tokens if front.tokenizer is not None else {}
         job = FormJob(form, special if form.structural_tag is not None else {})
     budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
-    return Demand(job, None if budget is None else _thinking(front, prompt_token_ids, budget))
+    if budget is None:
+        return Demand(job)
+    if ask is None:
+        is_open = front.message_format.reasoning_open(prompt_tail(front, prompt_token_ids))
+    else:
+        is_open = ask.reasoning_open
+    return Demand(job, _thinking(front, budget, is_open))
 
 
-def _thinking(front: FrontModel, prompt_token_ids: Sequence[int], budget: int) -> ThinkingData:
+def _thinking(front: FrontModel, budget: int, is_open: bool) -> ThinkingData:
     fmt, tokenizer = front.message_format, front.tokenizer
     texts = fmt.thinking_texts
     if tokenizer is None or texts is None:
@@ -92,4 +98,4 @@ def _thinking(front: FrontModel, prompt_token_ids: Sequence[int], budget: int) -
             param="thinking_token_budget",
         )
     start, end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    return ThinkingData(start, end, budget, open=fmt.reasoning_open(prompt_tail(front, prompt_token_ids)))
+    return ThinkingData(start, end, budget, open=is_open)

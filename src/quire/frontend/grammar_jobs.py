@@ -11,6 +11,7 @@ from quire.frontend.formats.message import MessageAsk
 from quire.structured_outputs import StructuredOutputParams
 
 HEADER = struct.Struct("<I")
+FAULT = "internal_error"  # the code of what is nobody's fault but ours
 
 
 class FormJob(msgspec.Struct, tag=True, frozen=True):

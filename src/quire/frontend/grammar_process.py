@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import resource
 import sys
+import traceback
 
 import msgspec
 
 from quire.errors import RequestError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
-from quire.frontend.grammar_jobs import Answer, FormJob, Job, read_frame, write_frame
+from quire.frontend.grammar_jobs import FAULT, Answer, FormJob, Job, read_frame, write_frame
 from quire.structured.compile import checked, compile_form
 
 MEMORY = 1 << 30  # bytes of address space; about 200 MiB of it are the interpreter and its libraries
-
 
 _decode_job = msgspec.json.Decoder(Job).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -39,6 +39,9 @@ def answer_to(job: Job) -> Answer:
         return Answer(error="it is nested too deeply", code="grammar_too_complex")
     except MemoryError:
         return Answer(error="compiling it takes too much memory", code="grammar_too_complex")
+    except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the request
+        traceback.print_exc()
+        return Answer(error=f"compiling a grammar failed: {type(error).__name__}", code=FAULT)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.child_process import start_module
 from quire.errors import QuireError, RequestError
-from quire.frontend.grammar_jobs import Answer, Job, read_frame, write_frame
+from quire.frontend.grammar_jobs import FAULT, Answer, Job, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class GrammarCompiler:
             raise
         with self._lock:
             del self._under_way[key]
-            self._remember(key, answer, len(data))
+            if answer.code != FAULT:
+                self._remember(key, answer)
         pending.set_result(answer)
         return _result(answer)
 
@@ -102,11 +103,9 @@ class GrammarCompiler:
                     process = None
                 process = process or _Process()
                 answer = process.ask(data, self._timeout)
-            except _TooLateError:
-                logger.warning("compiling a grammar took more than %g s; it was stopped", self._timeout)
-                return Answer(
-                    error=f"compiling it takes more than {self._timeout:g} seconds", code="grammar_too_complex"
-                )
+            except _TooMuchError as error:
+                logger.warning("compiling a grammar takes %s; it was stopped", error)
+                return Answer(error=f"compiling it takes {error}", code="grammar_too_complex")
             with self._lock:
                 if not self._closed:
                     self._idle.append(process)
@@ -114,7 +113,7 @@ class GrammarCompiler:
             process.kill()
             return answer
 
-    def _remember(self, key: bytes, answer: Answer, size: int) -> None:
+    def _remember(self, key: bytes, answer: Answer) -> None:
         self._cache[key] = answer
         self._cached_bytes += _size(answer)
         while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
@@ -125,8 +124,8 @@ class GrammarCompiler:
         self.close()
 
 
-class _TooLateError(Exception):
-    """The process gave no answer in time, or died of the job."""
+class _TooMuchError(Exception):
+    """The process gave no answer in time, or died of the job; says of what there was too much."""
 
 
 class _Process:
@@ -137,11 +136,10 @@ class _Process:
             "quire.frontend.grammar_process",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
         )
         try:
             self._read(START_TIMEOUT)
-        except _TooLateError:
+        except _TooMuchError:
             raise QuireError("the process that compiles grammars does not start") from None
 
     @property
@@ -156,7 +154,7 @@ class _Process:
             write_frame(self._process.stdin, data)  # type: ignore[arg-type]
         except OSError:
             self.kill()
-            raise _TooLateError from None
+            raise _TooMuchError("too much memory") from None
         return _decode_answer(self._read(timeout))
 
     def _read(self, timeout: float) -> bytes:
@@ -168,7 +166,8 @@ class _Process:
         data = read_frame(stream) if ready else None  # type: ignore[arg-type]
         if data is None:
             self.kill()
-            raise _TooLateError
+            # It dies of nothing but its limit of memory: what goes wrong otherwise is an answer.
+            raise _TooMuchError("too much memory" if ready else f"more than {timeout:g} seconds")
         return data
 
     def kill(self) -> None:
@@ -190,6 +189,8 @@ def _size(answer: Answer) -> int:
 
 
 def _result(answer: Answer) -> str | None:
+    if answer.code == FAULT:
+        raise QuireError(answer.error or "compiling a grammar failed")
     if answer.error is not None:
         raise RequestError(answer.error, param=answer.param or "structured_outputs", code=answer.code)
     return answer.grammar

@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
-from quire.errors import RequestError, UnsupportedError
+from quire.errors import RequestError, UnsupportedError, retold
 from quire.frontend.asking import message_ask
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params
+from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
 from quire.server.context import ServerContext, context_of
-from quire.server.errors import retold
 from quire.server.generation import (
     ChunkUsage,
     Generation,
@@ -35,7 +35,6 @@ from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.templates import check_template, template_arguments
 from quire.server.tokenize import with_special_tokens
-from quire.server.tools import explain, requested_tools
 
 router = APIRouter()
 

@@ -13,11 +13,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checks import unknown_field
 from quire.engine.messages import MOST_SHOWN
 from quire.errors import RequestError, echo
 from quire.server.context import context_of
 from quire.server.errors import JSON, HTTPProblem
-from quire.server.parsing import unknown_field
 
 MOST_DIGITS = 9
 CHOICES = {"tier": ("device", "host"), "format": ("json", "text"), "tokens": ("false", "true")}

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -25,8 +25,6 @@ MAX_PARAM = 200
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 8 * 2**20
 JSON = "application/json"
-
-E = TypeVar("E", bound=QuireError)
 
 
 class HTTPProblem(QuireError):
@@ -69,14 +67,6 @@ def aborted() -> QuireError:
 def retry_headers(seconds: float) -> dict[str, str]:
     """Return the headers that ask a client to wait: whole seconds for everybody, milliseconds for OpenAI's client."""
     return {"Retry-After": str(math.ceil(seconds)), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
-
-
-def retold(error: E, message: str, param: str, code: str | None = None) -> E:
-    """Return the error with another message, in which a field is called as the client called it."""
-    error.message, error.args = message, (message,)
-    error.param = param
-    error.code = code or error.code
-    return error
 
 
 def status_of(error: QuireError) -> int:

@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.errors import RequestError, echo
+from quire.checks import missing, unknown_field
+from quire.errors import RequestError, echo, retold
 from quire.sampling_params import check_form
-from quire.server.errors import retold
-from quire.server.parsing import missing, unknown_field
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import OverloadedError, RequestError, UnsupportedError, echo
+from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
 from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params, Prompt
@@ -20,7 +20,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
 from quire.server.context import ServerContext
-from quire.server.errors import JSON, aborted, retold, shutting_down
+from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.checks import missing, unknown_field
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.server.parsing import missing, refuse_unless_harmless, unknown_field
+from quire.frontend.tools import check_name
+from quire.server.parsing import refuse_unless_harmless
 from quire.server.protocol import Harmless
-from quire.server.tools import check_name
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_CALLS = 128

@@ -7,7 +7,6 @@ keys the last one counts. No type is converted: "5" is not a number and true is 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from quire.checks import missing, unknown_field
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.errors import HTTPProblem
 from quire.server.protocol import RequestModel
@@ -213,19 +213,6 @@ def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> No
         return
     hint = f"; the only values accepted are {', '.join(map(json.dumps, harmless))} and null" if harmless else ""
     raise UnsupportedError(f"{name} is not supported by this server{hint}", param=name)
-
-
-def missing(where: str) -> RequestError:
-    """Return the error for a field that must be there."""
-    return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
-
-
-def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:
-    """Return the error for a field that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name[:64], known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    shown = where + echo(name)[1:-1]
-    return RequestError(f"unknown parameter {shown}{hint}", param=shown, code="unknown_parameter")
 
 
 # pydantic's error type -> (our code, what the value must be). Numeric bounds of sampling fields are SamplingParams'.

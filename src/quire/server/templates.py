@@ -11,9 +11,9 @@ from typing import Any
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.loading import FrontModel
+from quire.frontend.tools import ToolRequest
 from quire.server.context import ServerContext
 from quire.server.protocol import ChatCompletionRequest, TokenizeRequest
-from quire.server.tools import ToolRequest
 
 FORBIDDEN = TEMPLATE_ARGUMENTS | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 THINKING_SWITCHES = ("enable_thinking", "thinking")

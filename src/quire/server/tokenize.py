@@ -14,13 +14,13 @@ from starlette.responses import Response
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.processor import check_ids
+from quire.frontend.tools import requested_tools
 from quire.server.context import context_of
 from quire.server.errors import JSON
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
 from quire.server.templates import check_template, template_arguments
-from quire.server.tools import requested_tools
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 THREAD_SIZE = 4096

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import RequestError, UnsupportedError, echo
+from quire.checks import missing, unknown_field
+from quire.errors import RequestError, UnsupportedError, echo, retold
 from quire.frontend.formats.message import Tool
-from quire.server.errors import retold
-from quire.server.parsing import missing, unknown_field
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
