@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
+from functools import lru_cache
 
 from quire.structured.json_schema.regular import EMPTY, EPSILON, Lang, alt, both, cat, chars, neg, rep, text
 from quire.structured.json_schema.shapes import Bound, NumberShape, exact
@@ -30,6 +31,7 @@ _ZEROS = rep(text("0"), 0, _FRACTION)
 _SOME_ZEROS = rep(text("0"), 1, _FRACTION)
 
 
+@lru_cache(maxsize=256)
 def number_language(shape: NumberShape, *, whole_as_floats: bool = True) -> Lang:
     """Return the texts of the numbers in `shape`, its `multiples` aside.
 
@@ -53,6 +55,7 @@ def _any_whole() -> Lang:
     return cat(_SIGN, alt(text("0"), cat(_NONZERO, rep(_D, 0, _LONG))))
 
 
+@lru_cache(maxsize=1)
 def _any_float() -> Lang:
     short = cat(_SIGN, alt(text("0"), cat(_NONZERO, rep(_D, 0, 19))), rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1))
     exponent = cat(_E, rep(chars("+-"), 0, 1), rep(_D, 1, 2))
@@ -250,22 +253,34 @@ def _mantissa(fraction: object, value: Decimal, direction: int) -> Lang:
     return alt(*found)
 
 
+@lru_cache(maxsize=256)
 def _exponent(first: int, last: int) -> Lang:
     """Return the ends of scientific texts with the exponents from `first` to `last`, with up to one 0 in front."""
     zero = rep(text("0"), 0, 1)
     found = []
     if last >= 0:
-        found.append(cat(rep(text("+"), 0, 1), zero, _naturals_between(max(first, 0), last)))
+        found.append(cat(rep(text("+"), 0, 1), zero, _exponent_digits(max(first, 0), last)))
     if first < 0:
-        found.append(cat(text("-"), zero, _naturals_between(max(-last, 1), -first)))
+        found.append(cat(text("-"), zero, _exponent_digits(max(-last, 1), -first)))
     return cat(_E, alt(*found))
 
 
+def _exponent_digits(low: int, high: int) -> Lang:
+    found = _naturals_to(high) if high < 100 else alt(text("0"), cat(_NONZERO, rep(_D, 0, 1)), _hundreds_to(high))
+    return both(_naturals_from(low, 3), found) if low else found
+
+
+def _hundreds_to(high: int) -> Lang:
+    return both(_digits_to(str(high)), cat(_NONZERO, rep(_D, 2, 2)))
+
+
+@lru_cache(maxsize=1)
 def large_scientific() -> Lang:
     """Return scientific texts of numbers so large that floats of that size are whole."""
     return cat(_SIGN, _D, rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1), _exponent(16, 308))
 
 
+@lru_cache(maxsize=1)
 def _whole_floats() -> Lang:
     """Return the decimals and scientific texts that are read as whole numbers."""
     decimals = cat(_SIGN, rep(_D, 1, None), _POINT, _SOME_ZEROS)
@@ -277,6 +292,7 @@ def _whole_floats() -> Lang:
     return alt(*found)
 
 
+@lru_cache(maxsize=1)
 def _broken_floats() -> Lang:
     """Return the decimals and scientific texts that are read as numbers that are not whole.
 
