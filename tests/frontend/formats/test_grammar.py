@@ -158,6 +158,22 @@ def test_content_in_a_form(marked: str) -> None:
     assert taken(f"<think>a</think>\n\n{call}", tools=TOOLS, form=anything)
 
 
+@pytest.mark.parametrize("reasoning, between", [("qwen3", "\n\n"), ("deepseek_r1", "")])
+def test_blanks_that_a_form_asks_for_are_content(reasoning: str, between: str) -> None:
+    """Where content may begin with blanks, those of the family between it and reasoning are known exactly."""
+    form = format_named("hermes", reasoning)
+    backend, guide, special = tokenizer_for(form, "none")
+    wanted = StructuredOutputParams(regex=r"\s{2}a\n?")
+    grammar = grammar_of(form, special, form=wanted, can_reason=True)
+    for content in ("\n\na", "  a\n"):
+        text = f"<think>b</think>{between}{content}"
+        assert accepts(backend, guide, grammar, text) and accepts(backend, guide, grammar, content)
+        assert not accepts(backend, guide, grammar, f"<think>b</think>\n{between}{content}")
+        for whole, reasoned in ((text, "b"), (content, None)):
+            message, _ = read(form.parser(MessageAsk(form=wanted, can_reason=True)), list(whole))
+            assert message == Message(reasoned, content)
+
+
 def test_calls_that_are_json_beside_content_that_is() -> None:
     form = format_named("llama3_json", None)
     backend, guide, special = tokenizer_for(form, "none")

@@ -202,6 +202,36 @@ def test_any_text_any_cuts(data: st.DataObject) -> None:
     normal(whole)
 
 
+MANY = [*(f"<|r{index}|>" for index in range(300)), "<|r1|>x", "<|", "[X]", "[X", "ab", "abc", "bcd"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_many_special_tokens(data: st.DataObject) -> None:
+    """They are all removed, the longest where several begin, wherever the text is cut."""
+    scraps = [
+        *data.draw(st.lists(st.sampled_from(MANY), min_size=1, max_size=6)),
+        "<|r1",
+        "|>",
+        "[",
+        "a",
+        "b",
+        "x",
+        " ",
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=20)))
+    known = MANY if data.draw(st.booleans()) else scraps[:-7]
+    wanted, at = [], 0
+    while at < len(text):
+        longest = max((len(one) for one in known if text.startswith(one, at)), default=0)
+        wanted += [] if longest else [text[at]]
+        at += longest or 1
+    ask = MessageAsk(special_tokens={one: index for index, one in enumerate(known)})
+    form = format_named(None, None)
+    for pieces in ([text], list(text), [text[: len(text) // 2], text[len(text) // 2 :]]):
+        assert (read(form.parser(ask), pieces)[0].content or "") == "".join(wanted)
+
+
 @pytest.mark.parametrize("case", {case.format: case for case in CASES}.values(), ids=lambda case: case.format)
 def test_time_is_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the text takes at most about twice the steps, whatever is repeated (counted in lines of Python run)."""

@@ -267,7 +267,7 @@ class MessageGrammar:
             case Blank():
                 return self._writer.blank()
             case CallId(length=length):
-                return self._builder.terminal(f"/[a-zA-Z0-9]{{{length}}}/" if length else "/0|[1-9][0-9]?/", "id")
+                return self._builder.terminal(f"/[a-zA-Z0-9]{{{length}}}/" if length else "/0|[1-9][0-9]{0,3}/", "id")
             case Maybe(parts=inner):
                 return f"({self._parts(inner, name, arguments)})?"
             case Arguments():

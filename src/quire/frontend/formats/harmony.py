@@ -12,7 +12,7 @@ from quire.frontend.formats.events import Events
 from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
 from quire.frontend.formats.message import Event, MessageAsk
 from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
-from quire.frontend.formats.source import Markers, Reading, Sink, Source
+from quire.frontend.formats.source import Reading, Sink, Source, markers_of
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder
 from quire.structured.compile import add_form
@@ -101,8 +101,8 @@ class HarmonyParser:
         self._source = Source()
         self._events = Events()
         self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - {*ENDS}
-        self._body_end = Markers({*ENDS, *self._stray})
-        self._header_end = Markers({MESSAGE, END, RETURN, CALL})
+        self._body_end = markers_of(self._stray | {*ENDS})
+        self._header_end = markers_of(frozenset((MESSAGE, END, RETURN, CALL)))
         self._reader = self._turn()
 
     def feed(self, text: str) -> list[Event]:

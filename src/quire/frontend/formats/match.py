@@ -62,6 +62,24 @@ def match(parts: Iterable[Part], text: str, at: int, ended: bool, names: Iterabl
     return found
 
 
+def first_chars(parts: Iterable[Part], names: Iterable[str]) -> frozenset[str] | None:
+    """Return the characters that these parts can begin with; None if that cannot be said."""
+    found: set[str] = set()
+    for part in parts:
+        match part:
+            case Text(text=text):
+                return frozenset({*found, text[0]})
+            case Blank():
+                found.update(BLANKS)
+            case Maybe(parts=(Text(text=text), *_)):
+                found.add(text[0])
+            case Name():
+                return frozenset({*found, *(name[:1] for name in names)})
+            case _:
+                return None
+    return None
+
+
 def _text(wanted: str, text: str, at: int, ended: bool) -> int:
     if text.startswith(wanted, at):
         return at + len(wanted)

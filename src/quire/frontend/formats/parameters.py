@@ -8,7 +8,7 @@ from typing import Any
 from quire.frontend.formats.match import MORE, match
 from quire.frontend.formats.message import Tool
 from quire.frontend.formats.parts import Blank, Braces, JsonObject, Kwargs, Notation, Tagged
-from quire.frontend.formats.source import Markers, Reading, Sink, Source
+from quire.frontend.formats.source import Reading, Sink, Source, markers_of
 from quire.frontend.formats.values import WORDS, ValueReader, escaped, is_json, read_json
 
 MAX_REFS = 16
@@ -126,8 +126,8 @@ class _TaggedReader:
         self._ends = ends
         self._properties = properties_of(tool)
         self._root = tool.parameters
-        self._value_end = Markers([tags.value_close, *ends])
-        self._key_end = Markers([tags.key_close, *ends])
+        self._value_end = markers_of(frozenset((tags.value_close, *ends)))
+        self._key_end = markers_of(frozenset((tags.key_close, *ends)))
 
     def read(self) -> Reading[bool]:
         """Read all parameters."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from quire.frontend.formats.events import Events, Trimmed
 from quire.frontend.formats.grammar import loose_after
-from quire.frontend.formats.match import CUT, MORE, NO, Found, match
+from quire.frontend.formats.match import CUT, MORE, NO, Found, first_chars, match
 from quire.frontend.formats.message import Event, MessageAsk
 from quire.frontend.formats.parameters import read_arguments
 from quire.frontend.formats.parts import (
@@ -23,7 +23,7 @@ from quire.frontend.formats.parts import (
     ReasoningFormat,
     Text,
 )
-from quire.frontend.formats.source import Markers, Reading, Source
+from quire.frontend.formats.source import Reading, Source, markers_of
 
 
 class CallParser:
@@ -44,8 +44,8 @@ class CallParser:
         # Content in a form is all of the message, whatever stands in it.
         self._trigger = calls.trigger if calls is not None and ask.form is None else ""
         self._stray = frozenset((*ask.special_tokens, *ask.end_tokens))
-        self._in_content = Markers({*self._stray, self._trigger})
-        self._in_reasoning = Markers({*self._stray, reasoning.end} if reasoning is not None else ())
+        self._in_content = markers_of(self._stray | {self._trigger})
+        self._in_reasoning = markers_of(self._stray | {reasoning.end if reasoning is not None else ""})
         self._content = Trimmed(self._events.content, leading=False)
         self._ids: set[str | None] = set()
         self._split(calls)
@@ -58,11 +58,13 @@ class CallParser:
         self._tail: tuple[Part, ...] = ()
         self._notation: Notation = JsonObject()
         self._stop = ""
+        self._after: frozenset[str] | None = None
         if calls is not None:
             place = next(place for place, part in enumerate(calls.call) if isinstance(part, Arguments))
             self._again, self._tail = calls.call[: place + 1], calls.call[place + 1 :]
             self._head = (*calls.opens, *self._again)
             self._notation = calls.notation
+            self._after = first_chars(self._head[1:], self._tools)
             self._stop = next((part.text for part in self._tail if isinstance(part, Text)), "")
 
     def feed(self, text: str) -> list[Event]:
@@ -102,7 +104,10 @@ class CallParser:
 
     def _is_content(self, end: int) -> bool:
         """Whether the trigger that ends there is none, for no call follows."""
-        found = match(self._head[1:], self._source.text, end, self._source.ended, self._tools, self._stop)
+        text = self._source.text
+        if self._after is not None and end < len(text) and text[end] not in self._after:
+            return True
+        found = match(self._head[1:], text, end, self._source.ended, self._tools, self._stop)
         return found.at == NO
 
     # Reasoning
@@ -186,7 +191,7 @@ class CallParser:
     def _skip_broken(self, calls: CallFormat) -> Reading[None]:
         """Drop the rest of a broken call, up to its end or another call."""
         last = [part.text for parts in (calls.call, calls.closes) for part in parts[-1:] if isinstance(part, Text)]
-        ends = Markers([*(text for text in last if len(text) > 1), self._trigger, *self._ask.end_tokens])
+        ends = markers_of(frozenset((*(text for text in last if len(text) > 1), self._trigger, *self._ask.end_tokens)))
         marker = yield from self._source.until(ends, lambda text: None)
         if marker and marker == self._trigger:
             self._source.pos -= len(marker)

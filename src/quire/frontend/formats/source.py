@@ -6,6 +6,7 @@ Everything here takes time linear in the text, however it is cut, and decides on
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from typing import Any, TypeVar
 
@@ -72,6 +73,12 @@ class Markers:
                 return best
             node = node[text[end]]
             end += 1
+
+
+@lru_cache(maxsize=256)
+def markers_of(texts: frozenset[str]) -> Markers:
+    """Return the markers of these texts; made once, for there may be a thousand of them."""
+    return Markers(texts)
 
 
 class Source:

@@ -11,7 +11,7 @@ import json
 import msgspec
 
 from quire.frontend.formats.parts import BLANKS
-from quire.frontend.formats.source import Markers, Reading, Sink, Source
+from quire.frontend.formats.source import Reading, Sink, Source, markers_of
 
 MAX_DEPTH = 128
 MAX_WORD = 4096
@@ -124,7 +124,7 @@ class ValueReader:
         self._source = source
         self._sink = sink
         self._quotes = quotes
-        self._ends = {quote: Markers((quote,) if bare else (quote, "\\")) for quote in quotes}
+        self._ends = {quote: markers_of(frozenset((quote,) if bare else (quote, "\\"))) for quote in quotes}
         self._bare = bare
 
     def value(self, depth: int = 0) -> Reading[bool]:
