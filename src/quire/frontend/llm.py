@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
-from quire.errors import EngineDeadError, RequestError
-from quire.frontend.asking import demand
+from quire.errors import EngineDeadError, RequestError, UnsupportedError
+from quire.frontend.asking import demand, message_ask
 from quire.frontend.beams import beam_search_output, check_beam_params
+from quire.frontend.formats.message import Message as AssistantMessage
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.interrupt import deferred_interrupt
@@ -21,6 +22,8 @@ from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.progress import Progress, progress_bar
+from quire.frontend.reading import read_message
+from quire.frontend.tools import requested_tools
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -126,6 +129,8 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -138,13 +143,18 @@ class LLM:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs: as for
                 `ChatTemplate.render`.
+            tool_choice, parallel_tool_calls: as in OpenAI's API; by default "auto", if it is known how this model calls
+                tools. `read_message` finds the calls in the output.
             chat_template: Jinja text to use in the place of the model's template.
             The others as for `generate`.
 
         Raises:
             RequestError: as `generate`; also if the template refuses the messages, or the model has none.
         """
-        template = self._front.template(chat_template)
+        template, fmt = self._front.template(chat_template), self._front.message_format
+        asked = requested_tools(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
+        if not fmt.handles_tools and tool_choice not in (None, "none"):
+            raise UnsupportedError("tool_choice: how this model calls tools is not known", param="tool_choice")
         conversations = [messages] if _is_conversation(messages) else list(messages)
         prompts = [
             template.encode(
@@ -158,7 +168,27 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, self._params_for(prompts, sampling_params), priority, use_tqdm, tenant)
+        asks = [
+            message_ask(
+                self._front,
+                prompt,
+                tools=asked.callable if fmt.handles_tools else (),
+                choice=asked.choice,
+                parallel=asked.parallel,
+            )
+            for prompt in prompts
+        ]
+        return self._run(prompts, self._params_for(prompts, sampling_params), priority, use_tqdm, tenant, asks)
+
+    def read_message(
+        self, output: RequestOutput, index: int = 0, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> AssistantMessage:
+        """Return reasoning, content and tool calls of completion number `index` of what `chat` returned.
+
+        Args:
+            tools: those that `chat` was given; without them there are no calls.
+        """
+        return read_message(self._front, output, output.outputs[index], tools)
 
     def _run(
         self,
