@@ -46,6 +46,7 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"prefixItems": [{"const": 1}, {"const": 2}], "items": False}, [[], [1], [1, 2]], [[2], [1, 2, 3]]),
     ({"prefixItems": [{"const": 1}], "minItems": 2}, [[1, "x"], [1, 2, 3]], [[1], [2, 2]]),
     ({"contains": {"const": 1}}, [[1], [2, 1, 3]], [[], [2]]),
+    ({"contains": True, "minItems": 2}, [[1, 2], [None, None, None]], [[], [1]]),
     ({"contains": {"const": 1}, "minContains": 2, "maxContains": 3}, [[1, 0, 1], [1, 1, 1]], [[1], [1, 1, 1, 1]]),
     ({"items": {"enum": ["a", "b", 1]}, "uniqueItems": True}, [[], ["a"], [1, "b", "a"]], [["a", "a"], [1, 1.0]]),
     ({"anyOf": [{"type": "string"}, {"minimum": 3}]}, ["x", 3, None], [2]),
@@ -172,6 +173,10 @@ def test_many_properties_in_any_order() -> None:
     assert read.accepts(json.dumps(dict.fromkeys(reversed(names), 1)))
     assert not read.accepts(json.dumps(dict.fromkeys(names[:139], 1)))
     assert not read.accepts(json.dumps({**dict.fromkeys(names, 1), "x": 1}))
+    each_has_its_bit = {name: {"type": "integer"} for name in names[:63]}
+    read = acceptor({"type": "object", "properties": each_has_its_bit, "additionalProperties": False})
+    assert read.accepts(json.dumps(dict.fromkeys(names[:63], 1)))
+    assert not read.accepts(json.dumps(dict.fromkeys(names[:63], 1))[:-1] + ', "p62": 1}')
 
 
 def test_deep_nesting_of_instances() -> None:

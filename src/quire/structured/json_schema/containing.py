@@ -99,7 +99,8 @@ class Containing:
             name = self._rules[index, state] = builder.declare("elements")
             choices = []
             if self._goes_on(index, state):
-                room = f" %if lt({self.count}, {self.most})" if self.most is not None else ""
+                # A rule of one unconditional choice that changes the parameter would be inlined, and lose the change.
+                room = f" %if lt({self.count}, {self.most})" if self.most is not None else " %if ge([0:1], 0)"
                 choices.append(f"{texts.comma} {self._element(index, state)}{self._counted()}{room}")
             if self._enough(state):
                 # Parametric rules must look at their parameter, so where nothing is asked, it is not less than 0.

@@ -19,7 +19,8 @@ from quire.structured.json_schema.shapes import All, ObjectShape
 if TYPE_CHECKING:
     from quire.structured.json_schema.emit import Emitter
 
-_BITS = 48
+_BITS = 63
+_BITS_BESIDE_COUNTS = 48
 _COUNTER = "[48:63]"
 _OTHER = 63
 
@@ -210,12 +211,13 @@ class _AnyOrder(_Members):
     def expression(self) -> str:
         """Return the expression of the objects."""
         asked = list(self.must) if self.simple else list(names_in(self.formula))
-        if len(asked) > _BITS:
-            raise too_complex(self.pointer, f"more than {_BITS} properties that must be there or depend on others")
+        bits = _BITS if not self.least and self.most is None else _BITS_BESIDE_COUNTS
+        if len(asked) > bits:
+            raise too_complex(self.pointer, f"more than {bits} properties that must be there or depend on others")
         if not self.names and not self.free:
             return f"{self.texts.open_object} {self.texts.close_object}"
         others = [name for name in self.names if name not in set(asked)]
-        self.bits: dict[Any, int] = {name: index for index, name in enumerate([*asked, *others][:_BITS])}
+        self.bits: dict[Any, int] = {name: index for index, name in enumerate([*asked, *others][:bits])}
         tracked = all(name in self.bits for name in self.names)
         how = self.counting(tracked)
         self.count = _Counting(how, self.least, self.most, len(self.must), len(self.bits))
@@ -238,7 +240,9 @@ class _AnyOrder(_Members):
         for part, written in zip(self.free, self.unnamed()):
             wanted = [("language", language) for language in sorted(part.kinds, key=str)]
             asked = [f"set_bit({self.bits[kind]})" for kind in wanted if kind in self.bits]
-            choices.append(self._member(written, [*asked, *counts]) + _if(self.count.room))
+            # A rule of one unconditional choice that changes the parameter would be inlined, and lose the change.
+            always = "ge([0:1], 0)" if asked or counts else ""
+            choices.append(self._member(written, [*asked, *counts]) + _if(self.count.room or always))
         self.builder.define(self.item, " | ".join(choices), "::_")
         again = _if(self._goes_on(tracked))
         self.builder.define(self.more, f"{self.texts.comma} {self.item}::_{again} | {close}", "::_")
@@ -252,7 +256,7 @@ class _AnyOrder(_Members):
         if len(steps) > 2:
             raise too_complex(self.pointer, "too much to keep in mind about one property")
         rest = self.builder.declare("rest")
-        self.builder.define(rest, f"{value} {self.more}::{steps[1]}", "::_")
+        self.builder.define(rest, f"{value} {self.more}::{steps[1]} %if ge([0:1], 0)", "::_")
         return f"{name} {rest}::{steps[0]}"
 
     def _complete(self) -> str:
