@@ -193,6 +193,19 @@ def test_any_text_any_cuts(data: st.DataObject) -> None:
         "é",
     ]
     scraps += [case.text, case.text[: len(case.text) // 2], "get_weather", "<|im_end|>", "<", "[", "="]
+    scraps += [
+        "1,",
+        "a=1,",
+        "b:'x',",
+        "True",
+        "None,",
+        ",",
+        ":",
+        "]",
+        ")",
+        "[get_weather(",
+        "<|tool_call>call:get_weather{",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
     ask = case.request(special_tokens={"<|im_end|>": 1})
     whole, _ = read(form.parser(ask), [text])
