@@ -15,8 +15,10 @@ def add_text_without(builder: GrammarBuilder, markers: Sequence[str] = ()) -> st
     Markers that are special tokens cannot occur: text never matches those.
     """
     spelled = [marker for marker in markers if marker not in builder.special_tokens]
-    body = " & ".join([ANY, *(f"~({ANY} {literal(marker)} {ANY})" for marker in spelled)])
-    return builder.terminal(body, "text")
+    if not spelled:
+        return builder.terminal(ANY, "text")
+    # One complement of all of them: the library's lexer pays for each.
+    return builder.terminal(f"{ANY} & ~({ANY} ({' | '.join(map(literal, spelled))}) {ANY})", "text")
 
 
 def add_text_until(builder: GrammarBuilder, markers: Sequence[str], without: Sequence[str] = ()) -> str:
