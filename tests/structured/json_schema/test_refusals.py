@@ -56,6 +56,7 @@ CASES: list[tuple[Any, str, str]] = [
     (_deep(5000), COMPLEX, "#"),
     ({"pattern": "((((a{1,100}){1,100}){1,100}){1,100})"}, COMPLEX, "#/pattern"),
     ({"pattern": "a" * 5000}, COMPLEX, "#/pattern"),
+    ({"minimum": 10**3000}, COMPLEX, "#"),
     (
         {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"minimum": j}}} for j in range(10)]} for i in range(10)]},
         COMPLEX,

@@ -13,7 +13,7 @@ from quire.structured.json_schema.dialects import TYPES
 from quire.structured.json_schema.document import Document, Node
 from quire.structured.json_schema.ecma import PatternError, pattern_language
 from quire.structured.json_schema.errors import SchemaError, step, too_complex, unsupported
-from quire.structured.json_schema.limits import MAX_ALTERNATIVES, MAX_ITEMS, MAX_LENGTH, MAX_MIN
+from quire.structured.json_schema.limits import MAX_ALTERNATIVES, MAX_BOUND, MAX_ITEMS, MAX_LENGTH, MAX_MIN
 from quire.structured.json_schema.presence import all_of, has, negation
 from quire.structured.json_schema.regular import Lang, alt, neg, text
 from quire.structured.json_schema.shapes import (
@@ -80,7 +80,7 @@ def type_assertion(value: Any) -> Assertion:
     return fixed(holds, fails)
 
 
-def bound_assertions(schema: dict[str, Any]) -> list[Assertion]:
+def bound_assertions(schema: dict[str, Any], pointer: str) -> list[Assertion]:
     """`minimum`, `maximum` and their exclusive forms, including the booleans of draft 4."""
     found = []
     for keyword, exclusive, low in (("minimum", "exclusiveMinimum", True), ("maximum", "exclusiveMaximum", False)):
@@ -90,6 +90,8 @@ def bound_assertions(schema: dict[str, Any]) -> list[Assertion]:
         if exclusive in schema and not isinstance(schema[exclusive], bool):
             bounds.append((schema[exclusive], True))
         for value, excluded in bounds:
+            if abs(value) > MAX_BOUND:
+                raise too_complex(pointer, f"a bound beyond {MAX_BOUND:.0e}")
             inside, outside = (value, excluded), (value, not excluded)
             holds = NumberShape(low=inside) if low else NumberShape(high=inside)
             fails = NumberShape(high=outside) if low else NumberShape(low=outside)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema.document import Document
 from quire.structured.json_schema.emit import Emitter
-from quire.structured.json_schema.errors import SchemaError
+from quire.structured.json_schema.errors import SchemaError, too_complex
 from quire.structured.json_schema.expand import Expander
 from quire.structured.json_schema.limits import Budget
 from quire.structured.json_schema.options import JsonOptions
+from quire.structured.json_schema.regular import TooLargeError
 from quire.structured.json_schema.shapes import EVERYTHING, one
 
 DEFAULT = JsonOptions()
@@ -28,7 +30,16 @@ def add_schema(builder: GrammarBuilder, schema: dict[str, Any] | bool, *, option
     """
     document = Document(schema)
     emitter = Emitter(builder, Expander(document, Budget()), options)
-    return emitter.value(one(document.root))
+    try:
+        return emitter.value(one(document.root))
+    except TooLargeError:
+        raise too_complex("#", "its patterns take too many states") from None
+    except RecursionError:
+        raise too_complex("#", "its parts refer to one another through too many levels") from None
+    except SchemaError:
+        raise
+    except RequestError as error:
+        raise too_complex("#", error.message) from None
 
 
 def add_any_json(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> str:

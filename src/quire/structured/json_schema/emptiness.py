@@ -121,7 +121,8 @@ class Emptiness:
     def of_language(self, language: Lang, pointer: str) -> bool:
         """Tell whether it is plain that the language has no texts."""
         if language not in self._languages:
-            self._languages[language] = regular.is_empty(language, lambda: self.expander.budget.spend(4, pointer))
+            budget = self.expander.budget
+            self._languages[language] = regular.is_empty(language, lambda parts: budget.spend(1 + parts // 25, pointer))
         return self._languages[language]
 
     def of_shape(self, shape: Shape, pointer: str) -> bool:

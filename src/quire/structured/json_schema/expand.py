@@ -144,7 +144,7 @@ class Expander:
             yield say.values_assertion(self.document, schema["enum"], step(pointer, "enum"))
         if "const" in schema:
             yield say.values_assertion(self.document, [schema["const"]], step(pointer, "const"))
-        yield from say.bound_assertions(schema)
+        yield from say.bound_assertions(schema, pointer)
         if "multipleOf" in schema:
             yield say.multiple_assertion(schema["multipleOf"], step(pointer, "multipleOf"))
         if "minLength" in schema:

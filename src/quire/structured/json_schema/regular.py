@@ -190,28 +190,56 @@ def representatives(lang: Lang) -> list[int]:
     return [point for point in sorted(cuts) if point <= 0x10FFFF and not 0xD800 <= point < 0xE000]
 
 
+class TooLargeError(Exception):
+    """A derivative has become so large that going on would take too long."""
+
+
+def weight(lang: Lang, most: int) -> int:
+    """Return how many parts `lang` has, or some number above `most` if there are more."""
+    count, todo = 0, [lang]
+    while todo and count <= most:
+        part = todo.pop()
+        count += 1
+        if part[0] in ("cat", "alt", "and"):
+            todo.extend(part[1])
+        elif part[0] != "cls":
+            todo.append(part[1])
+    return count
+
+
 def matches(lang: Lang, value: str) -> bool:
-    """Tell whether `value` is in `lang`."""
+    """Tell whether `value` is in `lang`; raises `TooLargeError`."""
+    left = _MOST_WORK
     for char in value:
+        if lang in (EMPTY, ALL):
+            break
+        left -= weight(lang, left)
+        if left < 0:
+            raise TooLargeError
         lang = derive(lang, ord(char))
-        if lang == EMPTY:
-            return False
     return nullable(lang)
 
 
-def is_empty(lang: Lang, spend: Callable[[], None], most: int = 1500) -> bool:
-    """Tell whether `lang` is known to have no text; False, too, where `most` derivatives do not tell.
+_MOST_WORK = 300_000
 
-    `spend` is called for every derivative.
+
+def is_empty(lang: Lang, spend: Callable[[int], None], most: int = 60_000) -> bool:
+    """Tell whether `lang` is known to have no text; False, too, where work on `most` parts does not tell.
+
+    `spend` is told of every derivative on how many parts it works.
     """
+    heaviest = max(600, 2 * weight(lang, most))
     seen, stack = {lang}, [lang]
     while stack:
         here = stack.pop()
         if nullable(here):
             return False
+        heavy = weight(here, heaviest)
+        if heavy > heaviest:
+            return False
         for point in representatives(here):
-            most -= 1
-            spend()
+            most -= heavy
+            spend(heavy)
             if most < 0:
                 return False
             after = derive(here, point)
