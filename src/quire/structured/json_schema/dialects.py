@@ -54,7 +54,9 @@ def _is_count(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Tell whether `value` is a number of JSON."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_names(value: Any) -> bool:
