@@ -226,3 +226,18 @@ def test_the_marks_are_special_tokens_so_these_must_be_read(served: tuple[Family
     body = {"model": "fake", "messages": HI, "tools": TOOLS, "skip_special_tokens": False}
     check_error(post(live, CHAT, body), 400, "unsupported_parameter", "skip_special_tokens")
     assert post(live, COMPLETIONS, {"model": "fake", "prompt": "a", "skip_special_tokens": False}).status_code == 200
+
+
+def test_reasoning_is_counted_where_its_end_is_a_token(served: tuple[Family, LiveServer]) -> None:
+    family, live = served
+    usage = ask(live, family.text)["usage"]
+    assert live.llm.tokenizer is not None
+    marks = live.llm.front_model.message_format.thinking_texts
+    if marks is None or len(live.llm.tokenizer.encode(marks[1], add_special_tokens=False)) > 1:
+        assert "completion_tokens_details" not in usage
+        return
+    # Up to its end, from behind its beginning.
+    begun, _, _ = family.text.partition(marks[1])
+    reasoning = begun.rpartition(marks[0])[2] + marks[1]
+    expected = len(live.llm.tokenizer.encode(reasoning, add_special_tokens=False)) if family.thinks else 0
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quire.checks import INT64_MAX
 from quire.errors import UnsupportedError
 from quire.frontend.formats.message import MessageAsk, Tool
 from quire.frontend.grammar_jobs import FormJob, Job, MessageJob
@@ -86,6 +87,17 @@ def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], a
     else:
         is_open = ask.reasoning_open
     return Demand(job, _thinking(front, budget, is_open))
+
+
+def reasoning_marks(front: FrontModel, ask: MessageAsk) -> ThinkingData | None:
+    """Return how the reasoning of a message is told from the rest by its tokens.
+
+    None if there is none, or if its end is no token of its own: spelled out it may be in any pieces.
+    """
+    if not (ask.can_reason or ask.reasoning_open) or front.message_format.thinking_texts is None:
+        return None
+    marks = _thinking(front, INT64_MAX, ask.reasoning_open)
+    return marks if len(marks.end_ids) == 1 else None
 
 
 def _thinking(front: FrontModel, budget: int, is_open: bool) -> ThinkingData:

@@ -13,12 +13,13 @@ class ThinkingBudget:
 
     Attributes:
         over: whether there is no more to watch: it has ended.
+        num_tokens: of reasoning so far, its end included.
     """
 
     def __init__(self, data: ThinkingData, output_ids: Iterable[int] = ()) -> None:
         self._data = data
         self._open = data.open
-        self._num_tokens = 0  # since it was opened
+        self.num_tokens = 0
         self._recent: list[int] = []  # the last tokens, of those the ones since it was opened
         self.over = not data.end_ids or not (data.open or data.start_ids)
         for token_id in output_ids:
@@ -38,7 +39,7 @@ class ThinkingBudget:
         marker = data.end_ids if self._open else data.start_ids
         self._recent.append(token_id)
         del self._recent[: -len(marker)]
-        self._num_tokens += self._open
+        self.num_tokens += self._open
         if self._recent == marker:
             self.over = self._open
             self._open = True
@@ -49,7 +50,7 @@ class ThinkingBudget:
 
         What has been generated of its end counts as that.
         """
-        if self.over or not self._open or self._num_tokens < self._data.budget:
+        if self.over or not self._open or self.num_tokens < self._data.budget:
             return []
         end, recent = self._data.end_ids, self._recent
         most = min(len(end) - 1, len(recent))

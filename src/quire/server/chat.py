@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, retold
-from quire.frontend.asking import message_ask
+from quire.frontend.asking import message_ask, reasoning_marks
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
 from quire.server.context import ServerContext, context_of
 from quire.server.generation import (
@@ -75,6 +76,7 @@ class ChatCompletion(Generation):
         self.num_alternatives = self._alternatives(body)
         self.params = self._params(body)
         self.ask: MessageAsk | None = None
+        self._reasoning: dict[int, ThinkingBudget] = {}
 
     @staticmethod
     def _alternatives(body: ChatCompletionRequest) -> int:
@@ -152,11 +154,23 @@ class ChatCompletion(Generation):
         parser = self.context.llm.front_model.message_format.parser(self.ask)
         return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
+    def _count_reasoning(self, usage: Usage, output: RequestOutput) -> None:
+        """Put the tokens of reasoning so far into `usage`; `output` has what is new."""
+        marks = None if self.ask is None else reasoning_marks(self.context.llm.front_model, self.ask)
+        if marks is None:
+            return
+        for completion in output.outputs:
+            watch = self._reasoning.setdefault(completion.index, ThinkingBudget(marks))
+            for token_id in completion.token_ids:
+                watch.take(token_id)
+        usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning.values())
+
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""
         output = outputs[0]
         usage = Usage(self.streams)
         usage.add(0, output)
+        self._count_reasoning(usage, output)
         choices = []
         for completion in output.outputs:
             reader = self.reader()
@@ -184,6 +198,7 @@ class ChatCompletion(Generation):
         async for _, output in merge(self.streams):
             self.check(output.outputs)
             usage.add(0, output)
+            self._count_reasoning(usage, output)
             data = b""
             if not choices:
                 choices = [_StreamedChoice(self) for _ in range(self.n)]

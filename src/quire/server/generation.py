@@ -283,6 +283,7 @@ class Usage:
         self.prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._generated = [0] * len(streams)
         self._cached = [0] * len(streams)
+        self.reasoning_tokens: int | None = None  # None where the model does not reason
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Take over the counts in an output of stream `index`; tokens of sequences that are not returned count too."""
@@ -292,12 +293,15 @@ class Usage:
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
         generated = sum(self._generated)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self.prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class ChunkUsage:
