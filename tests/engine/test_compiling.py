@@ -115,7 +115,11 @@ def test_a_grammar_that_failed_is_an_error_of_each_sequence(core: EngineCore, co
     compiler.finished = {"start: x": "x is not there", "start: /a/": None}
     last = run(core)
     for name in ("bad-0", "bad-1"):
-        assert (last[name].finish_reason, last[name].refused, last[name].error) == ("error", True, "x is not there")
+        assert (last[name].finish_reason, last[name].refused, last[name].error) == (
+            "error",
+            True,
+            "structured output failed: x is not there",
+        )
     assert last["good"].finish_reason == "length"
     assert compiler.in_use() == set()
     core.add(request("bad", None))  # the name is free again

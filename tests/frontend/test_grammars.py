@@ -62,6 +62,7 @@ def test_one_that_takes_too_long_is_stopped_and_the_next_goes_on() -> None:
         assert caught.value.code == "grammar_too_complex"
         impatient._timeout = 10.0
         assert impatient.compile(job(regex="b+")) is not None
+        assert impatient.compile(job(regex="a+")) is not None, "that there was no time once is not remembered"
     finally:
         impatient.close()
 
@@ -76,6 +77,25 @@ def test_a_process_that_died_is_replaced() -> None:
                 child.kill()
                 child.wait()
         assert compiler.compile(job(regex="b")) is not None
+    finally:
+        compiler.close()
+
+
+def test_a_process_that_is_killed_at_its_job_costs_no_request() -> None:
+    compiler = GrammarCompiler(timeout=30.0)
+    try:
+        compiler.compile(job(regex="a"))
+        [process] = compiler._idle
+        child = psutil.Process(process._process.pid)
+        child.suspend()
+        answers: list[str | None] = []
+        thread = threading.Thread(target=lambda: answers.append(compiler.compile(job(regex="killed"))))
+        thread.start()
+        while compiler._idle:  # until the process was given the job
+            pass
+        child.kill()
+        thread.join()
+        assert len(answers) == 1 and answers[0] is not None and accepts(answers[0], "killed")
     finally:
         compiler.close()
 

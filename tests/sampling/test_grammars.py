@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from quire.errors import ModelError, RequestError
-from quire.sampling.grammars import GrammarStore, GrammarVocabulary
+from quire.sampling.grammars import MOST_KEPT, GrammarStore, GrammarVocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 
@@ -262,6 +262,20 @@ def test_what_is_in_use_stays_and_the_longest_unused_goes() -> None:
     assert counted.number == 5
     store.start(grammars[0])
     assert counted.number == 6
+    store.close()
+
+
+def test_few_are_kept_however_short() -> None:
+    counted = Compiled(kept_chars=100_000)
+    store = counted.store
+    for number in range(MOST_KEPT + 5):
+        counted.use(f"start: /{number}/")
+        store.release(f"start: /{number}/")
+    number = counted.number
+    store.start("start: /5/")
+    assert counted.number == number
+    store.start("start: /4/")
+    assert counted.number == number + 1
     store.close()
 
 

@@ -76,6 +76,33 @@ def test_bad_forms_are_refused_by_name(form: dict[str, Any], code: str, param: s
     assert len(caught.value.message) < 1000
 
 
+@pytest.mark.parametrize(
+    ("form", "code", "says"),
+    [
+        ({"regex": r"[^\s\S]"}, "invalid_grammar", "no text satisfies"),
+        ({"regex": "a{1,200}[a&&b]"}, "invalid_grammar", "no text satisfies"),
+        ({"grammar": "start: start"}, "invalid_grammar", "no text satisfies"),
+        ({"grammar": '{"grammars": [{"json_schema": {}}]}'}, "invalid_grammar", "expecting rule"),
+        ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "grammar_too_complex", "too deeply"),
+        ({"grammar": "start: limit\nlimit: nothing"}, "invalid_grammar", "nothing"),
+        ({"json": {}, "whitespace_pattern": "("}, "invalid_grammar", "whitespace_pattern"),
+        ({"json": {}, "whitespace_pattern": "\\/? | x"}, "invalid_grammar", "slash"),
+    ],
+)
+def test_why_a_form_is_refused(form: dict[str, Any], code: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        compiled(**form)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("pattern", [r"\s*", ".*", "x*", "\n?", " {0,3}"])
+def test_blanks_are_those_of_json_whatever_the_pattern(pattern: str) -> None:
+    grammar = compiled(json={"type": "array", "items": {"type": "null"}}, whitespace_pattern=pattern)
+    assert accepts(grammar, "[null,null]")
+    for text in ("[\x0bnull]", "[x]", "[xnull]", "[\u00a0null]"):
+        assert not accepts(grammar, text)
+
+
 @pytest.mark.parametrize("pattern", ["(((a{1,100}){1,100}){1,100}){1,100}"])
 def test_what_cannot_be_followed_is_refused(pattern: str) -> None:
     with pytest.raises(RequestError) as caught:

@@ -12,6 +12,7 @@ from quire.errors import RequestError, echo
 from quire.executor.base import Executor
 from quire.scheduler.request import Request
 from quire.step import SequenceOutput
+from quire.structured.limits import GRAMMAR_FAILED
 
 
 class Live(Protocol):
@@ -78,7 +79,7 @@ class Compiling:
                 able.append(request)
                 continue
             news += [
-                SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
+                SequenceOutput(sequence_id, [], finish_reason="error", error=GRAMMAR_FAILED + error, refused=True)
                 for sequence_id in request.sequence_ids
                 if sequence_id not in request.dropped
             ]

@@ -30,12 +30,13 @@ class MessageJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """A grammar (None: nothing is to be constrained), or the error, by its parts."""
+    """A grammar (None: nothing is to be constrained), or the error, by its parts; `fleeting`: another try may do."""
 
     grammar: str | None = None
     error: str | None = None
     param: str | None = None
     code: str | None = None
+    fleeting: bool = False
 
 
 Job = FormJob | MessageJob

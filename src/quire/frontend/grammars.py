@@ -1,7 +1,8 @@
 """`GrammarCompiler`: has grammars compiled in processes that can be stopped, and remembers what came of it.
 
 A form that takes longer than `TIMEOUT` seconds costs a process and its own request, nothing else. Answers, errors too,
-are kept up to a number of bytes; the same job asked for twice at a time is done once.
+are kept up to a number of bytes, but not that there was none in time: next time the machine may be less busy. The same
+job asked for twice at a time is done once.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class GrammarCompiler:
             raise
         with self._lock:
             del self._under_way[key]
-            if answer.code != FAULT:
+            if answer.code != FAULT and not answer.fleeting:
                 self._remember(key, answer)
         pending.set_result(answer)
         return _result(answer)
@@ -102,10 +103,14 @@ class GrammarCompiler:
                     process.kill()
                     process = None
                 process = process or _Process()
-                answer = process.ask(data, self._timeout)
-            except _TooMuchError as error:
+                try:
+                    answer = process.ask(data, self._timeout)
+                except _DiedError:  # of this job, or because somebody killed it: another try tells which
+                    process = _Process()
+                    answer = process.ask(data, self._timeout)
+            except (_TooMuchError, _DiedError) as error:
                 logger.warning("compiling a grammar takes %s; it was stopped", error)
-                return Answer(error=f"compiling it takes {error}", code="grammar_too_complex")
+                return Answer(error=f"compiling it takes {error}", code="grammar_too_complex", fleeting=True)
             with self._lock:
                 if not self._closed:
                     self._idle.append(process)
@@ -125,7 +130,11 @@ class GrammarCompiler:
 
 
 class _TooMuchError(Exception):
-    """The process gave no answer in time, or died of the job; says of what there was too much."""
+    """The process gave no answer in time; says what it takes."""
+
+
+class _DiedError(Exception):
+    """The process ended without an answer; says what a job takes that does this to it."""
 
 
 class _Process:
@@ -139,7 +148,7 @@ class _Process:
         )
         try:
             self._read(START_TIMEOUT)
-        except _TooMuchError:
+        except (_TooMuchError, _DiedError):
             raise QuireError("the process that compiles grammars does not start") from None
 
     @property
@@ -154,7 +163,7 @@ class _Process:
             write_frame(self._process.stdin, data)  # type: ignore[arg-type]
         except OSError:
             self.kill()
-            raise _TooMuchError("too much memory") from None
+            raise _DiedError("too much memory") from None
         return _decode_answer(self._read(timeout))
 
     def _read(self, timeout: float) -> bytes:
@@ -166,8 +175,10 @@ class _Process:
         data = read_frame(stream) if ready else None  # type: ignore[arg-type]
         if data is None:
             self.kill()
-            # It dies of nothing but its limit of memory: what goes wrong otherwise is an answer.
-            raise _TooMuchError("too much memory" if ready else f"more than {timeout:g} seconds")
+            if not ready:
+                raise _TooMuchError(f"more than {timeout:g} seconds")
+            # A job makes it die of nothing but its limit of memory: what goes wrong otherwise is an answer.
+            raise _DiedError("too much memory")
         return data
 
     def kill(self) -> None:

@@ -19,6 +19,7 @@ from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, SequenceOutput, TokenTopLogprobs
+from quire.structured.limits import GRAMMAR_FAILED, error_code
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -515,7 +516,11 @@ def _unscored(params: SamplingParams) -> list[TokenLogprobs | None] | FlatLogpro
 
 def _error_of(output: SequenceOutput) -> QuireError:
     message = output.error or "the engine failed on this request"
-    return RequestError(message, code="request_refused") if output.refused else GenerationError(message)
+    if not output.refused:
+        return GenerationError(message)
+    about_form = message.startswith("structured output")
+    code = error_code(message) if message.startswith(GRAMMAR_FAILED) else "request_refused"
+    return RequestError(message, param="structured_outputs" if about_form else None, code=code)
 
 
 def _span(start: float | None, end: float | None) -> float | None:

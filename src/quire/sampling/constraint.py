@@ -13,8 +13,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from quire.kernels.backend import Array, Backend, TopLogprobs
-from quire.sampling.grammars import first_line
 from quire.sampling.sampler import Bitmask
+from quire.structured.limits import GRAMMAR_FAILED, first_line
 
 MOST_THREADS = 8  # they run beside the model, which has use for all cores
 
@@ -41,7 +41,7 @@ class Constraint:
         """Why no more can be said of what is allowed, or None."""
         if not self.matcher.is_error():
             return None
-        return f"structured output failed: {first_line(self.matcher.get_error())}"
+        return f"{GRAMMAR_FAILED}{first_line(self.matcher.get_error())}"
 
     @property
     def complete(self) -> bool:

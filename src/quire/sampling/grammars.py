@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from quire.errors import QuireError, RequestError
-from quire.structured.limits import parser_limits
+from quire.structured.limits import first_line, parser_limits
 from quire.tokenizer.tokenizer import Tokenizer
 
-KEPT_CHARS = 1 << 22  # of grammars that nobody uses; what they are compiled to is many times as long
-MOST_ERROR_CHARS = 500
+# Of grammars that nobody uses: what they are compiled to is many times as long, and a short one may have grown to tens
+# of megabytes of lexer states by being followed, of which the library says nothing.
+KEPT_CHARS = 1 << 20
+MOST_KEPT = 32
 MOST_SPELLED_BYTES = 1024  # of forced text at a time; it is asked for again and again while it is followed
 LOOSE_TOKENS = 16  # so many before a cut might be others without it
 ANCHOR = "\x02"  # a character that no token joins with others: what stands behind it is in the middle of a text
@@ -214,8 +216,8 @@ class GrammarStore:
         """Forget what nobody uses and is too much. The lock is held."""
         idle = [(grammar, entry) for grammar, entry in self._entries.items() if entry.num_users <= 0 and entry.ready]
         total = sum(len(grammar) for grammar, _ in idle)
-        for grammar, entry in idle:
-            if total <= self._kept_chars and entry.error is None:
+        for index, (grammar, entry) in enumerate(idle):
+            if total <= self._kept_chars and len(idle) - index <= MOST_KEPT and entry.error is None:
                 continue
             total -= len(grammar)
             del self._entries[grammar]
@@ -265,13 +267,3 @@ class GrammarStore:
         if not ids and tokenizer.eos_token_id is not None:
             ids = (tokenizer.eos_token_id,)
         return GrammarVocabulary(tokenizer, self.vocab_size, [index for index in ids if index < self.vocab_size])
-
-
-def first_line(error: str) -> str:
-    """Return what llguidance says in one line, in words that mean something without its source at hand."""
-    line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
-    if line == "NoExtensionBias":
-        return "no text satisfies the grammar"
-    if line.startswith("panic"):
-        return "the grammar is too large"
-    return line or "the grammar failed"

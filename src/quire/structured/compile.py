@@ -10,7 +10,7 @@ from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_json_object, add_schema
 from quire.structured.lark import add_grammar
-from quire.structured.limits import MAX_CHOICE_CHARS, parser_limits
+from quire.structured.limits import MAX_CHOICE_CHARS, error_code, first_line, parser_limits
 from quire.structured.regex import add_regex
 from quire.structured.structural_tag import add_structural_tag
 from quire.structured_outputs import StructuredOutputParams
@@ -34,18 +34,17 @@ def checked(grammar: str) -> str:
     """Return `grammar` if llguidance can read it within its limits and follow it for a while.
 
     Raises:
-        RequestError: "grammar_too_complex".
+        RequestError: "grammar_too_complex", or "invalid_grammar".
     """
     import llguidance  # here, so that a front end that compiles nothing does not load it
 
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
     problem = messages[0] if failed else _walk(grammar)
     if problem:
-        raise RequestError(
-            f"the grammar is too complex: {problem.splitlines()[0][:200]}",
-            param="structured_outputs",
-            code="grammar_too_complex",
-        )
+        reason, code = first_line(problem), error_code(problem)
+        if code == "grammar_too_complex":
+            reason = f"the grammar is too complex: {reason[:200]}"
+        raise RequestError(f"structured_outputs: {reason}", param="structured_outputs", code=code)
     return grammar
 
 
@@ -94,12 +93,23 @@ def add_form(builder: GrammarBuilder, params: StructuredOutputParams) -> str:
 
 def json_options(params: StructuredOutputParams) -> JsonOptions:
     """Return how JSON is to be written."""
-    whitespace = params.whitespace_pattern or "flexible"
+    whitespace = "flexible"
+    if params.whitespace_pattern is not None:
+        whitespace = _checked_blanks(params.whitespace_pattern)
     return JsonOptions(
         whitespace="none" if params.disable_any_whitespace else whitespace,
         additional_properties=not params.disable_additional_properties,
         ordered=params.property_order == "schema",
     )
+
+
+def _checked_blanks(pattern: str) -> str:
+    """Return the same pattern in characters that may stand in a regex of Lark; blanks have no slash."""
+    param = "structured_outputs.whitespace_pattern"
+    add_regex(GrammarBuilder(), pattern, param=param)
+    if "/" in pattern:
+        raise RequestError(f"{param} must match blanks, so it has no slash", param=param, code="invalid_grammar")
+    return pattern.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _add_json(builder: GrammarBuilder, schema: str | dict[str, object] | bool, options: JsonOptions) -> str:

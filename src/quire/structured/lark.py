@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
-from quire.structured.limits import MAX_GRAMMAR_CHARS, parser_limits
+from quire.structured.limits import MAX_GRAMMAR_CHARS, error_code, parser_limits
 
 
 def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_outputs.grammar") -> str:
@@ -24,11 +24,11 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     if not text.strip():
         raise RequestError(f"{param} must not be empty", param=param, code="invalid_grammar")
     lark = _from_gbnf(text, param) if "::=" in text else text
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(lark, None, limits=parser_limits())
+    source = llguidance.LLMatcher.grammar_from_lark(lark)  # as such it is no Lark what has the form of its JSON
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
     if failed:
         first = messages[0].splitlines()[0].rstrip(":")
-        code = "grammar_too_complex" if "too large" in first or "fuel" in first else "invalid_grammar"
-        raise RequestError(f"{param}: {first[:300]}", param=param, code=code)
+        raise RequestError(f"{param}: {first[:300]}", param=param, code=error_code(first))
     return builder.rule(f"%lark {{\n{lark}\n}}", "grammar")
 
 

@@ -20,6 +20,10 @@ MAX_ITEMS_IN_ROW = 2_000
 STEP_MAX_ITEMS = 50_000
 MAX_GRAMMAR_SYMBOLS = 500_000
 
+MOST_ERROR_CHARS = 500
+GRAMMAR_FAILED = "structured output failed: "  # how errors begin that tell of a grammar in the engine
+_TOO_MUCH = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
+
 
 def parser_limits() -> llguidance.LLParserLimits:
     """Return the bounds within which a grammar is compiled and followed; who exceeds them fails alone."""
@@ -34,3 +38,19 @@ def parser_limits() -> llguidance.LLParserLimits:
         max_grammar_size=MAX_GRAMMAR_SYMBOLS,
         verbose_errors=False,
     )
+
+
+def first_line(error: str) -> str:
+    """Return what llguidance says in one line, in words that mean something without its source at hand."""
+    line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
+    if line == "NoExtensionBias":
+        return "no text satisfies the grammar"
+    if line.startswith("panic"):
+        return "the grammar is too large"
+    return line or "the grammar failed"
+
+
+def error_code(problem: str) -> str:
+    """Return the code of an error that is explained by what llguidance says: too complex, or not sound."""
+    said = problem.lower()
+    return "grammar_too_complex" if any(words in said for words in _TOO_MUCH) else "invalid_grammar"

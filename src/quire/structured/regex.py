@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.errors import RequestError, echo
 from quire.structured.builder import GrammarBuilder
-from quire.structured.limits import MAX_REGEX_CHARS, parser_limits
+from quire.structured.limits import MAX_REGEX_CHARS, error_code, parser_limits
 
 
 def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured_outputs.regex") -> str:
@@ -45,5 +45,6 @@ def _error(pattern: str, message: str, param: str) -> RequestError:
     reason = reason.split(" in regex /")[0]
     carets = [line.index("^") - 4 for line in lines if line.startswith("    ") and set(line.strip()) == {"^"}]
     where = f" at position {carets[0]}" if reasons and carets and 0 <= carets[0] <= len(pattern) else ""
-    code = "grammar_too_complex" if "too large" in message or "fuel" in message else "invalid_grammar"
-    return RequestError(f"{param} {echo(pattern)} is no valid regex{where}: {reason}", param=param, code=code)
+    return RequestError(
+        f"{param} {echo(pattern)} is no valid regex{where}: {reason}", param=param, code=error_code(reason)
+    )
