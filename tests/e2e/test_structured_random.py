@@ -6,16 +6,23 @@ left behind.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
+import psutil
 import pytest
 
+from quire import LLM, SamplingParams
+from quire.sampling_params import BeamSearchParams
+from tests.frontend.conftest import train_byte_level, write_folder
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.server import Server, serve
 from tests.server.streams import add_up, stream_events
 from tests.server.test_pairwise import TEMPLATE, TOOLS, without_ids
@@ -268,3 +275,86 @@ def test_random_requests(server: Server) -> None:
 def test_many_random_requests(server: Server, part: int) -> None:
     served = sum(check_random(server, seed) for seed in range(1000 + 100 * part, 1100 + 100 * part))
     assert served >= 50
+
+
+def outcome(output: Any) -> list[tuple[str, list[int], str | None]]:
+    """Return what was generated."""
+    return [(item.text, list(item.token_ids), item.finish_reason) for item in output.outputs]
+
+
+def test_pressure_on_memory_changes_nothing() -> None:
+    """Requests with forms, preempted again and again, end as they do alone."""
+    draw = random.Random(3)
+    forms = [{"json": SCHEMAS[0]}, {"regex": "([a-z]{1,8} ){10,30}"}, {"grammar": "start: w{20,40}\nw: /[a-z]{1,5},/"}]
+    prompts, params = [], []
+    for index in range(16):
+        hot = index % 2 == 1
+        prompts.append(f"prompt {index} " * draw.randint(1, 8))
+        options = {"temperature": 1.0, "n": draw.choice([1, 2, 3])} if hot else {"temperature": 0.0}
+        form = draw.choice(forms)
+        params.append(SamplingParams(seed=index, max_tokens=100, structured_outputs=form, **options))
+    beams = BeamSearchParams(beam_width=3, max_tokens=40, structured_outputs=forms[0])
+    with LLM(model=MODEL) as roomy:
+        alone = [
+            outcome(roomy.generate([prompt], [one], use_tqdm=False)[0])
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        best = [[item.tokens for item in found.sequences] for found in roomy.beam_search(prompts[:3], beams)]
+    with LLM(model=MODEL, num_gpu_blocks_override=66, max_num_seqs=24) as tight:
+        outputs = tight.generate(prompts, params, use_tqdm=False)
+        assert [outcome(output) for output in outputs] == alone
+        assert [[item.tokens for item in found.sequences] for found in tight.beam_search(prompts[:3], beams)] == best
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None) > 0
+
+
+def test_closing_ends_what_forms_have_started() -> None:
+    def open_and_close() -> tuple[int, int, int]:
+        with LLM(model=MODEL, num_gpu_blocks_override=64) as llm:
+            llm.generate(["a"], [SamplingParams(max_tokens=5, structured_outputs={"regex": "a+b"})], use_tqdm=False)
+        gc.collect()
+        process = psutil.Process()
+        return process.num_threads(), process.num_fds(), len(process.children(recursive=True))
+
+    first = open_and_close()
+    last = [open_and_close() for _ in range(4)][-1]
+    assert last[0] <= first[0] + 2
+    assert last[1:] == first[1:]
+
+
+TEXTS_FORMS: list[dict[str, Any]] = [
+    {"json": SCHEMAS[0]},
+    {"json": SCHEMAS[3]},
+    {
+        "json": {
+            "type": "array",
+            "items": {"enum": ["日本語", "naïve ☕", "😀", " a  b "]},
+            "minItems": 1,
+            "maxItems": 3,
+        }
+    },
+    {"regex": "[日本é😀ü]{3,9}"},
+    {"regex": " +a +"},
+    {"regex": "(a| b|  c){2,5}"},
+    {"choice": [" yes", " no", "  perhaps"]},
+]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
+def test_hot_texts_of_every_tokenizer_have_their_form(tmp_path: Path, kind: str) -> None:
+    """A model of random weights, characters of several tokens, blanks at the beginning."""
+    end = train_byte_level().token_to_id("<|im_end|>") if kind == "byte_level" else 2
+    write_checkpoint(tmp_path, "llama", num_key_value_heads=2, vocab_size=430, eos_token_id=end)
+    write_folder(tmp_path, kind)
+    forms = [form for form in TEXTS_FORMS for _ in range(8)]
+    params = [
+        SamplingParams(temperature=2.0, seed=index, max_tokens=120, structured_outputs=form)
+        for index, form in enumerate(forms)
+    ]
+    num_ended = 0
+    with LLM(model=str(tmp_path)) as llm:
+        for form, output in zip(forms, llm.generate(["Hello"] * len(forms), params, use_tqdm=False), strict=True):
+            [item] = output.outputs
+            if item.finish_reason == "stop":
+                num_ended += 1
+                check_text({"schema" if key == "json" else key: value for key, value in form.items()}, item.text)
+    assert num_ended > len(forms) // 2

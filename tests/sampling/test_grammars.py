@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from quire.errors import ModelError, RequestError
+from quire.errors import RequestError
 from quire.sampling.grammars import MOST_KEPT, GrammarStore, GrammarVocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
@@ -142,8 +142,9 @@ def test_folders_without_a_tokenizer_say_so(tmp_path: Path) -> None:
     store.request("start: /a/")
     [error] = store.poll(60.0).values()
     assert error is not None
-    assert "no tokenizer" in error
-    with pytest.raises(ModelError, match="no tokenizer"):
+    assert "needs a tokenizer" in error
+    assert str(tmp_path) not in error
+    with pytest.raises(RequestError, match="needs a tokenizer"):
         store.start("start: /a/")
     store.close()
 

@@ -78,8 +78,10 @@ class Compiling:
             if error is None:
                 able.append(request)
                 continue
+            if not error.startswith("structured output"):
+                error = GRAMMAR_FAILED + error
             news += [
-                SequenceOutput(sequence_id, [], finish_reason="error", error=GRAMMAR_FAILED + error, refused=True)
+                SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
                 for sequence_id in request.sequence_ids
                 if sequence_id not in request.dropped
             ]

@@ -31,17 +31,22 @@ class TextStream(Protocol):
 
 
 class PieceStream:
-    """For tokenizers with a byte table. Cost per token: its own length."""
+    """For tokenizers with a byte table. Cost per token: its own length.
+
+    Args:
+        skipped: tokens that are no text. continues: whether the text goes on from another, so that it keeps the space
+            that decoders take off the beginning.
+    """
 
     __slots__ = ("_decode", "_get", "_pieces", "_skipped", "_started", "_strip")
 
-    def __init__(self, pieces: Pieces, skipped: frozenset[int]) -> None:
+    def __init__(self, pieces: Pieces, skipped: frozenset[int], continues: bool = False) -> None:
         self._pieces = pieces
         self._get = pieces.get
         self._skipped = skipped
         self._decode = _Utf8Decoder("replace").decode
-        self._strip = pieces.strip_first
-        self._started = False
+        self._strip = 0 if continues else pieces.strip_first
+        self._started = continues
 
     def add(self, token_id: int) -> str:
         """See `TextStream.add`."""
@@ -177,6 +182,8 @@ class IncrementalDetokenizer:
         stop: strings that end the text. include_stop: keep the one that did.
         min_tokens: stop strings count only in text that comes after so many tokens.
         spaces_between_special_tokens: if False, blanks that the decoder would put beside a special token are left out.
+        continues: the text keeps the space that the decoder would take off its beginning, where tokens have bytes of
+            their own: it is the text that a grammar has seen.
     """
 
     __slots__ = ("_checker", "_min_tokens", "_num_tokens", "_stream")
@@ -190,6 +197,7 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         spaces_between_special_tokens: bool = True,
+        continues: bool = False,
     ) -> None:
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: TextStream
@@ -197,7 +205,7 @@ class IncrementalDetokenizer:
             alone = frozenset() if spaces_between_special_tokens else tokenizer.special_ids - skipped
             self._stream = WindowStream(tokenizer, skipped, alone)
         else:  # a byte table puts no blanks anywhere
-            self._stream = PieceStream(tokenizer.pieces, skipped)
+            self._stream = PieceStream(tokenizer.pieces, skipped, continues)
         self._checker = StopChecker(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._num_tokens = 0

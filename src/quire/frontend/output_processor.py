@@ -193,6 +193,10 @@ class RequestState:
         self._prompt_logprobs_taken = False
         self.cut_stop_token = not params.include_stop_str_in_output
         self._tokenizer = tokenizer
+        # Of a message without a form the grammar is only about calls; its text is as that of any other.
+        self._has_form = params.structured_outputs is not None or (
+            adds[0].beam is not None and adds[0].grammar is not None
+        )
         parts = [(part, name) for part, add in enumerate(adds) for name in add.sequence_ids]
         self.completions = [
             _Completion(index, name, params, self._detokenizer(), part) for index, (part, name) in enumerate(parts)
@@ -216,6 +220,7 @@ class RequestState:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            continues=self._has_form,
         )
 
     @property

@@ -6,6 +6,7 @@ business; where grammars come from, the front's (`quire.structured`).
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import OrderedDict
@@ -29,6 +30,9 @@ NO_BYTES = (
     "structured output needs a tokenizer in which every token stands for bytes of its own; the decoder of this model's "
     "tokenizer joins them in another way"
 )
+NO_TOKENIZER = "structured output needs a tokenizer, and this model has none that can be read"
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarVocabulary:
@@ -262,7 +266,11 @@ class GrammarStore:
         return first_line(matcher.get_error()) if matcher.is_error() else matcher
 
     def _read_vocabulary(self) -> GrammarVocabulary:
-        tokenizer = self._load_tokenizer()
+        try:
+            tokenizer = self._load_tokenizer()
+        except QuireError as error:
+            logger.warning("no structured output: %s", error.message)
+            raise RequestError(NO_TOKENIZER, code="unsupported_tokenizer") from None
         ids = self._eos_token_ids
         if not ids and tokenizer.eos_token_id is not None:
             ids = (tokenizer.eos_token_id,)

@@ -143,6 +143,8 @@ class ChatCompletion(Generation):
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front in the words of the request."""
         error = explain(super().explain(error), self.tools)
+        if error.param == "structured_outputs" and self.form is None:
+            return retold(error, error.message, "tools")
         if error.param == "logprobs" and self.body.top_logprobs is not None:
             return retold(error, error.message.replace("logprobs", "top_logprobs", 1), "top_logprobs")
         return error

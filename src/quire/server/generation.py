@@ -248,7 +248,8 @@ class Generation:
         """Raise `QuireError` if a completion did not end by itself."""
         for completion in completions:
             if completion.error is not None:
-                raise completion.error
+                error = completion.error
+                raise self.explain(error) if isinstance(error, RequestError) else error
             if completion.finish_reason == "abort":
                 raise shutting_down() if self.context.draining else aborted()
 
