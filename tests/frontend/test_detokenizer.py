@@ -39,6 +39,16 @@ def test_streaming_random_ids_equals_decoding_at_once(kind: str, data: st.DataOb
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
+def test_a_text_that_goes_on_keeps_its_first_blank(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode("a  b", add_special_tokens=False)
+    ids = ids[next(index for index in range(len(ids)) if tokenizer.token_bytes(ids[index])[:1] == b" " and index) :]
+    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert whole.startswith(" ")
+    assert "".join(stream(tokenizer, ids, continues=True)) == whole
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXT)
 @settings(max_examples=150, deadline=None)

@@ -81,6 +81,8 @@ def test_bad_forms_are_refused_by_name(form: dict[str, Any], code: str, param: s
     [
         ({"regex": r"[^\s\S]"}, "invalid_grammar", "no text satisfies"),
         ({"regex": "a{1,200}[a&&b]"}, "invalid_grammar", "no text satisfies"),
+        ({"grammar": "start: a\na[temperature=0.5]: /x/"}, "invalid_grammar", "temperature"),
+        ({"grammar": 'start: a\n  a[lazy, capture="y"]: /x/'}, "invalid_grammar", "capture"),
         ({"grammar": "start: start"}, "invalid_grammar", "no text satisfies"),
         ({"grammar": '{"grammars": [{"json_schema": {}}]}'}, "invalid_grammar", "expecting rule"),
         ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "grammar_too_complex", "too deeply"),
@@ -93,6 +95,11 @@ def test_why_a_form_is_refused(form: dict[str, Any], code: str, says: str) -> No
     with pytest.raises(RequestError, match=says) as caught:
         compiled(**form)
     assert caught.value.code == code
+
+
+def test_words_that_name_attributes_elsewhere_are_text() -> None:
+    grammar = compiled(grammar='start: "a[temperature=1]" b\nb[lazy]: /[capture]+!/')
+    assert accepts(grammar, "a[temperature=1]cap!")
 
 
 @pytest.mark.parametrize("pattern", [r"\s*", ".*", "x*", "\n?", " {0,3}"])

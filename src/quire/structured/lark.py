@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
 from quire.structured.limits import MAX_GRAMMAR_CHARS, error_code, parser_limits
+
+# Attributes in the head of a rule which llguidance reads and this engine does nothing about.
+_WITHOUT_EFFECT = re.compile(
+    r"^[ \t]*[!?]*\w+(?:::\w+)?\[[^\]\n]*?\b(temperature|capture|stop_capture)\b", re.MULTILINE
+)
 
 
 def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_outputs.grammar") -> str:
@@ -24,6 +31,13 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     if not text.strip():
         raise RequestError(f"{param} must not be empty", param=param, code="invalid_grammar")
     lark = _from_gbnf(text, param) if "::=" in text else text
+    found = _WITHOUT_EFFECT.search(lark)
+    if found is not None:
+        raise RequestError(
+            f"{param}: the attribute {found[1]} of a rule would have no effect; leave it out",
+            param=param,
+            code="invalid_grammar",
+        )
     source = llguidance.LLMatcher.grammar_from_lark(lark)  # as such it is no Lark what has the form of its JSON
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
     if failed:
