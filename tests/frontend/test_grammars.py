@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.errors import RequestError
+from quire.errors import OverloadedError, RequestError
 from quire.frontend.grammar_jobs import FormJob
-from quire.frontend.grammars import GrammarCompiler
+from quire.frontend.grammars import MOST_PROCESSES, GrammarCompiler
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.grammars import accepts
 
@@ -131,3 +131,16 @@ def test_close_leaves_no_process() -> None:
     compiler.close()
     after = {child.pid for child in psutil.Process().children(recursive=True)}
     assert before - after
+
+
+def test_who_waits_too_long_for_a_compiler_is_told_to_come_back() -> None:
+    compiler = GrammarCompiler(patience=0.0)
+    try:
+        for _ in range(MOST_PROCESSES):  # as if that many were at work
+            assert compiler._places.acquire(timeout=0)
+        with pytest.raises(OverloadedError, match="try again"):
+            compiler.compile(job(regex="a"))
+        compiler._places.release()
+        assert compiler.compile(job(regex="a")) is not None
+    finally:
+        compiler.close()

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import msgspec
 
 from quire.child_process import start_module
-from quire.errors import QuireError, RequestError
+from quire.errors import OverloadedError, QuireError, RequestError
 from quire.frontend.grammar_jobs import FAULT, Answer, Job, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 2.0  # seconds for one job
 START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
 MOST_PROCESSES = 2
+PATIENCE = 8.0  # seconds that a job waits for one of them
 CACHE_BYTES = 16 << 20
 
 _encode = msgspec.json.Encoder().encode  # keeps the order of keys, and integers of any size, as schemas have them
@@ -37,8 +38,9 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 class GrammarCompiler:
     """Compiles jobs; safe to use from several threads. Processes start with the first job, and end with `close`."""
 
-    def __init__(self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES, patience: float = PATIENCE) -> None:
         self._timeout = timeout
+        self._patience = patience
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Answer] = OrderedDict()
@@ -58,6 +60,7 @@ class GrammarCompiler:
 
         Raises:
             RequestError: what is wrong with the form; "grammar_too_complex" if it took too long or too much memory.
+            OverloadedError: too many forms wait.
         """
         data = _encode(job)
         key = _key(data)
@@ -95,28 +98,35 @@ class GrammarCompiler:
             process.kill()
 
     def _ask(self, data: bytes) -> Answer:
-        with self._places:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
+        if not self._places.acquire(timeout=self._patience):
+            raise OverloadedError("too many forms wait to be compiled; try again later")
+        try:
+            return self._ask_process(data)
+        finally:
+            self._places.release()
+
+    def _ask_process(self, data: bytes) -> Answer:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        try:
+            if process is not None and not process.alive:
+                process.kill()
+                process = None
+            process = process or _Process()
             try:
-                if process is not None and not process.alive:
-                    process.kill()
-                    process = None
-                process = process or _Process()
-                try:
-                    answer = process.ask(data, self._timeout)
-                except _DiedError:  # of this job, or because somebody killed it: another try tells which
-                    process = _Process()
-                    answer = process.ask(data, self._timeout)
-            except (_TooMuchError, _DiedError) as error:
-                logger.warning("compiling a grammar takes %s; it was stopped", error)
-                return Answer(error=f"compiling it takes {error}", code="grammar_too_complex", fleeting=True)
-            with self._lock:
-                if not self._closed:
-                    self._idle.append(process)
-                    return answer
-            process.kill()
-            return answer
+                answer = process.ask(data, self._timeout)
+            except _DiedError:  # of this job, or because somebody killed it: another try tells which
+                process = _Process()
+                answer = process.ask(data, self._timeout)
+        except (_TooMuchError, _DiedError) as error:
+            logger.warning("compiling a grammar takes %s; it was stopped", error)
+            return Answer(error=f"compiling it takes {error}", code="grammar_too_complex", fleeting=True)
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return answer
+        process.kill()
+        return answer
 
     def _remember(self, key: bytes, answer: Answer) -> None:
         self._cache[key] = answer
