@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.frontend.llm import LLM
     from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
     from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from quire.structured_outputs import StructuredOutputParams
 
 __all__ = [
     "LLM",
@@ -35,6 +36,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputParams",
     "__version__",
 ]
 
@@ -50,6 +52,7 @@ _HOMES = {
     "RequestOutput": "quire.outputs",
     "RequestOutputKind": "quire.sampling_params",
     "SamplingParams": "quire.sampling_params",
+    "StructuredOutputParams": "quire.structured_outputs",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import RequestError, echo
@@ -96,3 +96,13 @@ def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestEr
     hint = f"; did you mean {near[0]}?" if near else ""
     shown = where + echo(name)[1:-1]
     return RequestError(f"unknown parameter {shown}{hint}", param=shown, code="unknown_parameter")
+
+
+def check_object(value: Any, where: str, known: Sequence[str], ignore_unknown: bool = False) -> Mapping[str, Any]:
+    """Return `value` if it is an object of no other fields than `known`; raise `RequestError` naming the place else."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+    for name in value:
+        if name not in known and not ignore_unknown:
+            raise unknown_field(name, known, f"{where}.")
+    return value

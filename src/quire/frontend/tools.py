@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import missing, unknown_field
+from quire.checks import check_object, missing
 from quire.errors import RequestError, UnsupportedError, echo, retold
 from quire.frontend.formats.message import Tool
 
@@ -92,29 +92,20 @@ def check_tools(tools: Any, *, ignore_unknown: bool = False) -> list[Tool]:
 
 
 def _check_tool(tool: Any, where: str, ignore_unknown: bool) -> Tool:
-    tool = _object(tool, where, TOOL_FIELDS, ignore_unknown)
+    tool = check_object(tool, where, TOOL_FIELDS, ignore_unknown)
     kind = tool.get("type", "function")
     if kind != "function":
         raise UnsupportedError(f"{where}.type must be function, got {echo(kind)}", param=f"{where}.type")
     where = f"{where}.function"
     if tool.get("function") is None:
         raise missing(where)
-    function = _object(tool["function"], where, FUNCTION_FIELDS, ignore_unknown)
+    function = check_object(tool["function"], where, FUNCTION_FIELDS, ignore_unknown)
     return Tool(
         name=check_name(function.get("name"), f"{where}.name"),
         parameters=_check_parameters(function.get("parameters"), f"{where}.parameters"),
         description=_typed(function, "description", str, "a string", where),
         strict=_typed(function, "strict", bool, "true or false", where) or False,
     )
-
-
-def _object(value: Any, where: str, known: tuple[str, ...], ignore_unknown: bool) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
-    for name in value:
-        if name not in known and not ignore_unknown:
-            raise unknown_field(name, known, f"{where}.")
-    return value
 
 
 def _typed(value: Mapping[str, Any], name: str, kind: type, shown: str, where: str) -> Any:
@@ -183,10 +174,10 @@ def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
 
 def _chosen(value: Any, where: str, names: list[str]) -> str:
     """Return the name in {"type": "function", "function": {"name": ...}}."""
-    value = _object(value, where, TOOL_FIELDS, False)
+    value = check_object(value, where, TOOL_FIELDS, False)
     if value.get("function") is None:
         raise missing(f"{where}.function")
-    function = _object(value["function"], f"{where}.function", ("name",), False)
+    function = check_object(value["function"], f"{where}.function", ("name",), False)
     name = check_name(function.get("name"), f"{where}.function.name")
     if name not in names:
         raise RequestError(
@@ -199,7 +190,7 @@ def _chosen(value: Any, where: str, names: list[str]) -> str:
 def _check_allowed(value: Any, where: str, names: list[str]) -> tuple[str, list[str]]:
     if value is None:
         raise missing(where)
-    value = _object(value, where, ("mode", "tools"), False)
+    value = check_object(value, where, ("mode", "tools"), False)
     if value.get("mode") not in ("auto", "required"):
         raise RequestError(
             f"{where}.mode must be auto or required, got {echo(value.get('mode'))}", param=f"{where}.mode"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import missing, unknown_field
+from quire.checks import check_object, missing, unknown_field
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
@@ -112,14 +112,14 @@ def _check_calls(calls: Any, where: str, ignore_unknown: bool) -> list[dict[str,
 
 def _check_call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     """Return a tool call. The text of its arguments stays what it is; templates that read an object get one."""
-    call = _object(call, where, ["id", "type", "function", "index"], ignore_unknown)
+    call = check_object(call, where, ["id", "type", "function", "index"], ignore_unknown)
     if call.get("id") is None:
         raise missing(f"{where}.id")
     if call.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be function, got {echo(call['type'])}", param=f"{where}.type")
     if call.get("function") is None:
         raise missing(f"{where}.function")
-    function = _object(call["function"], f"{where}.function", ["name", "arguments"], ignore_unknown)
+    function = check_object(call["function"], f"{where}.function", ["name", "arguments"], ignore_unknown)
     if function.get("arguments") is None:
         raise missing(f"{where}.function.arguments")
     return {
@@ -130,15 +130,6 @@ def _check_call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
             "arguments": _check_text(function["arguments"], f"{where}.function.arguments"),
         },
     }
-
-
-def _object(value: Any, where: str, known: list[str], ignore_unknown: bool) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
-    for name in value:
-        if name not in known and not ignore_unknown:
-            raise unknown_field(name, known, f"{where}.")
-    return value
 
 
 def _refuse(where: str, name: str, value: Any) -> None:

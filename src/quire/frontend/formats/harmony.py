@@ -8,11 +8,11 @@ recipient may also stand before the channel. Commentary without a recipient is m
 from __future__ import annotations
 
 from quire.frontend.formats.arguments import add_arguments
-from quire.frontend.formats.events import Events
 from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
-from quire.frontend.formats.message import Event, MessageAsk
+from quire.frontend.formats.message import MessageAsk
 from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
-from quire.frontend.formats.source import Reading, Sink, Source, markers_of
+from quire.frontend.formats.reading import ReadingParser
+from quire.frontend.formats.source import Reading, Sink, markers_of
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder
 from quire.structured.compile import add_form
@@ -92,30 +92,17 @@ def _rest(writer: Writer) -> str:
     return f'{writer.until(END, ENDS[1:])} {writer.builder.marker(START)} "assistant"'
 
 
-class HarmonyParser:
+class HarmonyParser(ReadingParser):
     """`MessageParser` for Harmony. What has no header is content, and so is a call where none may be."""
 
     def __init__(self, ask: MessageAsk) -> None:
+        super().__init__()
         self._ask = ask
         self._names = {tool.name for tool in ask.tools} if ask.choice != "none" else set()
-        self._source = Source()
-        self._events = Events()
         self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - {*ENDS}
         self._body_end = markers_of(self._stray | {*ENDS})
         self._header_end = markers_of(frozenset((MESSAGE, END, RETURN, CALL)))
         self._reader = self._turn()
-
-    def feed(self, text: str) -> list[Event]:
-        """As in `MessageParser`."""
-        self._source.push(text)
-        next(self._reader, None)
-        return self._events.take()
-
-    def finish(self) -> list[Event]:
-        """As in `MessageParser`."""
-        self._source.end()
-        next(self._reader, None)
-        return self._events.take()
 
     def _turn(self) -> Reading[None]:
         if self._ask.reasoning_open:

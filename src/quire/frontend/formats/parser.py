@@ -8,10 +8,10 @@ it never ends, and the rest of it, up to where the format has its end, is droppe
 
 from __future__ import annotations
 
-from quire.frontend.formats.events import Events, Trimmed
+from quire.frontend.formats.events import Trimmed
 from quire.frontend.formats.grammar import loose_after
 from quire.frontend.formats.match import CUT, MORE, NO, Found, first_chars, match
-from quire.frontend.formats.message import Event, MessageAsk
+from quire.frontend.formats.message import MessageAsk
 from quire.frontend.formats.parameters import read_arguments
 from quire.frontend.formats.parts import (
     Arguments,
@@ -23,10 +23,11 @@ from quire.frontend.formats.parts import (
     ReasoningFormat,
     Text,
 )
-from quire.frontend.formats.source import Reading, Source, markers_of
+from quire.frontend.formats.reading import ReadingParser
+from quire.frontend.formats.source import Reading, markers_of
 
 
-class CallParser:
+class CallParser(ReadingParser):
     """`MessageParser` for formats that are described by parts.
 
     Args:
@@ -34,12 +35,11 @@ class CallParser:
     """
 
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, ask: MessageAsk) -> None:
+        super().__init__()
         self._calls = calls
         self._reasoning = reasoning
         self._ask = ask
         self._tools = {tool.name: tool for tool in ask.tools}
-        self._source = Source()
-        self._events = Events()
         self._ends = frozenset(ask.end_tokens)
         # Content in a form is all of the message, whatever stands in it.
         self._trigger = calls.trigger if calls is not None and ask.form is None else ""
@@ -66,18 +66,6 @@ class CallParser:
             self._notation = calls.notation
             self._after = first_chars(self._head[1:], self._tools)
             self._stop = next((part.text for part in self._tail if isinstance(part, Text)), "")
-
-    def feed(self, text: str) -> list[Event]:
-        """As in `MessageParser`."""
-        self._source.push(text)
-        next(self._reader, None)
-        return self._events.take()
-
-    def finish(self) -> list[Event]:
-        """As in `MessageParser`."""
-        self._source.end()
-        next(self._reader, None)
-        return self._events.take()
 
     def _message(self) -> Reading[None]:
         if self._reasoning is not None:
