@@ -12,6 +12,7 @@ import quire
 from tests.meta.source import ENVIRONMENT, ROOT
 
 HEAVY = ["torch", "numpy", "numba", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "jinja2", "asyncio"]
+HEAVY += ["llguidance"]
 
 
 def imported_after(code: str) -> set[str]:
@@ -41,7 +42,7 @@ def test_the_control_plane_runs_without_the_data_plane(module):
 
 @pytest.mark.parametrize("module", ["quire.frontend.llm", "quire.frontend.async_llm", "quire.server.run"])
 def test_edge_and_front_need_neither_torch_nor_numba(module):
-    assert not imported_after(f"import {module}") & {"torch", "numba", "transformers"}
+    assert not imported_after(f"import {module}") & {"torch", "numba", "transformers", "llguidance"}
 
 
 def test_public_names_are_these():
@@ -57,6 +58,7 @@ def test_public_names_are_these():
         "RequestOutput",
         "RequestOutputKind",
         "SamplingParams",
+        "StructuredOutputParams",
         "__version__",
     ]
     for name in quire.__all__:
