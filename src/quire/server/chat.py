@@ -76,7 +76,7 @@ class ChatCompletion(Generation):
         self.num_alternatives = self._alternatives(body)
         self.params = self._params(body)
         self.ask: MessageAsk | None = None
-        self._reasoning: dict[int, ThinkingBudget] = {}
+        self._reasoning: list[ThinkingBudget] = []  # of each choice, where it can be counted
 
     @staticmethod
     def _alternatives(body: ChatCompletionRequest) -> int:
@@ -118,6 +118,8 @@ class ChatCompletion(Generation):
         if self.ask is not None:
             # The marks between the parts of a message are special tokens; the parser takes them out again.
             self.params = self.params.clone(skip_special_tokens=False)
+            marks = reasoning_marks(self.context.llm.front_model, self.ask)
+            self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
         await self.submit(request, [(token_ids, "messages")], self.params, ask=self.ask)
 
     def _ask(self, token_ids: list[int]) -> MessageAsk | None:
@@ -158,14 +160,13 @@ class ChatCompletion(Generation):
 
     def _count_reasoning(self, usage: Usage, output: RequestOutput) -> None:
         """Put the tokens of reasoning so far into `usage`; `output` has what is new."""
-        marks = None if self.ask is None else reasoning_marks(self.context.llm.front_model, self.ask)
-        if marks is None:
+        if not self._reasoning:
             return
         for completion in output.outputs:
-            watch = self._reasoning.setdefault(completion.index, ThinkingBudget(marks))
+            watch = self._reasoning[completion.index]
             for token_id in completion.token_ids:
                 watch.take(token_id)
-        usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning.values())
+        usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""

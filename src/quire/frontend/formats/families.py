@@ -35,12 +35,6 @@ def json_call(arguments: str, extra: tuple[Part, ...] = ()) -> tuple[Part, ...]:
     return (*begin, *key, Arguments(JsonObject()), *extra, NONE, Text("}"))
 
 
-def deepseek_call(kind: tuple[Part, ...], begin: str, end: str) -> tuple[Part, ...]:
-    """Return the parts of a call between the tool markers of DeepSeek."""
-    first = (Text("<｜tool▁call▁begin｜>"), *kind)
-    return (*first, Name(), Text(begin), Arguments(JsonObject()), Text(end), Text("<｜tool▁call▁end｜>"))
-
-
 DEEPSEEK_OPENS = (Text("<｜tool▁calls▁begin｜>"), Blank("", loose=True))
 DEEPSEEK_CLOSES = (Blank("", loose=True), Text("<｜tool▁calls▁end｜>"))
 LIST = (NONE, Text(","), SPACE)

@@ -175,8 +175,3 @@ def _digit(low: int, high: int) -> str:
 def _point(point: int) -> str:
     char = chr(point)
     return char if char.isascii() and char.isalnum() else f"\\x{{{point:x}}}"
-
-
-def every_char() -> str:
-    """Return the regex of any one character inside a JSON string."""
-    return spelled_class(ANY[1])
