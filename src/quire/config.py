@@ -1,4 +1,4 @@
-"""Every option, once: dataclasses per concern. CLI flags, YAML keys, `LLM(...)` keywords, help and docs come from them.
+"""The options of an engine, once: dataclasses per concern. Flags, YAML keys, keywords, help and docs come from them.
 
 A field made with `option()` carries its help text, bounds and choices. `EngineConfig.from_kwargs` is the one way in:
 it takes flat names (`max_num_seqs=8`), refuses unknown ones with the nearest known name, checks types and bounds, and
@@ -9,50 +9,19 @@ the engine, into a new config. Spelling and defaults follow vLLM where the meani
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from quire.errors import ConfigError, echo
+from quire.options import check_option, option, option_fields, unknown_option
+from quire.server_config import ServerConfig
 
 DEMO_MODEL = "quire-demo"
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """What is known of an option beside its name, type and default.
-
-    Attributes:
-        help: one sentence. low, high: inclusive bounds. choices: allowed values. metavar: how help names the value.
-        size: whether texts like "4GiB" are accepted. json: whether a text is parsed as a JSON object.
-        gib: whether a small number without a unit is one of GiB; see `check_option`.
-        secret: never shown in logs.
-    """
-
-    help: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    size: bool = False
-    gib: bool = False
-    json: bool = False
-    secret: bool = False
-
-
-def option(default: Any, help: str, **details: Any) -> Any:
-    """Declare a dataclass field that is an option; `details` are the other fields of `Option`."""
-    metadata = {"option": Option(help=help, **details)}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,170 +227,8 @@ class DeviceConfig:
     tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Server"""
-
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
-    api_key: list[str] = option([], "Key that clients must send as a bearer token; may be repeated.", secret=True)
-    engine: str = option(
-        "process",
-        "Whether the engine has a process of its own or a thread of the server's.",
-        choices=("process", "inline"),
-    )
-    ssl_certfile: str | None = option(None, "TLS certificate file; serves HTTPS together with --ssl-keyfile.")
-    ssl_keyfile: str | None = option(None, "TLS key file.", secret=True)
-    max_body_bytes: int = option(
-        8 * 2**20, "Largest request body accepted, such as 8MiB.", low=1024, size=True, metavar="SIZE"
-    )
-    timeout_keep_alive: int = option(5, "Seconds an idle connection stays open.", low=1, high=3600, metavar="SECONDS")
-    shutdown_timeout: float = option(
-        30.0, "Seconds that running requests may go on after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
-    )
-    trust_request_chat_template: bool = option(
-        False, "Let requests bring a chat template of their own; it runs sandboxed, with bounds."
-    )
-    ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
-    disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
-    enable_debug_endpoints: bool = option(
-        False, "Serve /debug/blocks and /debug/prefixes, which show what the KV cache holds and for whom."
-    )
-    disable_log_stats: bool = option(False, "Do not log throughput every ten seconds.")
-    disable_access_log: bool = option(False, "Do not log each HTTP request.")
-    log_level: str = option("info", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
-
-
 CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig)
 SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
-
-
-@dataclass(frozen=True, slots=True)
-class OptionField:
-    """One option as the CLI, YAML reader, or docs see it: its name, type, default, and details."""
-
-    name: str
-    type: Any
-    default: Any
-    option: Option
-    group: type
-
-    @property
-    def flag(self) -> str:
-        """The command-line spelling, `--max-num-seqs`."""
-        return "--" + self.name.replace("_", "-")
-
-
-def option_fields(groups: tuple[type, ...]) -> Iterator[OptionField]:
-    """Yield every option of these config dataclasses, in order of declaration."""
-    for group in groups:
-        hints = typing.get_type_hints(group)
-        for item in dataclasses.fields(group):
-            default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-            yield OptionField(item.name, hints[item.name], default, item.metadata["option"], group)
-
-
-SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
-SIZE_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-LEAST_POOL = 2**20  # bytes; numbers below it cannot be meant as bytes where `Option.gib` is set
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that "4096", "512MiB" or "1.5GB" mean; raise ValueError for anything else."""
-    number = text.strip().lower()
-    unit = number.lstrip("0123456789.")
-    number = number[: len(number) - len(unit)]
-    if not number or unit.strip() not in SIZE_UNITS:
-        raise ValueError(text)
-    return int(float(number) * SIZE_UNITS[unit.strip()])
-
-
-def pool_size(value: str | int | float) -> int:
-    """Return the bytes of a pool: a number without a unit is GiB if it is below 2**20, as vLLM has it, else bytes.
-
-    So a checked value means the same when it is checked again. Raises ValueError for what is neither 0 nor 1 MiB or
-    more.
-    """
-    if isinstance(value, str):
-        bare = value.strip().replace(".", "", 1).isdecimal()
-        value, small = (float(value), 2**30) if bare else (parse_size(value), 1)
-    else:
-        small = 2**30
-    size = int(value * small) if value < LEAST_POOL else int(value)
-    if 0 != size < LEAST_POOL:
-        raise ValueError(value)
-    return size
-
-
-def _base_type(annotation: Any) -> tuple[Any, bool]:
-    """Split `T | None` into (T, True); other annotations are (annotation, False)."""
-    if isinstance(annotation, types.UnionType):
-        rest = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
-        return rest[0], True
-    return annotation, False
-
-
-def check_option(known: OptionField, value: Any) -> Any:
-    """Return `value` in the option's type, or raise `ConfigError` naming option, value, and what is allowed."""
-    kind, optional = _base_type(known.type)
-    if value is None and optional:
-        return None
-    if typing.get_origin(kind) is list:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
-            raise _bad(known, value, "one or more non-empty texts")
-        return list(items)
-    if typing.get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise _bad(known, value, "a JSON object")
-        return dict(value)
-    return _check_scalar(known, kind, value)
-
-
-def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
-    details = known.option
-    if details.gib and isinstance(value, str | int | float) and not isinstance(value, bool):
-        value = _checked_pool(known, value)
-    elif details.size and isinstance(value, str):
-        try:
-            value = parse_size(value)
-        except ValueError:
-            raise _bad(known, value, "a size such as 4096, 512MiB or 2GB") from None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
-        raise _bad(known, value, names[kind])
-    if details.choices is not None and value not in details.choices:
-        raise _bad(known, value, "one of " + ", ".join(details.choices))
-    if details.low is not None and not value >= details.low:
-        raise _bad(known, value, f"at least {details.low:g}")
-    if details.high is not None and not value <= details.high:
-        raise _bad(known, value, f"at most {details.high:g}")
-    if kind is str and value == "":
-        raise _bad(known, value, "a non-empty text")
-    return value
-
-
-def _checked_pool(known: OptionField, value: str | int | float) -> int:
-    try:
-        return pool_size(value)
-    except (ValueError, OverflowError):
-        raise _bad(known, value, "0, or at least 1MiB: a size such as 4GiB or 512MiB, or a number of GiB") from None
-
-
-def _bad(known: OptionField, value: Any, allowed: str) -> ConfigError:
-    shown = "(hidden)" if known.option.secret else echo(value)
-    return ConfigError(f"{known.name}: {shown} is not allowed; it must be {allowed}", param=known.name)
-
-
-def unknown_option(name: str, known: list[str]) -> ConfigError:
-    """Return the error for an option that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown option {name}{hint}", param=name, code="unknown_option")
 
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ Status codes and exit codes stand here and nowhere else. Rendering to JSON lives
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 MAX_ECHO = 200
@@ -118,10 +119,17 @@ class OverloadedError(QuireError):
 
 
 class EngineDeadError(QuireError):
-    """The engine process ended or its loop failed; every unfinished request gets this."""
+    """The engine process ended or its loop failed.
+
+    `suspects` are the ids of the requests that it was working on at that moment, as far as that is known.
+    """
 
     http_status = 503
     default_code = "engine_unavailable"
+
+    def __init__(self, message: str, *, suspects: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.suspects = tuple(suspects)
 
 
 E = TypeVar("E", bound=QuireError)

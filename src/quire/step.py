@@ -278,8 +278,9 @@ class SequenceOutput(msgspec.Struct):
     `finish_reason` is "stop", "length", "repetition", "abort" or "error"; `stop_reason` the stop token id (None for
     EOS). `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not
     the engine. `complete` says that a grammar allows nothing more: the last token is then part of the text, not what
-    stopped it. `num_cached_tokens` is sent with the first output. A beam search has one output, at its end, in the name
-    of its request: `beams`, best first.
+    stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is what a sampler with a memory says
+    after these tokens (`ModelOutput.sampler_states`). A beam search has one output, at its end, in the name of its
+    request: `beams`, best first.
     """
 
     sequence_id: str
@@ -295,6 +296,7 @@ class SequenceOutput(msgspec.Struct):
     refused: bool = False
     beams: list[BeamOutput] | None = None
     complete: bool = False
+    sampler_state: float | None = None
 
 
 class SchedulerStats(msgspec.Struct):

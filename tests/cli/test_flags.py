@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from quire.cli.flags import add_flags, flags_of, given_values, read_yaml
 from quire.cli.parser import Parser
-from quire.config import SERVER_GROUPS, EngineConfig, option_fields
+from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
+from quire.options import option_fields
 
 FLAGS = flags_of(SERVER_GROUPS)
 

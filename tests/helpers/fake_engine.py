@@ -310,6 +310,7 @@ class FakeClient:
         self.gate = asyncio.Event()
         self.gate.set()
         self.closed = False
+        self.stalled = 0.0
         self._start_error = start_error
         self._news = asyncio.Event()
         self._answers: list[CallResult] = []
@@ -362,6 +363,14 @@ class FakeClient:
         """Be gone: `receive` raises from now on."""
         self._dead = EngineDeadError(message)
         self._news.set()
+
+    def stalled_for(self) -> float:
+        """Return `stalled`."""
+        return self.stalled
+
+    def kill(self) -> None:
+        """Die."""
+        self.die()
 
     async def close(self) -> None:
         """Note that it was closed."""

@@ -11,10 +11,11 @@ import llvmlite.binding as llvm
 import numba
 import pytest
 
-from quire.config import DeviceConfig, option_fields
+from quire.config import DeviceConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import levels
 from quire.kernels.create import create_backend
+from quire.options import option_fields
 from tests.kernels.test_compile import answer, start
 
 ON_X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86 levels")

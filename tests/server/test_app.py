@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from quire.server.app import build_app
-from quire.server.context import served_names
+from quire.server.model_pool import served_names
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
 from quire.version import __version__
 from tests.helpers.fake_engine import fake_async_llm

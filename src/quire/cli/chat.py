@@ -27,8 +27,9 @@ from quire.cli.model import (
     recommended_sampling,
 )
 from quire.cli.sampling import sampling_flags, sampling_values
-from quire.config import EngineConfig, option, option_fields
+from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
+from quire.options import option, option_fields
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
 

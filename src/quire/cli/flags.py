@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.parser import printable
-from quire.config import OptionField, check_option, option_fields, unknown_option
 from quire.errors import ConfigError, QuireError, echo
+from quire.options import OptionField, check_option, option_fields, unknown_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,9 @@ from quire.cli.model import (
 )
 from quire.cli.prompts import PromptLine, error_line, read_prompts, result_line
 from quire.cli.sampling import sampling_flags, sampling_values
-from quire.config import EngineConfig, option
+from quire.config import EngineConfig
 from quire.errors import ConfigError, GenerationError, RequestError
+from quire.options import option
 from quire.outputs import RequestOutput
 from quire.sampling_params import MAX_LENGTH_PENALTY, BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config import CONFIG_GROUPS, EngineConfig, ServerConfig, option, option_fields
+from quire.config import CONFIG_GROUPS, EngineConfig
+from quire.options import option, option_fields
+from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM

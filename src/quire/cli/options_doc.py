@@ -15,7 +15,8 @@ from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, base_type, flags_of
 from quire.cli.model import LogOptions
 from quire.cli.sampling import sampling_flags
-from quire.config import CONFIG_GROUPS, ServerConfig
+from quire.config import CONFIG_GROUPS
+from quire.server_config import ServerConfig
 from quire.train.config import TrainConfig
 
 HEAD = """\

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import MODEL_HELP
-from quire.config import SERVER_GROUPS, EngineConfig, check_option, option, option_fields
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.options import check_option, option, option_fields
 
 if TYPE_CHECKING:
     from quire.engine.plan import Plan

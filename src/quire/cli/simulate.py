@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, LogOptions, engine_config, options_from
-from quire.config import EngineConfig, option
+from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.options import option
 
 if TYPE_CHECKING:
     from quire.simulate.trace import TraceRequest

@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config import CONFIG_GROUPS, EngineConfig, OptionField, option_fields
+from quire.config import CONFIG_GROUPS, EngineConfig
+from quire.options import OptionField, option_fields
 
 MIB = 2**20
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

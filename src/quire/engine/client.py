@@ -19,5 +19,14 @@ class EngineClient(Protocol):
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for news. Raises `EngineDeadError` once the engine is gone."""
 
+    def stalled_for(self) -> float:
+        """Return for how many seconds the engine has been silent for longer than its work explains; 0.0 if it is not.
+
+        Cheap, and without the engine's help: it may be stuck.
+        """
+
+    def kill(self) -> None:
+        """End an engine that does not react; `receive` then raises `EngineDeadError`. Does nothing where it cannot."""
+
     async def close(self) -> None:
         """End the engine and release what it held."""

@@ -99,6 +99,13 @@ class ThreadClient:
             self._dead = item
         raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
 
+    def stalled_for(self) -> float:
+        """Return 0.0: nobody watches a thread, which could not be replaced."""
+        return 0.0
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be ended from outside."""
+
     async def close(self) -> None:
         """End the thread after its current step and release the model."""
         if self._thread.is_alive():

@@ -14,6 +14,16 @@ from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput, ThinkingData
 
 
+class ResumedSequence(msgspec.Struct, array_like=True):
+    """How far a sequence had come in an engine that is gone.
+
+    `token_ids` were generated and delivered; they are not delivered again. `sampler_state` as in `NewSequenceData`.
+    """
+
+    token_ids: list[int]
+    sampler_state: float | None = None
+
+
 class AddRequest(msgspec.Struct, tag=True):
     """A request: one prompt, and the completions of it that are generated side by side.
 
@@ -30,6 +40,9 @@ class AddRequest(msgspec.Struct, tag=True):
         grammar: what the text must look like, as in `NewSequenceData`; compiled by the engine before it is queued.
         thinking: how to end reasoning that grows too long.
         dry_breakers: as in `NewSequenceData`.
+        resumed: of a request that an engine before this one had begun: how far each sequence had come, in the order of
+            `sequence_ids`, of which those that had ended are left out. The texts go on as if nothing had happened.
+            None: it begins.
     """
 
     request_id: str
@@ -48,6 +61,7 @@ class AddRequest(msgspec.Struct, tag=True):
     grammar: str | None = None
     thinking: ThinkingData | None = None
     dry_breakers: list[tuple[list[int], list[int]]] = []
+    resumed: list[ResumedSequence] | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

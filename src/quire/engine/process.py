@@ -153,6 +153,15 @@ class ProcessClient:
         if self._receiving is not None and not self._receiving.done():
             self._receiving.cancel()
 
+    def stalled_for(self) -> float:
+        """Return 0.0: nothing is known of the engine's progress."""
+        return 0.0
+
+    def kill(self) -> None:
+        """End the process by force."""
+        if self._process is not None:
+            self._process.kill()
+
     async def close(self) -> None:
         """End the process: politely, then by force; remove its socket."""
         process, self._process = self._process, None

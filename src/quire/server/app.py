@@ -13,6 +13,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import on_http_exception, on_quire_error
 from quire.server.gate import Gate
 from quire.server.metrics import Metrics
+from quire.server.model_pool import ModelPool, ServedModel
 from quire.version import __version__
 
 
@@ -31,7 +32,7 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
         openapi_url="/openapi.json" if docs else None,
         redirect_slashes=False,
     )
-    context = ServerContext(llm, config, metrics)
+    context = ServerContext(ModelPool([ServedModel(config, llm)]), config, metrics)
     if metrics is not None:
         metrics.attach(llm)
     app.state.context = context

@@ -19,7 +19,7 @@ from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
-from quire.server.context import ServerContext, context_of
+from quire.server.context import ModelContext, context_of, model_context
 from quire.server.generation import (
     ChunkUsage,
     Generation,
@@ -43,12 +43,11 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    server = context.config.server
+    server = context_of(request).config.server
     body = await parse_request(
         request, ChatCompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
     )
-    generation = ChatCompletion(context, body)
+    generation = ChatCompletion(await model_context(request, body.model), body)
     await generation.start(request)
     if body.stream:
         return EventStream(generation.events(), generation.close)
@@ -64,7 +63,7 @@ class ChatCompletion(Generation):
 
     body: ChatCompletionRequest
 
-    def __init__(self, context: ServerContext, body: ChatCompletionRequest) -> None:
+    def __init__(self, context: ModelContext, body: ChatCompletionRequest) -> None:
         super().__init__(context, body, "chatcmpl")
         ignore_unknown = context.config.server.ignore_unknown_fields
         self.messages = check_messages(body.messages, ignore_unknown=ignore_unknown)

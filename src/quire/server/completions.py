@@ -13,7 +13,7 @@ from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, echo
 from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.server.context import ServerContext, context_of
+from quire.server.context import ModelContext, context_of, model_context
 from quire.server.generation import (
     MAX_PROMPTS,
     ChunkUsage,
@@ -37,12 +37,11 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
-    context = context_of(request)
-    server = context.config.server
+    server = context_of(request).config.server
     body = await parse_request(
         request, CompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
     )
-    generation = Completion(context, body)
+    generation = Completion(await model_context(request, body.model), body)
     await generation.start(request)
     if body.stream:
         return EventStream(generation.events(), generation.close)
@@ -88,7 +87,7 @@ class Completion(Generation):
 
     body: CompletionRequest
 
-    def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
+    def __init__(self, context: ModelContext, body: CompletionRequest) -> None:
         super().__init__(context, body, "cmpl")
         self.prompts = split_prompts(body.prompt)
         self.only_prompt = body.echo and body.max_tokens == 0

@@ -1,21 +1,20 @@
-"""`ServerContext`: what the routes of one app share. There is one per app, in `app.state.context`."""
+"""What routes share: `ServerContext`, one for each app, and `ModelContext`, one for each request that needs a model."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from quire.config import EngineConfig
-from quire.errors import NotFoundError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.metrics import Metrics
+from quire.server.model_pool import ModelPool, ServedModel
 
 
 class Abortable(Protocol):
@@ -26,36 +25,25 @@ class Abortable(Protocol):
 
 
 class ServerContext:
-    """State of a server.
+    """State of a server; there is one for each app, in `app.state.context`.
 
     Attributes:
-        names: names of the model, as listed. created: when the server came up [Unix seconds].
+        config: options, of which the server's own count here. models: all models.
         metrics: None where nobody counts.
         draining: set once the server has begun to shut down; new work is refused from then on.
-        generations: those that the engine works on, or that are being sent.
+        generations: those that an engine works on, or that are being sent.
     """
 
-    def __init__(self, llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None) -> None:
-        self.llm = llm
+    def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None) -> None:
+        self.models = models
         self.config = config
         self.metrics = metrics
         self.keys = ApiKeys(config.server.api_key)
-        self.created = int(time.time())
-        self.names = served_names(config)
         self.draining = False
         self.generations: set[Abortable] = set()
-        self._accepted = {*self.names, config.model.model} if not config.model.served_model_name else {*self.names}
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def check_model(self, name: str) -> str:
-        """Return the name to answer with. Raises `NotFoundError` if it is not one of this server's."""
-        if name not in self._accepted:
-            raise NotFoundError(
-                f"the model {echo(name)} does not exist; this server has {', '.join(self.names)}", param="model"
-            )
-        return name if name in self.names else self.names[0]
 
     def note_rejection(self, reason: str) -> None:
         """Count a request that is turned away: one of `metrics.REJECTIONS`."""
@@ -63,12 +51,14 @@ class ServerContext:
             self.metrics.on_rejected(reason)
 
     @contextmanager
-    def open_request(self) -> Iterator[None]:
-        """Count a request as being worked on while the block runs."""
+    def open_request(self, scope: Scope) -> Iterator[None]:
+        """Count a request as being worked on while the block runs, then let go of the models it has needed."""
         self._count_open(1)
         try:
             yield
         finally:
+            for model in scope["state"].pop("models", ()):
+                self.models.release(model)
             self._count_open(-1)
 
     def _count_open(self, change: int) -> None:
@@ -90,15 +80,63 @@ class ServerContext:
         await self._idle.wait()
 
 
-def served_names(config: EngineConfig) -> list[str]:
-    """Return the names of the model: those given, or the model's own, of a folder only the last part."""
-    if config.model.served_model_name:
-        return list(config.model.served_model_name)
-    model = config.model.model
-    return [os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model]
+class ModelContext:
+    """A server, as a request sees it that is about one model, which is loaded.
+
+    Attributes:
+        server: what all requests share. model: the model; its engine and options are `llm` and `config`.
+        name: what the answer calls the model.
+    """
+
+    def __init__(self, server: ServerContext, model: ServedModel, name: str) -> None:
+        self.server = server
+        self.model = model
+        self.name = name
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model's engine."""
+        return self.model.llm
+
+    @property
+    def config(self) -> EngineConfig:
+        """The model's options, and the server's."""
+        return self.model.config
+
+    @property
+    def keys(self) -> ApiKeys:
+        """Who may use the server."""
+        return self.server.keys
+
+    @property
+    def generations(self) -> set[Abortable]:
+        """As in `ServerContext`."""
+        return self.server.generations
+
+    @property
+    def draining(self) -> bool:
+        """As in `ServerContext`."""
+        return self.server.draining
+
+    def note_rejection(self, reason: str) -> None:
+        """As in `ServerContext`."""
+        self.server.note_rejection(reason)
 
 
 def context_of(request: Request) -> ServerContext:
     """Return the context of the app that serves this request."""
     context: ServerContext = request.app.state.context
     return context
+
+
+async def model_context(request: Request, name: str | None) -> ModelContext:
+    """Return the context of the model called so (None: the first one), which stays loaded until the answer is complete.
+
+    Raises:
+        NotFoundError: there is no such model. QuireError: it cannot be loaded.
+    """
+    server = context_of(request)
+    model = server.models.first if name is None else server.models.find(name)
+    await server.models.acquire(model)
+    request.scope["state"].setdefault("models", []).append(model)
+    return ModelContext(server, model, name if name in model.names else model.names[0])

@@ -54,7 +54,7 @@ async def _show(request: Request, method: str, names: tuple[str, ...]) -> Respon
         raise HTTPProblem(
             403, "token ids are not shown where several API keys share the server", code="not_allowed", param="tokens"
         )
-    answer = await context.llm.call(method, **arguments)
+    answer = await context.models.first.llm.call(method, **arguments)
     if arguments.get("text"):
         return Response(answer["text"] + "\n", media_type="text/plain")
     return Response(msgspec.json.encode(answer), media_type=JSON)

@@ -63,13 +63,13 @@ class Gate:
         if context.draining:
             context.note_rejection("shutting_down")
             raise _closing(shutting_down())
-        await context.llm.check_health()
-        if not context.llm.ready:
+        await context.models.first.llm.check_health()
+        if not context.models.first.llm.ready:
             context.note_rejection("loading")
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
-        with context.open_request():
+        with context.open_request(scope):
             await self._app(scope, receive, visit.send)
 
     def _note(self, scope: Scope, visit: _Visit) -> None:

@@ -19,7 +19,7 @@ from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
-from quire.server.context import ServerContext
+from quire.server.context import ModelContext
 from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
 from quire.server.protocol import GenerationRequest
@@ -41,13 +41,13 @@ SHARED_FIELDS = tuple(
 )
 
 
-def recommended(context: ServerContext) -> Mapping[str, Any]:
+def recommended(context: ModelContext) -> Mapping[str, Any]:
     """Return the sampling values that the model's makers recommend, for fields a request leaves out."""
     front = context.llm.front_model
     return front.info.sampling_defaults if front.use_sampling_defaults else {}
 
 
-def request_params(context: ServerContext, body: GenerationRequest, **changes: Any) -> Params:
+def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> Params:
     """Return the parameters a request asks for. Raises `RequestError` naming the field.
 
     Args:
@@ -102,7 +102,7 @@ def _as_written(error: RequestError) -> RequestError:
     return retold(error, error.message.replace("extra_args", "vllm_xargs"), "vllm_xargs")
 
 
-def _beam_params(context: ServerContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
+def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
     """Return the search a request asks for. What the model's makers recommend for sampling has no place in it."""
     if body.stream:
         raise UnsupportedError(
@@ -167,10 +167,10 @@ class Generation:
             may have more beams. form: what the text must look like.
     """
 
-    def __init__(self, context: ServerContext, body: GenerationRequest, prefix: str) -> None:
+    def __init__(self, context: ModelContext, body: GenerationRequest, prefix: str) -> None:
         self.context = context
         self.body = body
-        self.model = context.check_model(body.model)
+        self.model = context.name
         self.response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
         self.streams: list[RequestStream] = []

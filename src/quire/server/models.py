@@ -9,8 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.context import ServerContext, context_of
+from quire.server.context import context_of
 from quire.server.errors import JSON, HTTPProblem
+from quire.server.model_pool import ServedModel
 from quire.version import __version__
 
 router = APIRouter()
@@ -20,25 +21,26 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List the names of the model."""
     context = context_of(request)
-    return _json({"object": "list", "data": [_model(context, name) for name in context.names]})
+    data = [_model(model, name) for model in context.models.models for name in model.names]
+    return _json({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe one model."""
-    context = context_of(request)
-    return _json(_model(context, context.check_model(model_id)))
+    model = context_of(request).models.find(model_id)
+    return _json(_model(model, model_id if model_id in model.names else model.names[0]))
 
 
-def _model(context: ServerContext, name: str) -> dict[str, Any]:
+def _model(model: ServedModel, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": context.created,
+        "created": model.created,
         "owned_by": "quire",
-        "root": context.names[0],
+        "root": model.names[0],
         "parent": None,
-        "max_model_len": context.llm.max_model_len,
+        "max_model_len": model.llm.max_model_len,
     }
 
 
@@ -47,11 +49,11 @@ def _model(context: ServerContext, name: str) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """Say whether requests are served: 200 {"status": "ok"}, or 503 with loading, draining or dead."""
     context = context_of(request)
-    if context.llm.errored:
+    if context.models.first.llm.errored:
         status = "dead"
     elif context.draining:
         status = "draining"
-    elif not context.llm.ready:
+    elif not context.models.first.llm.ready:
         status = "loading"
     else:
         return _json({"status": "ok"})

@@ -26,14 +26,16 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
-from quire.config import EngineConfig, ServerConfig
+from quire.config import EngineConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
-from quire.server.context import ServerContext, served_names
+from quire.server.context import ServerContext
 from quire.server.http import BoundedHttpProtocol
 from quire.server.metrics import Metrics, StatsLog
+from quire.server.model_pool import served_names
+from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ class _Life:
         self._warn_if_open()
         try:
             if await self._start():
-                self._announce(f"ready url={self.url} model={self.context.names[0]}")
+                self._announce(f"ready url={self.url} model={self.context.models.first.names[0]}")
                 await self._until_stopped(tasks[0])
                 await self._drain(self.config.server.shutdown_timeout)
         finally:

@@ -12,7 +12,7 @@ from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.loading import FrontModel
 from quire.frontend.tools import ToolRequest
-from quire.server.context import ServerContext
+from quire.server.context import ModelContext
 from quire.server.protocol import ChatCompletionRequest, TokenizeRequest
 
 FORBIDDEN = TEMPLATE_ARGUMENTS | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -22,7 +22,7 @@ Body = ChatCompletionRequest | TokenizeRequest
 
 
 def template_arguments(
-    context: ServerContext, body: Body, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    context: ModelContext, body: Body, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the arguments of `AsyncLLM.chat_prompt`, but for the messages.
 

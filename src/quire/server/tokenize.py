@@ -15,7 +15,7 @@ from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.processor import check_ids
 from quire.frontend.tools import requested_tools
-from quire.server.context import context_of
+from quire.server.context import context_of, model_context
 from quire.server.errors import JSON
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request
@@ -33,13 +33,12 @@ T = TypeVar("T")
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
-    context = context_of(request)
-    server, llm = context.config.server, context.llm
+    server = context_of(request).config.server
     body = await parse_request(
         request, TokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
     )
-    if body.model is not None:
-        context.check_model(body.model)
+    context = await model_context(request, body.model)
+    llm = context.llm
     tokenizer = tokenizer_of(llm)
     if body.messages is not None and body.prompt is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
@@ -63,13 +62,12 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, control tokens included."""
-    context = context_of(request)
-    server, llm = context.config.server, context.llm
+    server = context_of(request).config.server
     body = await parse_request(
         request, DetokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
     )
-    if body.model is not None:
-        context.check_model(body.model)
+    context = await model_context(request, body.model)
+    llm = context.llm
     tokenizer = tokenizer_of(llm)
     tokens = body.tokens
     if not isinstance(tokens, list):

@@ -16,7 +16,7 @@ from quire.cli.bench.report import print_table, write_json
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
-from quire.config import option
+from quire.options import option
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from quire.cli.bench.report import print_table, write_json
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import LogOptions, options_from
-from quire.config import option
 from quire.errors import ConfigError, QuireError
+from quire.options import option
 
 if TYPE_CHECKING:
     from quire.cli.bench.dataset import Sample
