@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest
+from quire.engine.messages import AbortRequests, AddRequest, ResumedSequence
 from quire.sampling_params import SamplingParams
 from quire.step import SchedulerStats, ThinkingData, TokenTopLogprobs
 
@@ -55,25 +55,46 @@ class EngineDriver:
         settings = {"block_size": 4, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 256, "max_num_seqs": 64}
         self.core = EngineCore(EngineConfig.from_kwargs(model=str(model), device=device, **{**settings, **options}))
         self.told: dict[str, Told] = {}
+        self.sampler_states: dict[str, float | None] = {}
         self.most_used = 0
         """Most blocks in use after any step."""
 
     def add(self, name: str, ask: Ask) -> None:
         """Send a request; its sequences are called name, or name-0 and so on."""
-        count = len(ask.seeds)
+        self._add(name, ask, names_of(name, ask), list(ask.seeds))
+
+    def take_over(self, other: EngineDriver, name: str, ask: Ask) -> None:
+        """Go on with a request that another driver had sent, as if that one's engine had died."""
+        sequences = names_of(name, ask)
+        told = {key: other.told[key] for key in sequences if key in other.told}
+        if not any(item.tokens for item in told.values()):
+            self.add(name, ask)
+            return
+        self.told.update(told)
+        self.sampler_states.update((key, other.sampler_states[key]) for key in told)
+        left = [index for index, key in enumerate(sequences) if told[key].finish_reason is None]
+        if left:
+            keys = [sequences[index] for index in left]
+            resumed = [ResumedSequence(list(told[key].tokens), other.sampler_states[key]) for key in keys]
+            self._add(name, ask, keys, [ask.seeds[index] for index in left], resumed)
+
+    def _add(
+        self, name: str, ask: Ask, names: list[str], seeds: list[int], resumed: list[ResumedSequence] | None = None
+    ) -> None:
         self.core.add(
             AddRequest(
                 request_id=name,
-                sequence_ids=[name] if count == 1 else [f"{name}-{index}" for index in range(count)],
+                sequence_ids=names,
                 prompt_token_ids=list(ask.prompt),
                 sampling_params=ask.params,
                 arrival_time=0.0,
-                seeds=list(ask.seeds),
+                seeds=seeds,
                 stop_ids=list(ask.stop_ids),
                 max_tokens=ask.max_tokens,
                 cache_salt=ask.salt,
                 grammar=ask.grammar,
                 thinking=ask.thinking,
+                resumed=resumed,
             )
         )
 
@@ -89,6 +110,7 @@ class EngineDriver:
             assert news.error is None, news.error
             told = self.told.setdefault(news.sequence_id, Told())
             told.tokens += news.new_token_ids
+            self.sampler_states[news.sequence_id] = news.sampler_state
             told.logprobs += news.logprobs or []
             told.prompt_logprobs += news.prompt_logprobs or []
             told.finish_reason = news.finish_reason or told.finish_reason

@@ -120,6 +120,9 @@ class EngineCore:
             grammar=message.grammar,
             thinking=message.thinking,
             dry_breakers=message.dry_breakers,
+            resumed=None
+            if message.resumed is None
+            else [(part.token_ids, part.sampler_state) for part in message.resumed],
         )
         self._compiling.check_names(request)
         if request.grammar is None:

@@ -123,6 +123,7 @@ class BaseScheduler(RequestLives, ABC):
                 logprobs = logprobs[:num_taken] if logprobs is not None else None
             entry = self._tell(sequence, sampled)
             entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
+            entry.sampler_state = sequence.sampler_state
             if status is not None:
                 entry.finish_reason = status.finish_reason
                 entry.complete = complete and sampled[-1] not in request.stop_ids

@@ -114,6 +114,8 @@ class RequestLives:
         self._requests[request.request_id] = request
         for sequence_id in request.sequence_ids:  # those to come answer to their names already
             self._sequences[sequence_id] = request.sequences[0]
+        if request.forked:  # it had begun in another engine
+            self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
         self._waiting.push(request)
 
     def check_names(self, request: Request) -> None:

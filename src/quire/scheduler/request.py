@@ -7,6 +7,7 @@ a whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,10 @@ class Sequence:
 class Request:
     """What was asked for. The arguments are the fields of `engine.messages.AddRequest`; the prompt is copied.
 
-    Raises `RequestError` for an empty prompt.
+    One that is `resumed` has all its sequences from the start, with tokens that nobody has computed: as if it had been
+    preempted.
+
+    Raises `RequestError` for an empty prompt, and for a sequence resumed without tokens.
 
     Attributes:
         sequences: those that have not ended; the one that computes the prompt comes first.
@@ -210,6 +214,7 @@ class Request:
         grammar: str | None = None,
         thinking: ThinkingData | None = None,
         dry_breakers: list[tuple[list[int], list[int]]] | None = None,
+        resumed: Iterable[tuple[list[int], float | None]] | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
@@ -248,6 +253,24 @@ class Request:
         self.loading: set[int] = set()
         self.loaded = False
         self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
+        if resumed is not None:
+            self._resume(prompt_token_ids, list(resumed))
+
+    def _resume(self, prompt: list[int], resumed: list[tuple[list[int], float | None]]) -> None:
+        """Begin as far as each sequence had come: tokens after the prompt, and the state of its sampler."""
+        if (
+            len(resumed) != len(self.sequence_ids)
+            or self.beam_params is not None
+            or not all(item[0] for item in resumed)
+        ):
+            raise RequestError("each resumed sequence needs the tokens that it had; beams have none", param="resumed")
+        self.forked = True
+        self.num_prompt_logprobs = self.num_prompt_tokens  # they were sent before the first token
+        self.sequences = []
+        for sequence_id, seed, (tokens, state) in zip(self.sequence_ids, self.seeds, resumed, strict=True):
+            sequence = Sequence(self, sequence_id, seed, [*prompt, *tokens])
+            sequence.sampler_state = state
+            self.sequences.append(sequence)
 
     @property
     def prompt_logprobs_after(self) -> int:
