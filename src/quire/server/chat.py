@@ -1,9 +1,13 @@
-"""POST /v1/chat/completions: conversations, streamed or not."""
+"""POST /v1/chat/completions: conversations, streamed or not.
+
+`ChatCompletion` serves other interfaces, too: `start` hands a conversation to the engine, `news` yields what comes of it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
@@ -13,7 +17,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, retold
 from quire.frontend.asking import message_ask, reasoning_marks
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import Event, MessageAsk
 from quire.frontend.processor import Params
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
@@ -21,6 +25,7 @@ from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.generation import (
+    THREAD_CHARS,
     ChunkUsage,
     Generation,
     Usage,
@@ -54,17 +59,27 @@ async def create_chat_completion(request: Request) -> Response:
     return await generation.answer(request, generation.build)
 
 
+class ChoiceNews(NamedTuple):
+    """What one output brings to one choice: its tokens, the events in its message, and what reads it."""
+
+    output: CompletionOutput
+    events: list[Event]
+    reader: ChoiceReader
+
+
 class ChatCompletion(Generation):
-    """One chat request on its way.
+    """One chat request on its way: to be made, started, read (`news`, or `answer` with `build`) and closed.
 
     Attributes:
         ask: what the message may be, known once the prompt is; None if it is nothing but content.
+        usage: token counts so far, once started.
     """
 
     body: ChatCompletionRequest
+    usage: Usage
 
-    def __init__(self, context: ModelContext, body: ChatCompletionRequest) -> None:
-        super().__init__(context, body, "chatcmpl")
+    def __init__(self, context: ModelContext, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> None:
+        super().__init__(context, body, prefix)
         ignore_unknown = context.config.server.ignore_unknown_fields
         self.messages = check_messages(body.messages, ignore_unknown=ignore_unknown)
         self.tools = requested_tools(
@@ -120,6 +135,7 @@ class ChatCompletion(Generation):
             marks = reasoning_marks(self.context.llm.front_model, self.ask)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
         await self.submit(request, [(token_ids, "messages")], self.params, ask=self.ask)
+        self.usage = Usage(self.streams)
 
     def _ask(self, token_ids: list[int]) -> MessageAsk | None:
         """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
@@ -157,22 +173,42 @@ class ChatCompletion(Generation):
         parser = self.context.llm.front_model.message_format.parser(self.ask)
         return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
-    def _count_reasoning(self, usage: Usage, output: RequestOutput) -> None:
-        """Put the tokens of reasoning so far into `usage`; `output` has what is new."""
+    def _count(self, output: RequestOutput) -> None:
+        """Take the tokens of an output, which has what is new, into `usage`."""
+        self.usage.add(0, output)
         if not self._reasoning:
             return
         for completion in output.outputs:
             watch = self._reasoning[completion.index]
             for token_id in completion.token_ids:
                 watch.take(token_id)
-        usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning)
+        self.usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning)
+
+    async def news(self) -> AsyncGenerator[list[ChoiceNews], None]:
+        """Yield what comes, of one choice or several; without `stream` in the request, everything at once.
+
+        Raises:
+            QuireError: it did not end by itself.
+        """
+        readers = [self.reader() for _ in range(self.n)]
+
+        def read(output: RequestOutput) -> list[ChoiceNews]:
+            news = []
+            for completion in output.outputs[: self.n]:
+                reader = readers[completion.index]
+                news.append(ChoiceNews(completion, reader.read(completion.text, completion.finished), reader))
+            return news
+
+        async for _, output in merge(self.streams):
+            self.check(output.outputs)
+            self._count(output)
+            size = sum([len(completion.text) for completion in output.outputs])
+            yield await asyncio.to_thread(read, output) if size > THREAD_CHARS else read(output)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""
         output = outputs[0]
-        usage = Usage(self.streams)
-        usage.add(0, output)
-        self._count_reasoning(usage, output)
+        self._count(output)
         choices = []
         for completion in output.outputs:
             reader = self.reader()
@@ -184,7 +220,7 @@ class ChatCompletion(Generation):
                     **_ending(completion, reader),
                 }
             )
-        answer = {**self.head("chat.completion"), "choices": choices, "usage": usage.as_json()}
+        answer = {**self.head("chat.completion"), "choices": choices, "usage": self.usage.as_json()}
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.body.return_token_ids:
@@ -193,29 +229,25 @@ class ChatCompletion(Generation):
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events: the role, the message bit by bit, the reason of the end; then usage."""
-        usage = Usage(self.streams)
-        chunk_usage = ChunkUsage(self.body, usage)
+        chunk_usage = ChunkUsage(self.body, self.usage)
         head = self.head("chat.completion.chunk")
         choices: list[_StreamedChoice] = []
-        async for _, output in merge(self.streams):
-            self.check(output.outputs)
-            usage.add(0, output)
-            self._count_reasoning(usage, output)
+        async for news in self.news():
             data = b""
             if not choices:
                 choices = [_StreamedChoice(self) for _ in range(self.n)]
-                data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks(output)])
-            for completion in output.outputs:
-                for choice in choices[completion.index].chunks(completion):
+                data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks()])
+            for item in news:
+                for choice in choices[item.output.index].chunks(item):
                     data += event(chunk_usage.put({**head, "choices": [choice]}))
             if data:
                 yield data
         if chunk_usage.at_end:
-            yield event({**head, "choices": [], "usage": usage.as_json()})
+            yield event({**head, "choices": [], "usage": self.usage.as_json()})
         yield DONE
 
-    def _first_chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
-        ids = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
+    def _first_chunks(self) -> list[dict[str, Any]]:
+        ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
         # Content that may yet be null begins as null.
         first = {"role": "assistant", "content": "" if self.ask is None else None}
         return [
@@ -245,18 +277,17 @@ class _StreamedChoice:
 
     def __init__(self, job: ChatCompletion) -> None:
         self._job = job
-        self._reader = job.reader()
         self._waiting: dict[str, Any] = {}  # what is said of tokens whose text has not come out yet
 
-    def chunks(self, output: CompletionOutput) -> list[dict[str, Any]]:
+    def chunks(self, news: ChoiceNews) -> list[dict[str, Any]]:
         """Return the choice in each chunk: what is new, and the end. What is said of tokens goes into the first."""
-        events = self._reader.read(output.text, output.finished)
+        output, events, reader = news
         deltas = [item for item in map(delta, events) if item is not None]
         self._wait(self._job.extras(output))
         chunks = [{"index": output.index, "delta": item, **self._take(), "finish_reason": None} for item in deltas]
         if output.finished:
-            last = {"content": ""} if self._reader.is_empty and self._job.ask is not None else {}
-            chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, self._reader)})
+            last = {"content": ""} if reader.is_empty and self._job.ask is not None else {}
+            chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, reader)})
         return chunks
 
     def _wait(self, extras: dict[str, Any]) -> None:
