@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: conversations, streamed or not.
 
-`ChatCompletion` serves other interfaces, too: `start` hands a conversation to the engine, `news` yields what comes of it.
+Other interfaces use `ChatCompletion`, too: `start` hands a conversation to the engine, `news` yields what comes of it.
 """
 
 from __future__ import annotations
