@@ -303,9 +303,9 @@ class SchedulerStats(msgspec.Struct):
     """A snapshot of the scheduler after a step; the counters only ever grow.
 
     `num_running` and `num_waiting` count sequences and requests; `num_swapped`, of the waiting, those whose KV is in
-    the host's pool. `num_disk_blocks` are stored on disk. `prefix_cache_hits` are tokens found on the device or copied
-    to it; `host_cache_hits` and `disk_cache_hits`, of these, those that came from there. `num_preemptions` counts both
-    kinds, `num_swapped_out` one.
+    the host's pool, `num_deferred` those whose grammar is being compiled. `num_disk_blocks` are stored on disk.
+    `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
+    these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
     """
 
     num_running: int = 0
@@ -324,6 +324,7 @@ class SchedulerStats(msgspec.Struct):
     disk_cache_hits: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_deferred: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

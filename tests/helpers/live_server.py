@@ -37,8 +37,9 @@ class LiveServer:
 
     def __init__(self, *, llm: dict[str, Any] | None = None, start: bool = True, **options: Any) -> None:
         config = server_config(**options)
-        self.metrics = Metrics("fake")
-        self.llm, self.client = fake_async_llm(config=config, listeners=[self.metrics], **(llm or {}))
+        self.metrics = Metrics()
+        listeners = [self.metrics.model(config.model.served_model_name[0])]
+        self.llm, self.client = fake_async_llm(config=config, listeners=listeners, **(llm or {}))
         self.app = build_app(self.llm, config, self.metrics)
         self.context = self.app.state.context
         self.listener = bind("127.0.0.1", 0)

@@ -475,6 +475,7 @@ class OutputProcessor:
             inference_seconds=_span(scheduled, last),
             num_cached_tokens=state.num_cached_tokens,
             num_preemptions=metrics.num_preemptions,
+            most_generation_tokens=max(item.num_tokens for item in state.completions),
         )
         for listener in self._listeners:
             listener.on_finished(finished)

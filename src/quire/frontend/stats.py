@@ -20,6 +20,7 @@ class FinishedRequest:
         e2e_seconds: arrival to end. queue_seconds: arrival to first scheduling. prefill_seconds: to the first token.
         decode_seconds: first to last token. inference_seconds: first scheduling to last token. None where the
             request did not get so far.
+        most_generation_tokens: of the longest sequence.
     """
 
     request_id: str
@@ -37,6 +38,14 @@ class FinishedRequest:
     inference_seconds: float | None
     num_cached_tokens: int
     num_preemptions: int
+    most_generation_tokens: int = 0
+
+    @property
+    def stage(self) -> str:
+        """How far it came: "queued", "prefill" or "decode"."""
+        if self.queue_seconds is None:
+            return "queued"
+        return "prefill" if self.prefill_seconds is None else "decode"
 
 
 class StatListener(Protocol):

@@ -21,7 +21,7 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
     """Return the application. Until `llm` is started, everything but health, version and metrics answers 503.
 
     Args:
-        metrics: must also be a listener of `llm`; without it there is no /metrics.
+        metrics: of them, those of the model must be a listener of `llm`; without it there is no /metrics.
     """
     docs = not config.server.disable_fastapi_docs
     app = FastAPI(
@@ -34,7 +34,7 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
     )
     context = ServerContext(ModelPool([ServedModel(config, llm)]), config, metrics)
     if metrics is not None:
-        metrics.attach(llm)
+        metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context
     app.add_middleware(Gate, context=context)
     app.add_exception_handler(QuireError, on_quire_error)

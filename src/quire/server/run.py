@@ -146,8 +146,8 @@ class _Life:
         self.config = config
         self.listener = listener
         self.stats_log = StatsLog()
-        metrics = Metrics(served_names(config)[0])
-        self.llm = make_llm(config, [metrics, self.stats_log])
+        metrics = Metrics()
+        self.llm = make_llm(config, [metrics.model(served_names(config)[0]), self.stats_log])
         app = build_app(self.llm, config, metrics)
         self.context: ServerContext = app.state.context
         self.http = _Uvicorn(_uvicorn_config(app, config.server))
