@@ -1,4 +1,8 @@
-"""The one place where errors become HTTP answers: status, headers, and `{"error": {message, type, param, code}}`.
+"""The one place where errors become HTTP answers: status, headers, and the body that the route's clients understand.
+
+Three families of interfaces have three shapes of errors, told apart by the path alone, so that an error raised before
+there is a route has the same shape as one of the route: OpenAI's `{"error": {message, type, param, code}}`, Anthropic's
+`{"type": "error", "error": {type, message}, "request_id"}` and Ollama's `{"error": message}`.
 
 Which error has which status stands in `quire.errors`; what only HTTP can get wrong (routes, headers, body sizes) is an
 `HTTPProblem`. Bodies stay below 4 KB whatever the client sent, and tell nothing of files, addresses or tracebacks.
@@ -10,6 +14,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -88,12 +93,67 @@ def headers_of(error: QuireError) -> dict[str, str]:
 
 def error_object(error: QuireError) -> dict[str, Any]:
     """Return the OpenAI error object."""
-    status = status_of(error)
-    known = status != 500 or error.code == "request_aborted" or isinstance(error, GenerationError)
-    message = error.message if known else "the server failed on this request; its log has the reason"
-    kind = "server_error" if status >= 500 else error.error_type
+    kind = "server_error" if status_of(error) >= 500 else error.error_type
     param = None if error.param is None else shorten(error.param, MAX_PARAM)
-    return {"error": {"message": shorten(message, MAX_MESSAGE), "type": kind, "param": param, "code": error.code}}
+    return {"error": {"message": _message_of(error), "type": kind, "param": param, "code": error.code}}
+
+
+def _message_of(error: QuireError) -> str:
+    """Return what a client may know of an error."""
+    known = status_of(error) != 500 or error.code == "request_aborted" or isinstance(error, GenerationError)
+    return shorten(error.message if known else "the server failed on this request; its log has the reason", MAX_MESSAGE)
+
+
+class Family(Enum):
+    """Whose clients a route is for."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
+
+
+def family_of(path: str) -> Family:
+    """Return the family of a path, whether or not there is such a route."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return Family.ANTHROPIC
+    return Family.OLLAMA if path.startswith("/api/") else Family.OPENAI
+
+
+# Anthropic's word for a status; other statuses below 500 are invalid_request_error, others above api_error.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_OVERLOADED = 529
+
+
+def family_status(error: QuireError, family: Family) -> int:
+    """Return the status of an error in a family: Anthropic has one of its own for a server with full queues."""
+    status = status_of(error)
+    if family is Family.ANTHROPIC and status == 503 and error.code == OverloadedError.default_code:
+        return ANTHROPIC_OVERLOADED
+    return status
+
+
+def error_body(error: QuireError, path: str = "", request_id: str | None = None) -> bytes:
+    """Return the JSON by which requests to `path` are told of an error."""
+    body: dict[str, Any]
+    match family_of(path):
+        case Family.ANTHROPIC:
+            status = status_of(error)
+            kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+            body = {"type": "error", "error": {"type": kind, "message": _message_of(error)}, "request_id": request_id}
+        case Family.OLLAMA:
+            body = {"error": _message_of(error)}
+        case Family.OPENAI:
+            body = error_object(error)
+    return msgspec.json.encode(body)
 
 
 def shorten(text: str, most: int) -> str:
@@ -128,16 +188,50 @@ async def _drop_body(receive: Receive) -> None:
         more = message["type"] == "http.request" and message.get("more_body", False)
 
 
+class ErrorResponse(Response):
+    """The answer for an error, in the shape that belongs to the path of the request it is sent to."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__(None, status_of(error))
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        error, path = self._error, scope["path"]
+        request_id = _request_id(scope)
+        family = family_of(path)
+        headers = headers_of(error)
+        if family is Family.ANTHROPIC and request_id is not None:
+            headers["request-id"] = request_id
+        kind = ClosingResponse if isinstance(error, HTTPProblem) and error.close else Response
+        answer = kind(error_body(error, path, request_id), family_status(error, family), headers, JSON)
+        await answer(scope, receive, send)
+
+
+def _request_id(scope: Scope) -> str | None:
+    return scope.get("state", {}).get("request_id")
+
+
 def error_response(error: QuireError) -> Response:
     """Return the whole answer for an error."""
-    kind = ClosingResponse if isinstance(error, HTTPProblem) and error.close else Response
-    body = msgspec.json.encode(error_object(error))
-    return kind(body, status_of(error), headers_of(error), JSON)
+    return ErrorResponse(error)
 
 
-def error_event(error: QuireError) -> bytes:
-    """Return the server-sent event by which a stream that has begun reports an error."""
-    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+def error_event(error: QuireError, scope: Scope | None = None) -> bytes:
+    """Return that by which a stream that has begun reports an error: an event, or of Ollama's a line.
+
+    Args:
+        scope: of the request that is answered.
+    """
+    path = "" if scope is None else scope["path"]
+    body = error_body(error, path, None if scope is None else _request_id(scope))
+    match family_of(path):
+        case Family.OLLAMA:
+            return body + b"\n"
+        case Family.ANTHROPIC:
+            return b"event: error\ndata: " + body + b"\n\n"
+        case Family.OPENAI:
+            return b"data: " + body + b"\n\n"
 
 
 async def on_quire_error(request: Request, error: Exception) -> Response:

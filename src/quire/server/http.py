@@ -10,10 +10,9 @@ import asyncio
 import uuid
 from typing import Any
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.server.errors import HTTPProblem, error_object, status_of
+from quire.server.errors import HTTPProblem, error_body, status_of
 
 HEAD_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
@@ -92,10 +91,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self.cycle is None or self.cycle.response_complete:
             status = status_of(problem)
-            body = msgspec.json.encode(error_object(problem))
+            request_id = str(uuid.uuid4())
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            body = error_body(problem, path, request_id)
             head = (
                 f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4()}\r\nconnection: close\r\n\r\n"
+                f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
         self.transport.close()

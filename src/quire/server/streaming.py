@@ -140,7 +140,7 @@ class EventStream(Response):
             if not started:
                 await error_response(error)(scope, receive, send)
                 return
-            await _send_body(send, error_event(error))
+            await _send_body(send, error_event(error, scope))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
