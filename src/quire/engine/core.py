@@ -24,7 +24,7 @@ from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
-from quire.scheduler.view import describe, draw_picture
+from quire.scheduler.view import describe, describe_map, draw_picture
 from quire.step import ModelOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -196,6 +196,10 @@ class EngineCore:
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def _show_blocks(self, show: ShowBlocks) -> dict[str, Any]:
+        if show.cells:
+            started = self.clock()
+            picture = describe_map(self.scheduler, cells=show.cells, limit=show.limit)
+            return {**picture, "seconds": self.clock() - started}
         max_model_len = self.config.model.max_model_len
         assert max_model_len is not None, "settled"
         spec = self.executor.kv_cache_spec()

@@ -88,7 +88,8 @@ class ShowBlocks(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "blocks".
 
     Blocks `start` to `start + limit` - 1 of a tier are shown one by one, and `limit` requests of each queue; `tokens`:
-    with token ids; `text`: as a drawing.
+    with token ids; `text`: as a drawing. `cells`, if not 0: instead of blocks one by one, a map of each tier with at
+    most so many cells, which is small and quick to make.
     """
 
     limit: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 1024
@@ -96,6 +97,7 @@ class ShowBlocks(msgspec.Struct, forbid_unknown_fields=True):
     tier: Literal["device", "host"] = "device"
     tokens: bool = False
     text: bool = False
+    cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 0
 
 
 class ShowPrefixes(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import echo
-from quire.kvcache.view import describe_blocks, describe_pools, draw_blocks
+from quire.kvcache.block_map import map_blocks
+from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import Request, RequestStatus
 
@@ -44,6 +45,53 @@ def describe(
         "queues": _describe_queues(scheduler, requests, limit),
         "tier": tier,
         "blocks": describe_blocks(kv, num_computed, tier=tier, start=start, limit=limit, tokens=tokens),
+    }
+
+
+def describe_map(scheduler: BaseScheduler, *, cells: int, limit: int = 1024) -> dict[str, Any]:
+    """Return what is drawn again and again: the queues, and a map of each tier that has blocks.
+
+    `requests` are those told of, at most `limit` of each queue, with the name of their queue and their tenant; the maps
+    know their owners by the place in that list. `queues` counts all of them.
+
+    Args:
+        cells: most cells of a map, see `map_blocks`.
+    """
+    kv = scheduler.kv
+    counts = dict.fromkeys(QUEUES, 0)
+    rows: list[dict[str, Any]] = []
+    request_of: dict[str, int] = {}
+    for request in scheduler.live_requests():
+        queue = _queue(request)
+        counts[queue] += 1
+        if counts[queue] <= limit:
+            request_of.update(dict.fromkeys([s.sequence_id for s in request.sequences], len(rows)))
+            rows.append(_summarize_request(scheduler, request, queue))
+    maps = [map_blocks(kv, request_of, tier=tier, cells=cells) for tier in TIERS]
+    return {
+        "num_steps": scheduler.stats().num_steps,
+        "block_size": kv.block_size,
+        "disk": {"num_blocks": kv.disk.num_slots, "cached": len(kv.disk)},
+        "queues": counts,
+        "requests": rows,
+        "maps": [item for item in maps if item["num_blocks"]],
+    }
+
+
+def _summarize_request(scheduler: BaseScheduler, request: Request, queue: str) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "tenant": request.tenant,
+        "queue": queue,
+        "sequences": len(request.sequences),
+        "prompt_tokens": request.num_prompt_tokens,
+        "tokens_done": sum([sequence.num_computed_tokens for sequence in request.sequences]),
+        "tokens_left": request.num_left,
+        "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
+        "max_tokens": request.max_tokens * len(request.sequences),
+        "blocks": scheduler.kv.num_held(request.sequences),
+        "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
+        "preemptions": request.num_preemptions,
     }
 
 
