@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("quire.cli.plan", "Say what a model would take of memory and what would fit."),
     "bench": ("quire.cli.bench", "Measure latency, throughput, quality, or a running server."),
     "train": ("quire.cli.train", "Train a small model from scratch."),
+    "collect-env": ("quire.cli.collect_env", "Say what a report of a problem needs of this machine."),
     "simulate": ("quire.cli.simulate", "Replay a trace against the scheduler in virtual time."),
 }
 INTERRUPTED = 130

@@ -1,0 +1,137 @@
+"""`quire collect-env`: what a report of a problem should say of the machine and of what is installed.
+
+It imports neither numpy nor torch for their versions, which stand in their metadata, and prints no key, no path of a
+user's, and no variable's value but those that change how the kernels run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire.version import __version__
+
+EXTRAS = ("torch", "triton", "transformers", "safetensors", "opentelemetry-sdk", "uvloop", "httptools")
+VARIABLES = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+GIB = 2**30
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "collect-env",
+        usage="quire collect-env [--json]",
+        help="say what a report of a problem needs of this machine",
+        description="Print versions, processor, memory and limits, to go with the report of a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print and return 0."""
+    found = collect()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for part, values in found.items():
+        print(part)
+        for name, value in values.items():
+            print(f"  {name:<24} {value}")
+    return 0
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Return what there is to say, by part."""
+    return {
+        "quire": {"version": __version__, "installed from source": str(not _in_site_packages()).lower()},
+        "system": {
+            "platform": platform.platform(),
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "libc": " ".join(platform.libc_ver()) or "unknown",
+            "container": _container(),
+        },
+        "processor": _processor(),
+        "memory": _memory(),
+        "limits": _limits(),
+        "packages": _packages(),
+        "variables": {name: os.environ.get(name, "not set") for name in VARIABLES},
+    }
+
+
+def _in_site_packages() -> bool:
+    return "site-packages" in Path(__file__).parts
+
+
+def _container() -> str:
+    if Path("/.dockerenv").exists():
+        return "docker"
+    return "kubernetes" if "KUBERNETES_SERVICE_HOST" in os.environ else "none known"
+
+
+def _processor() -> dict[str, Any]:
+    from quire.kernels.cpu import levels
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text("utf-8", "replace"), re.MULTILINE)
+        name = match.group(1) if match else name
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": name,
+        "machine": platform.machine(),
+        "cores": f"{usable} of {os.cpu_count()} usable",
+        "instructions of kernels": ", ".join(levels.available_levels()),
+    }
+
+
+def _memory() -> dict[str, Any]:
+    from quire.kernels.memory import available_memory
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return {"total": f"{total / GIB:.1f} GiB", "available to a process": f"{available_memory() / GIB:.1f} GiB"}
+
+
+def _limits() -> dict[str, Any]:
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    def text(kind: int) -> str:
+        soft = resource.getrlimit(kind)[0]
+        return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+
+    return {
+        "open files": text(resource.RLIMIT_NOFILE),
+        "processes": text(resource.RLIMIT_NPROC),
+        "address space": text(resource.RLIMIT_AS),
+        "locked memory": text(resource.RLIMIT_MEMLOCK),
+    }
+
+
+def _packages() -> dict[str, str]:
+    required = [re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0] for text in _requirements()]
+    return {name: _version(name) for name in dict.fromkeys([*required, *EXTRAS])}
+
+
+def _requirements() -> list[str]:
+    try:
+        texts = importlib.metadata.requires("quire") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [text for text in texts if "extra ==" not in text]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
