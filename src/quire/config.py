@@ -202,6 +202,13 @@ class SchedulerConfig:
     max_num_queued_reqs: int | None = option(
         None, "Most unfinished requests the server accepts before it answers 503; default: 4 x max-num-seqs.", low=1
     )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Most prompt tokens that wait for their first token before the server answers 503; default: so many requests "
+        "as may be unfinished, with as many tokens each as one step computes.",
+        low=1,
+        metavar="TOKENS",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +309,7 @@ class EngineConfig:
                 )
         if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
+        server.check()
 
     def _check_scheduler(self) -> None:
         options = self.scheduler

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from quire.errors import ConfigError, echo
 from quire.options import option
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +44,85 @@ class ServerConfig:
     disable_log_stats: bool = option(False, "Do not log throughput every ten seconds.")
     disable_access_log: bool = option(False, "Do not log each HTTP request.")
     log_level: str = option("info", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
+
+    # What stands between the socket and the engine: limits of time, number and origin.
+    max_ttft: float | None = option(
+        None,
+        "Answer 503 at once to requests whose first token would, by the length of the queue, come later than this.",
+        low=0.01,
+        high=86400.0,
+        metavar="SECONDS",
+    )
+    request_timeout: float | None = option(
+        None,
+        "Most seconds an answer may take, waiting included; then 504. Requests may ask for less.",
+        low=0.01,
+        high=604800.0,
+        metavar="SECONDS",
+    )
+    api_key_file: str | None = option(
+        None, "File of API keys and their limits, read again when it changes; see docs/limits.md.", metavar="FILE"
+    )
+    max_connections: int | None = option(
+        None, "Most connections at a time; default: what the limit of open files leaves.", low=1, high=2**20
+    )
+    sse_keep_alive_interval: float = option(
+        15.0,
+        "Seconds without an event after which a stream gets a comment, so that no proxy takes it for dead; 0: none.",
+        low=0.0,
+        high=3600.0,
+        metavar="SECONDS",
+    )
+    ssl_ca_certs: str | None = option(None, "File of the authorities that sign certificates of clients.")
+    ssl_cert_reqs: str = option(
+        "none", "Whether clients must have a certificate.", choices=("none", "optional", "required")
+    )
+    uds: str | None = option(
+        None, "Unix socket to listen on, in place of an address; only its owner may connect.", metavar="PATH"
+    )
+    root_path: str = option("/", "Prefix of all paths that a proxy in front takes away.", metavar="PATH")
+    allowed_origins: list[str] = option(
+        [], "Web page origin that may use the server from a browser, or *; may be repeated. Default: none."
+    )
+    allowed_methods: list[str] = option(
+        [], "Method that these pages may use; may be repeated; default: GET, POST, DELETE."
+    )
+    allowed_headers: list[str] = option([], "Header that these pages may send; may be repeated; default: any.")
+    allow_credentials: bool = option(False, "Let browsers send cookies along.")
+
+    def check(self) -> None:
+        """Check what must hold between these options; raise `ConfigError` naming both."""
+        if self.uds is not None:
+            for name, value, default in (("host", self.host, "127.0.0.1"), ("port", self.port, 8000)):
+                if value != default:
+                    raise ConfigError(f"uds contradicts {name}; give one of them", param="uds")
+            if self.ssl_certfile is not None:
+                raise ConfigError("uds contradicts ssl_certfile: a Unix socket has no TLS", param="uds")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile", param="ssl_ca_certs")
+        if (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None):
+            raise ConfigError(
+                "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other", param="ssl_cert_reqs"
+            )
+        if not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii():
+            raise ConfigError(f"root_path must be a path such as /llm, got {echo(self.root_path)}", param="root_path")
+        self._check_origins()
+
+    def _check_origins(self) -> None:
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            if getattr(self, name) and not self.allowed_origins:
+                raise ConfigError(f"{name} needs allowed_origins", param=name)
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "allow_credentials contradicts allowed_origins *; name the origins", param="allow_credentials"
+            )
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins must be * or origins such as https://example.org, got {echo(origin)}",
+                    param="allowed_origins",
+                )
+        for name in ("allowed_methods", "allowed_headers"):
+            for word in getattr(self, name):
+                if not TOKEN.fullmatch(word):
+                    raise ConfigError(f"{name} must be words, got {echo(word)}", param=name)

@@ -25,6 +25,7 @@ from quire.engine.create import create_client
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.errors import EngineDeadError, OverloadedError, QuireError
 from quire.frontend.asking import demand
+from quire.frontend.backlog import Backlog
 from quire.frontend.beams import beam_search_output
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.grammars import GrammarCompiler
@@ -133,7 +134,8 @@ class AsyncLLM:
         if config is not None and options:
             raise TypeError("give a config or keywords, not both")
         self.config = config or EngineConfig.from_kwargs(groups=SERVER_GROUPS, **options)
-        self._listeners = list(listeners)
+        self.backlog = Backlog()
+        self._listeners = [self.backlog, *listeners]
         self._client = client or create_client(self.config, self.config.server.engine)
         self._front = front_model
         self._starting = asyncio.Lock()
@@ -152,6 +154,7 @@ class AsyncLLM:
         self._stats = SchedulerStats()
         limits = self.config.scheduler
         self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self._most_tokens = limits.max_num_queued_tokens or self._most_requests * limits.max_num_batched_tokens
 
     async def start(self) -> None:
         """Load tokenizer and model; return when requests can be served. Later calls do nothing.
@@ -201,6 +204,7 @@ class AsyncLLM:
         tenant: str = "",
         param: str = "prompt",
         ask: MessageAsk | None = None,
+        within: float | None = None,
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
 
@@ -211,15 +215,15 @@ class AsyncLLM:
             cache_salt: prefix blocks are shared only among requests with the same salt.
             tenant: on whose account it runs. param: what errors call the prompt.
             ask: what the message that follows the prompt may be; None if it is no message.
+            within: seconds in which the first token is of use; see `check_room`.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
-            OverloadedError: too many requests are unfinished. EngineDeadError: the engine is gone.
+            OverloadedError: as `check_room`. EngineDeadError: the engine is gone.
         """
         await self.start()
         processor = self._alive()
-        if self.num_unfinished >= self._most_requests:
-            raise OverloadedError(f"{self.num_unfinished} requests are waiting or running; try again later")
+        self.check_room(within=within)
         arrival_time = time.monotonic()
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
@@ -230,6 +234,7 @@ class AsyncLLM:
         finally:
             self._num_admitting -= 1
         processor = self._alive()
+        self.check_room(len(token_ids), within)
         adds = processor.build(
             token_ids,
             params,
@@ -243,9 +248,35 @@ class AsyncLLM:
         )
         news = asyncio.Event()
         state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), news.set)
+        self.backlog.add(len(token_ids))
         for add in adds:
             self._client.send(add)
         return RequestStream(self, state, news)
+
+    def check_room(self, num_tokens: int = 0, within: float | None = None) -> None:
+        """Raise `OverloadedError` if a request with so many prompt tokens had better come later.
+
+        That is, if too many requests are unfinished, or with it too many prompt tokens would wait, or its first token
+        would come later than `within` seconds or `max_ttft`, by what can be told. Nobody is sent away from an empty
+        queue.
+        """
+        if self.num_unfinished == 0:
+            self.backlog.clear()  # an engine's death leaves nothing, and tells nobody of the single requests
+        queued = self.backlog.num_tokens
+        wait = self.backlog.wait(num_tokens)
+        later = 1.0 if wait is None else max(1.0, wait)
+        if self.num_unfinished >= self._most_requests:
+            raise OverloadedError(
+                f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
+            )
+        if queued and queued + num_tokens > self._most_tokens:
+            raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
+        limits = [limit for limit in (within, self.config.server.max_ttft) if limit is not None]
+        if limits and queued and wait is not None and wait > min(limits):
+            raise OverloadedError(
+                f"the first token would come in {wait:.1f} s, later than the {min(limits):.1f} s it may take",
+                retry_after=max(1.0, wait - min(limits)),
+            )
 
     async def generate(
         self,
