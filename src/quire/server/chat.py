@@ -120,14 +120,19 @@ class ChatCompletion(Generation):
         except RequestError as error:
             raise self.explain(error) from None
 
-    async def start(self, request: Request) -> None:
-        """Render the conversation and hand it to the engine."""
+    async def render(self) -> list[int]:
+        """Return the prompt that the conversation is."""
         token_ids = await self.context.llm.chat_prompt(
             self.messages, **self.template_arguments, truncate_prompt_tokens=self.params.truncate_prompt_tokens
         )
         check_template(self.context.llm.front_model, self.body, self.tools)
         if self.body.add_special_tokens:
             token_ids = with_special_tokens(self.context.llm, token_ids)
+        return token_ids
+
+    async def start(self, request: Request) -> None:
+        """Render the conversation and hand it to the engine."""
+        token_ids = await self.render()
         self.ask = self._ask(token_ids)
         if self.ask is not None:
             # The marks between the parts of a message are special tokens; the parser takes them out again.

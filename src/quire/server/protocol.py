@@ -84,15 +84,12 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationRequest(RequestModel):
-    """What completions and chat completions have in common."""
+class SamplingRequest(RequestModel):
+    """What everything that generates text has in common."""
 
     model: str
 
-    # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
-    n: SkipValidation[int] = 1
-    best_of: SkipValidation[int | None] = None
-    max_tokens: SkipValidation[int | None] = None
+    # Checked by SamplingParams.
     min_tokens: SkipValidation[int] = 0
     temperature: SkipValidation[float | None] = None
     top_p: SkipValidation[float | None] = None
@@ -107,16 +104,12 @@ class GenerationRequest(RequestModel):
     bad_words: SkipValidation[list[str] | None] = None
     allowed_token_ids: SkipValidation[list[int] | None] = None
     logit_bias: SkipValidation[dict[str, float] | None] = None
-    prompt_logprobs: SkipValidation[int | None] = None
     ignore_eos: SkipValidation[bool] = False
     skip_reading_prefix_cache: SkipValidation[bool] = False
     skip_special_tokens: SkipValidation[bool] = True
     include_stop_str_in_output: SkipValidation[bool] = False
     spaces_between_special_tokens: SkipValidation[bool] = True
-    truncate_prompt_tokens: SkipValidation[int | None] = None
     stream_interval: SkipValidation[int | None] = None
-    logprob_token_ids: SkipValidation[list[int] | None] = None
-    prompt_logprob_start: SkipValidation[int | None] = None
     thinking_token_budget: SkipValidation[int | None] = None
     repetition_detection: SkipValidation[dict[str, int] | None] = None
     logits_processors: SkipValidation[list[str | dict[str, Any]] | None] = None
@@ -135,11 +128,8 @@ class GenerationRequest(RequestModel):
     mirostat: SkipValidation[int | None] = None
     mirostat_tau: SkipValidation[float | None] = None
     mirostat_eta: SkipValidation[float | None] = None
-    length_penalty: SkipValidation[float | None] = None
-    early_stopping: SkipValidation[bool | Literal["never"] | None] = None
 
     # Checked where a form is made of them, in `forms`.
-    response_format: SkipValidation[dict[str, Any] | None] = None
     structured_outputs: SkipValidation[dict[str, Any] | None] = None
     guided_json: SkipValidation[str | dict[str, Any] | None] = None
     guided_regex: SkipValidation[str | None] = None
@@ -147,12 +137,31 @@ class GenerationRequest(RequestModel):
     guided_grammar: SkipValidation[str | None] = None
     guided_whitespace_pattern: SkipValidation[str | None] = None
 
-    use_beam_search: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
     priority: int = 0
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=REQUEST_ID_PATTERN)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_KEY_LENGTH, pattern=SALT_PATTERN)] | None = None
+
+
+class GenerationRequest(SamplingRequest):
+    """What completions and chat completions have in common."""
+
+    # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
+    n: SkipValidation[int] = 1
+    best_of: SkipValidation[int | None] = None
+    max_tokens: SkipValidation[int | None] = None
+    prompt_logprobs: SkipValidation[int | None] = None
+    truncate_prompt_tokens: SkipValidation[int | None] = None
+    logprob_token_ids: SkipValidation[list[int] | None] = None
+    prompt_logprob_start: SkipValidation[int | None] = None
+    length_penalty: SkipValidation[float | None] = None
+    early_stopping: SkipValidation[bool | Literal["never"] | None] = None
+
+    # Checked in `forms`.
+    response_format: SkipValidation[dict[str, Any] | None] = None
+
+    use_beam_search: bool = False
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
