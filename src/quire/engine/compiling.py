@@ -38,6 +38,11 @@ class Compiling:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that are here."""
+        return list(self._requests)
+
     def check_names(self, request: Request) -> None:
         """Raise `RequestError` if one of those here is called like `request` or one of its sequences."""
         if request.request_id in self._requests or not self._sequence_ids.isdisjoint(request.sequence_ids):

@@ -25,7 +25,7 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import ModelOutput, SchedulerStats, SequenceOutput
+from quire.step import ModelOutput, SchedulerOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class EngineCore:
             hasher=hasher or BlockHasher(executor.hash_key()),
         )
         self._compiling = Compiling(executor)
+        self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
         self.ready = Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
@@ -141,10 +142,17 @@ class EngineCore:
         """Whether a step would have anything to do."""
         return len(self._compiling) > 0 or self.scheduler.has_unfinished()
 
+    @property
+    def compiling(self) -> list[str]:
+        """Ids of the requests whose grammar is being compiled."""
+        return self._compiling.request_ids
+
     def step(self) -> EngineOutputs:
         """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
         refused = self._admit_compiled() if self._compiling else []
         plan = self.scheduler.schedule()
+        if self.on_plan is not None:
+            self.on_plan(plan)
         if not plan.is_empty:
             result = self.executor.execute(plan)
             outputs = self.scheduler.update_from_output(plan, result)

@@ -127,6 +127,10 @@ class RequestLives:
         """Whether a request of this id was added and has not ended."""
         return request_id in self._requests
 
+    def request_ids(self, sequence_ids: Iterable[str]) -> list[str]:
+        """Return the ids of the requests that live sequences belong to, each once."""
+        return list(dict.fromkeys(self._sequences[name].request.request_id for name in sequence_ids))
+
     def _refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, else it yields nothing."""
         num_tokens = request.num_prompt_tokens + 1
