@@ -17,6 +17,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.compiling import Compiling
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes
+from quire.engine.recorder import FlightRecorder, ShowTimeline
 from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -87,6 +88,12 @@ class EngineCore:
             hasher=hasher or BlockHasher(executor.hash_key()),
         )
         self._compiling = Compiling(executor)
+        self.recorder = FlightRecorder(
+            clock,
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+        )
         self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
         self.ready = Ready(
             num_blocks=num_blocks,
@@ -153,18 +160,27 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if self.on_plan is not None:
             self.on_plan(plan)
-        if not plan.is_empty:
+        if plan.is_empty:
+            outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
+            self._compiling.release(self.scheduler)
+            return self.snapshot(refused + outputs)
+        record = self.recorder.begin(plan, self.scheduler)
+        try:
             result = self.executor.execute(plan)
             outputs = self.scheduler.update_from_output(plan, result)
-        else:
-            outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
+        except Exception:
+            logger.error("a step failed; the last ones were:\n%s", "\n".join(self.recorder.last()))
+            raise
         self._compiling.release(self.scheduler)
-        return self.snapshot(refused + outputs)
+        news = self.snapshot(refused + outputs)
+        self.recorder.end(record, news.stats)
+        return news
 
     def _admit_compiled(self) -> list[SequenceOutput]:
         """Queue requests whose grammar has been compiled; return news of those that cannot run."""
         able, news = self._compiling.ready(0.0 if self.scheduler.has_unfinished() else GRAMMAR_WAIT_SECONDS)
         for request in able:
+            self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
             if request.beam_params is not None:  # a beam that has said all that it may must end, also with `ignore_eos`
                 request.stop_ids |= frozenset(self.executor.end_ids())
             self.scheduler.add_request(request)
@@ -172,7 +188,8 @@ class EngineCore:
 
     def _stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
-        stats.num_waiting += len(self._compiling)
+        stats.num_deferred = len(self._compiling)
+        stats.num_waiting += stats.num_deferred
         return stats
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
@@ -183,7 +200,8 @@ class EngineCore:
         """Run an operation between steps, and return what there is to tell, JSON-like.
 
         "reset_prefix_cache", "stats" and "check_integrity" take no arguments; "blocks" is a picture of the queues and
-        the block manager (`ShowBlocks`), "prefixes" the radix tree of what is cached (`ShowPrefixes`).
+        the block manager (`ShowBlocks`), "prefixes" the radix tree of what is cached (`ShowPrefixes`), "timeline" what
+        happened to a request (`ShowTimeline`).
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -201,6 +219,8 @@ class EngineCore:
             if show.text:
                 return {"text": draw_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)}
             return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
+        if method == "timeline":
+            return self.recorder.timeline(_convert(arguments, ShowTimeline))
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def _show_blocks(self, show: ShowBlocks) -> dict[str, Any]:

@@ -238,6 +238,10 @@ class BaseScheduler(RequestLives, ABC):
         """Return the running, then the waiting, then the loading requests, each kind in order."""
         return [*self._running, *self._waiting, *self._loading]
 
+    def find(self, sequence_id: str) -> Sequence | None:
+        """Return a live sequence, or None; while their prompt is computed, all samples of a request are the first."""
+        return self._sequences.get(sequence_id)
+
     def stats(self) -> SchedulerStats:
         """Return a snapshot; O(running)."""
         stats = self._stats

@@ -241,6 +241,7 @@ class RequestLives:
             request.num_cached_tokens = hit.num_tokens
             self._stats.prefix_cache_queries += sequence.num_tokens
             self._stats.prefix_cache_hits += hit.num_tokens
+            request.num_host_tokens = hit.num_host_tokens(self.kv.block_size)
         self._stats.host_cache_hits += hit.num_host_tokens(self.kv.block_size)
 
     def _num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
@@ -366,6 +367,7 @@ class RequestLives:
         request.loading = set(self.kv.start_loads(hit, num_reserved))
         if not request.loading:
             return False
+        request.num_disk_tokens = len(request.loading) // len(self.kv.windows) * self.kv.block_size
         self._waiting.remove(request)
         request.status = RequestStatus.LOADING
         self._loading.append(request)

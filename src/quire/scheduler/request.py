@@ -154,6 +154,7 @@ class Request:
         order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it when the scheduler first looked; None before.
+        num_host_tokens, num_disk_tokens: prompt tokens that were brought back from there for its first admission.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
@@ -176,8 +177,10 @@ class Request:
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
+        "num_disk_tokens",
         "num_expected_tokens",
         "num_forks",
+        "num_host_tokens",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -242,6 +245,7 @@ class Request:
         self.order_key: tuple[float, ...] = ()
         self.num_cached_tokens: int | None = None
         self.num_expected_tokens: int | None = None
+        self.num_host_tokens = self.num_disk_tokens = 0
         self.num_preemptions = 0
         self.num_output_tokens = 0
         self.first_scheduled_time: float | None = None

@@ -1,0 +1,386 @@
+"""`FlightRecorder`: what the last steps of an engine were, in shapes and counts, never text or token ids.
+
+Recording costs the same for every step, whatever its size: the plan's dict of tokens is kept, not copied. The story of
+one request is put together only when somebody asks, by going through the steps since it came (`timeline`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from quire.scheduler.base import BaseScheduler
+from quire.scheduler.request import RequestStatus
+from quire.step import SchedulerOutput, SchedulerStats, TransferKind
+
+MAX_STEPS = 4096
+MAX_ENTRIES = 262144  # of all steps' dicts together: some 20 MB
+MAX_WAITS = 1024
+MAX_FOLLOWED = 8
+MAX_CHUNKS = 64
+MAX_EVENTS = 64
+NUM_SLOWEST = 5
+_SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # what names of sequences have behind that of their request
+
+
+class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "timeline".
+
+    Attributes:
+        request_id: as in `AddRequest`, without the part that `Processor` adds where it splits a request.
+        num_sequences: how many it began with; the first `MAX_FOLLOWED` are followed.
+        since, until: whole seconds of the engine's clock between which it lived; 0: still does.
+    """
+
+    request_id: Annotated[str, msgspec.Meta(max_length=1024)]
+    num_sequences: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
+    since: Annotated[int, msgspec.Meta(ge=0)] = 0
+    until: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Admission(NamedTuple):
+    """A sequence that the worker had to be told of: it began, or came back after a preemption.
+
+    `num_tokens` it had, of which `num_computed` needed no computing; of these so many came from the host and from disk.
+    """
+
+    sequence_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed: int
+    num_host: int
+    num_disk: int
+
+
+class Preemption(NamedTuple):
+    """A sequence that lost its place after so many generated tokens; `kind` is "recompute" or "swap"."""
+
+    sequence_id: str
+    kind: str
+    num_generated: int
+
+
+class StepRecord:
+    """One step. `seconds` and `stats` are None while it runs, and for ever if the engine died in it."""
+
+    __slots__ = (
+        "admitted",
+        "forked",
+        "num_in",
+        "num_loads",
+        "num_out",
+        "preempted",
+        "scheduled",
+        "seconds",
+        "started",
+        "stats",
+        "total",
+    )
+
+    def __init__(self, started: float, plan: SchedulerOutput) -> None:
+        self.started = started
+        self.scheduled = plan.num_scheduled_tokens
+        self.total = plan.total_num_scheduled_tokens
+        self.num_loads = len(plan.loads)
+        self.num_out = self.num_in = 0
+        self.admitted: list[Admission] | None = None
+        self.preempted: list[Preemption] | None = None
+        self.forked: list[str] | None = None
+        self.seconds: float | None = None
+        self.stats: SchedulerStats | None = None
+
+    def shape(self) -> dict[str, Any]:
+        """Return what was in it, in counts."""
+        prompts = [count for count in self.scheduled.values() if count > 1]
+        return {
+            "sequences": len(self.scheduled),
+            "tokens": self.total,
+            "prompts": len(prompts),
+            "prompt_tokens": sum(prompts),
+            "admitted": len(self.admitted or ()),
+            "preempted": len(self.preempted or ()),
+            "swapped_out": self.num_out,
+            "swapped_in": self.num_in,
+            "disk_reads": self.num_loads,
+        }
+
+    def __str__(self) -> str:
+        took = "not finished" if self.seconds is None else f"{1000 * self.seconds:.1f} ms"
+        shape = ", ".join(f"{name} {count}" for name, count in self.shape().items() if count)
+        return f"at {self.started:.3f} s: {took}; {shape or 'nothing to compute'}"
+
+
+class FlightRecorder:
+    """The last steps of one engine.
+
+    Args:
+        clock: seconds, the engine's. block_size, max_num_seqs, max_num_batched_tokens: its limits, by which waiting is
+            explained.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self._clock = clock
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._ring: list[StepRecord | None] = [None] * MAX_STEPS
+        self._first = self._next = 0  # numbers of steps; number n is at n % MAX_STEPS
+        self._num_entries = 0
+        self._waits: deque[tuple[str, float]] = deque(maxlen=MAX_WAITS)
+
+    def __len__(self) -> int:
+        return self._next - self._first
+
+    def begin(self, plan: SchedulerOutput, scheduler: BaseScheduler) -> StepRecord:
+        """Record a step that is about to be executed."""
+        record = StepRecord(self._clock(), plan)
+        if plan.new_sequences:
+            record.admitted = [
+                Admission(
+                    new.sequence_id,
+                    len(new.token_ids),
+                    new.num_prompt_tokens,
+                    new.num_computed_tokens,
+                    *_tiers_of(scheduler, new.sequence_id),
+                )
+                for new in plan.new_sequences
+            ]
+        if plan.preempted_sequence_ids:
+            record.preempted = [_preemption(scheduler, name) for name in plan.preempted_sequence_ids]
+        if plan.forks:
+            record.forked = [fork.sequence_id for fork in plan.forks]
+        for kind, _, _ in plan.transfers:
+            record.num_out += kind == TransferKind.OUT
+            record.num_in += kind == TransferKind.IN
+        if len(self) == MAX_STEPS:
+            self._drop()
+        self._ring[self._next % MAX_STEPS] = record
+        self._next += 1
+        self._num_entries += len(record.scheduled)
+        while self._num_entries > MAX_ENTRIES and len(self) > 1:
+            self._drop()
+        return record
+
+    def end(self, record: StepRecord, stats: SchedulerStats) -> None:
+        """Note that a step is over."""
+        record.seconds = self._clock() - record.started
+        record.stats = stats
+
+    def note_grammar(self, request_id: str, seconds: float) -> None:
+        """Note that a request had to wait so long for its grammar."""
+        self._waits.append((request_id, seconds))
+
+    def last(self, count: int = 5) -> list[str]:
+        """Return a line for each of the last steps, the newest last."""
+        return [str(self._at(number)) for number in range(max(self._first, self._next - count), self._next)]
+
+    def _drop(self) -> None:
+        place = self._first % MAX_STEPS
+        dropped = self._ring[place]
+        assert dropped is not None
+        self._ring[place] = None
+        self._num_entries -= len(dropped.scheduled)
+        self._first += 1
+
+    def _at(self, number: int) -> StepRecord:
+        record = self._ring[number % MAX_STEPS]
+        assert record is not None
+        return record
+
+    def _between(self, since: float, until: float) -> Iterator[StepRecord]:
+        """Yield the steps that were begun in this time, and the one before."""
+        numbers = range(self._first, self._next)
+        start = bisect_left(numbers, since, key=lambda number: self._at(number).started)
+        for number in numbers[max(start - 1, 0) :]:
+            record = self._at(number)
+            if until and record.started > until:
+                return
+            yield record
+
+    def timeline(self, show: ShowTimeline) -> dict[str, Any]:
+        """Return what happened to a request, JSON-like; points in time are seconds of the engine's clock.
+
+        `complete` says whether all of its steps are still known. See `_Story` for the rest.
+        """
+        story = _Story(self, show)
+        for record in self._between(show.since, show.until):
+            story.add(record)
+        answer = story.tell()
+        oldest = self._at(self._first).started if len(self) else self._clock()
+        answer["complete"] = story.begun or (not story.steps and oldest <= show.since)
+        waits = [seconds for name, seconds in self._waits if _belongs(name, show.request_id)]
+        answer["grammar_seconds"] = max(waits, default=0.0)
+        return answer
+
+
+class _Story:
+    """The part that one request had in the steps, as they are gone through in order.
+
+    Attributes:
+        begun: whether its first admission was among them.
+    """
+
+    def __init__(self, recorder: FlightRecorder, show: ShowTimeline) -> None:
+        self._recorder = recorder
+        self._id = show.request_id
+        count = min(show.num_sequences, MAX_FOLLOWED)
+        names = [show.request_id] if show.num_sequences == 1 else [f"{show.request_id}-{i}" for i in range(count)]
+        self._names = dict.fromkeys(names)
+        self.begun = False
+        self.steps: list[tuple[StepRecord, int]] = []
+        self._events: list[dict[str, Any]] = []
+        self._chunks: list[dict[str, Any]] = []
+        self._num_chunks = 0
+        self._prompt_left = 0
+        self._queue: list[StepRecord] = []
+        self._away: dict[str, Any] | None = None  # a preemption that has not been made up for
+        self._away_left: int | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Take in a step."""
+        for preemption in record.preempted or ():
+            if _belongs(preemption.sequence_id, self._id):
+                self._preempted(record, preemption)
+        for admission in record.admitted or ():
+            if _belongs(admission.sequence_id, self._id):
+                self._admitted(record, admission)
+        for name in record.forked or ():
+            if len(self._names) < MAX_FOLLOWED and _belongs(name, self._id):
+                self._names[name] = None
+        scheduled = record.scheduled
+        own = sum([scheduled[name] for name in self._names if name in scheduled])
+        if own:
+            self._computed(record, own)
+        elif not self.begun and not self.steps and record.seconds is not None:
+            self._queue.append(record)
+
+    def _admitted(self, record: StepRecord, admission: Admission) -> None:
+        if len(self._names) < MAX_FOLLOWED:
+            self._names[admission.sequence_id] = None
+        left = admission.num_tokens - admission.num_computed
+        if self._away is not None:
+            self._away_left = (self._away_left or 0) + left
+            self._away.setdefault("resumed", record.started)
+            self._away["recomputed"] = self._away.get("recomputed", 0) + (left if self._away["how"] != "swap" else 0)
+        elif not self.begun:
+            self.begun = True
+            self._prompt_left = left
+            device = admission.num_computed - admission.num_host - admission.num_disk
+            self._event(
+                "scheduled",
+                record,
+                cached={"device": max(device, 0), "host": admission.num_host, "disk": admission.num_disk},
+                prompt_tokens=admission.num_prompt_tokens,
+                waited_for=self._reason(admission),
+            )
+
+    def _preempted(self, record: StepRecord, preemption: Preemption) -> None:
+        if self._away is not None and self._away["at"] == record.started:
+            return  # another sequence of the request, which goes as a whole
+        self._prompt_left = 0
+        self._away = self._event("preempted", record, how=preemption.kind, tokens=preemption.num_generated)
+        self._away_left = None
+
+    def _event(self, kind: str, record: StepRecord, **details: Any) -> dict[str, Any]:
+        event = {"event": kind, "at": record.started, **details}
+        if len(self._events) < MAX_EVENTS:
+            self._events.append(event)
+        return event
+
+    def _computed(self, record: StepRecord, own: int) -> None:
+        self.steps.append((record, own))
+        end = record.started + (record.seconds or 0.0)
+        if self._away is not None and self._away_left is not None:
+            self._away_left -= own
+            if self._away_left <= 0:
+                self._away["seconds"] = end - self._away["at"]
+                self._away = self._away_left = None
+        elif self._prompt_left > 0:
+            self._prompt_left -= own
+            self._num_chunks += 1
+            if len(self._chunks) < MAX_CHUNKS:
+                others = len(record.scheduled) - sum(name in record.scheduled for name in self._names)
+                self._chunks.append(
+                    {
+                        "at": record.started,
+                        "seconds": record.seconds,
+                        "tokens": own,
+                        "others": others,
+                        "batch_tokens": record.total,
+                    }
+                )
+
+    def _reason(self, admission: Admission) -> str | None:
+        """Return for what it waited longest: "seats", "kv_cache", "budget" or "turn"; None if for nothing."""
+        recorder = self._recorder
+        needed = -(-(admission.num_tokens - admission.num_computed) // recorder.block_size)
+        seconds = dict.fromkeys(("seats", "kv_cache", "budget", "turn"), 0.0)
+        for record in self._queue:
+            stats = record.stats
+            if stats is None or record.seconds is None:
+                continue
+            if not stats.num_waiting:
+                continue  # it had not come yet
+            if stats.num_running >= recorder.max_num_seqs:
+                reason = "seats"
+            elif stats.num_free_blocks < needed or record.preempted:
+                reason = "kv_cache"
+            elif record.total >= recorder.max_num_batched_tokens:
+                reason = "budget"
+            else:
+                reason = "turn"
+            seconds[reason] += record.seconds
+        most = max(seconds, key=lambda reason: seconds[reason])
+        return most if seconds[most] else None
+
+    def tell(self) -> dict[str, Any]:
+        """Return the story, without what only the recorder knows."""
+        times = sorted(record.seconds for record, _ in self.steps if record.seconds is not None)
+        slowest = sorted(self.steps, key=lambda step: -(step[0].seconds or 0.0))[:NUM_SLOWEST]
+        summary: dict[str, Any] = {"count": len(self.steps)}
+        if times:
+            summary |= {
+                "seconds": sum(times),
+                "mean": sum(times) / len(times),
+                "p50": times[len(times) // 2],
+                "p99": times[min(len(times) * 99 // 100, len(times) - 1)],
+                "max": times[-1],
+                "mean_sequences": sum(len(record.scheduled) for record, _ in self.steps) / len(self.steps),
+            }
+        return {
+            "events": self._events,
+            "chunks": self._chunks,
+            "num_chunks": self._num_chunks,
+            "steps": summary,
+            "slowest": [
+                {"at": record.started, "seconds": record.seconds, "own_tokens": own, **record.shape()}
+                for record, own in sorted(slowest, key=lambda step: step[0].started)
+            ],
+        }
+
+
+def _belongs(name: str, request_id: str) -> bool:
+    """Whether a sequence, or a part of a request, called `name` is of this request."""
+    return name.startswith(request_id) and _SUFFIX.fullmatch(name, len(request_id)) is not None
+
+
+def _tiers_of(scheduler: BaseScheduler, sequence_id: str) -> tuple[int, int]:
+    sequence = scheduler.find(sequence_id)
+    if sequence is None:
+        return 0, 0
+    return sequence.request.num_host_tokens, sequence.request.num_disk_tokens
+
+
+def _preemption(scheduler: BaseScheduler, sequence_id: str) -> Preemption:
+    sequence = scheduler.find(sequence_id)
+    if sequence is None:
+        return Preemption(sequence_id, "recompute", 0)
+    kind = "swap" if sequence.request.status is RequestStatus.SWAPPED else "recompute"
+    return Preemption(sequence_id, kind, sequence.num_tokens - sequence.num_prompt_tokens)
