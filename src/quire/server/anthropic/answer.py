@@ -1,0 +1,219 @@
+"""What a chat brings, as Anthropic's message, whole or as the events of a stream.
+
+There is one way from a chat to blocks (`Blocks.take`), and a whole message is the blocks that the events have made. So
+both hold the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import msgspec
+
+from quire.frontend.formats.message import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+)
+from quire.server.chat import ChatCompletion, ChoiceNews
+from quire.server.generation import Usage
+
+OUR_CALL, THEIR_CALL = "call_", "toolu_"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Blocks:
+    """The content of a message so far.
+
+    Args:
+        shows_thinking: whether the text of reasoning is shown.
+
+    Attributes:
+        complete_call: whether there is at least one complete call of a tool.
+    """
+
+    def __init__(self, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self._blocks: list[dict[str, Any]] = []
+        self._texts: list[list[str]] = []
+        self._open: str | None = None  # type of the last block, if it may go on
+        self.complete_call = False
+
+    def take(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the events of the stream that belong to what is new."""
+        made: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case ReasoningDelta():
+                    made += self._go_on("thinking", event.text, "thinking_delta", "thinking")
+                case ContentDelta():
+                    made += self._go_on("text", event.text, "text_delta", "text")
+                case CallStart():
+                    call_id = event.id or ""
+                    if call_id.startswith(OUR_CALL):
+                        call_id = THEIR_CALL + call_id.removeprefix(OUR_CALL)
+                    made += self.close()
+                    made += self._begin({"type": "tool_use", "id": call_id, "name": event.name, "input": {}})
+                case CallArguments():
+                    made.append(self._delta({"type": "input_json_delta", "partial_json": event.text}))
+                    self._texts[-1].append(event.text)
+                case CallEnd():
+                    self.complete_call = True
+                    made += self.close()
+        return made
+
+    def _go_on(self, kind: str, text: str, delta: str, field: str) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        if self._open != kind:
+            made += self.close()
+            empty = {"signature": ""} if kind == "thinking" else {"citations": None}
+            made += self._begin({"type": kind, field: "", **empty})
+        self._texts[-1].append(text)
+        if kind != "thinking" or self._shows_thinking:
+            made.append(self._delta({"type": delta, field: text}))
+        return made
+
+    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        self._open = block["type"]
+        self._blocks.append(block)
+        self._texts.append([])
+        return [{"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def close(self) -> list[dict[str, Any]]:
+        """Return the events that end the last block, if it has not ended."""
+        if self._open is None:
+            return []
+        made = []
+        block, text = self._blocks[-1], "".join(self._texts[-1])
+        match self._open:
+            case "thinking":
+                block["thinking"] = text if self._shows_thinking else ""
+                block["signature"] = signature(text)
+                made.append(self._delta({"type": "signature_delta", "signature": block["signature"]}))
+            case "text":
+                block["text"] = text
+            case "tool_use":
+                block["input"] = _read_input(text)
+        self._open = None
+        return [*made, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return the whole content; nothing more will come."""
+        self.close()
+        return self._blocks
+
+
+def signature(thinking: str) -> str:
+    """Return the signature of a block of thinking. It is a digest: nobody asks for it, for any text is taken back."""
+    return base64.b64encode(hashlib.sha256(b"thinking\x00" + thinking.encode()).digest()).decode()
+
+
+def _read_input(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; of one that was cut off, nothing."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Return Anthropic's usage: the three kinds of input tokens add up to the prompt."""
+    counts = usage.as_json()
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    answer: dict[str, Any] = {
+        "input_tokens": counts["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counts["completion_tokens"],
+    }
+    if usage.reasoning_tokens is not None:
+        answer["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return answer
+
+
+class Answer:
+    """The answer to one request.
+
+    Args:
+        chat: started. max_tokens: as asked for.
+    """
+
+    def __init__(self, chat: ChatCompletion, max_tokens: int, shows_thinking: bool) -> None:
+        self._chat = chat
+        self._max_tokens = max_tokens
+        self._blocks = Blocks(shows_thinking)
+        self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": "msg_" + self._chat.response_id.partition("-")[2],
+            "type": "message",
+            "role": "assistant",
+            "model": self._chat.model,
+            "content": content,
+            **self._ending,
+            "usage": {**usage_json(self._chat.usage), "service_tier": "standard"},
+        }
+
+    def _take(self, news: list[ChoiceNews]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for item in news:
+            events += self._blocks.take(item.events)
+            if item.output.finished:
+                events += self._blocks.close()
+                self._ending = self._end(item)
+        return events
+
+    def _end(self, news: ChoiceNews) -> dict[str, Any]:
+        """Return why the message ended."""
+        reason, sequence = "end_turn", None
+        if news.output.finish_reason == "length":
+            generated = self._chat.usage.as_json()["completion_tokens"]
+            reason = "max_tokens" if generated >= self._max_tokens else "model_context_window_exceeded"
+        elif isinstance(news.output.stop_reason, str):
+            reason, sequence = "stop_sequence", news.output.stop_reason
+        elif self._blocks.complete_call:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the message once it is complete. Raises as `ChatCompletion.news`."""
+        async with contextlib.aclosing(self._chat.news()) as batches:
+            async for news in batches:
+                self._take(news)
+        return self._message(self._blocks.content())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream, those that belong together in one piece."""
+        started = False
+        async with contextlib.aclosing(self._chat.news()) as batches:
+            async for news in batches:
+                data = b""
+                if not started:
+                    started = True
+                    start = {"type": "message_start", "message": self._message([])}
+                    data = _event(start) + _event({"type": "ping"})
+                data += b"".join([_event(item) for item in self._take(news)])
+                if data:
+                    yield data
+        usage = usage_json(self._chat.usage)
+        yield _event({"type": "message_delta", "delta": self._ending, "usage": usage}) + _event(
+            {"type": "message_stop"}
+        )
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"event: " + value["type"].encode() + b"\ndata: " + _encode(value) + b"\n\n"

@@ -1,0 +1,74 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.anthropic.answer import Answer
+from quire.server.anthropic.protocol import ConversationRequest, CountTokensRequest, MessagesRequest
+from quire.server.anthropic.translate import Translation, translate
+from quire.server.chat import ChatCompletion
+from quire.server.context import ModelContext, context_of, model_context
+from quire.server.errors import JSON
+from quire.server.parsing import parse_request, validate
+from quire.server.protocol import ChatCompletionRequest, body_schema
+from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
+
+router = APIRouter()
+
+R = TypeVar("R", bound=ConversationRequest)
+
+
+@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
+async def create_message(request: Request) -> Response:
+    """Answer a conversation, as Anthropic's API does."""
+    body, context, translation = await _translated(request, MessagesRequest)
+    with translation.words.telling():
+        chat = _chat(context, translation)
+        await chat.start(request)
+    answer = Answer(chat, body.max_tokens, translation.shows_thinking)
+    headers = _headers(request)
+    if body.stream:
+        stream = EventStream(translation.words.telling_of(answer.events()), chat.close)
+        stream.headers.update(headers)
+        return stream
+    try:
+        with translation.words.telling():
+            message = await until_disconnect(request.receive, answer.whole())
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        chat.close()
+    return Response(msgspec.json.encode(message), headers=headers, media_type=JSON)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    """Return how many tokens the prompt of such a message has."""
+    _, context, translation = await _translated(request, CountTokensRequest)
+    with translation.words.telling():
+        token_ids = await _chat(context, translation).render()
+    answer = {"input_tokens": len(token_ids)}
+    return Response(msgspec.json.encode(answer), headers=_headers(request), media_type=JSON)
+
+
+async def _translated(request: Request, model: type[R]) -> tuple[R, ModelContext, Translation]:
+    server = context_of(request).config.server
+    body = await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
+    context = await model_context(request, body.model)
+    front = context.llm.front_model
+    return body, context, translate(body, front, ignore_unknown=server.ignore_unknown_fields)
+
+
+def _chat(context: ModelContext, translation: Translation) -> ChatCompletion:
+    return ChatCompletion(context, validate(ChatCompletionRequest, translation.fields), "msg")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Return the header in which Anthropic's clients look for the id of a request."""
+    return {"request-id": request.scope["state"]["request_id"]}
