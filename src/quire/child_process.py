@@ -1,17 +1,67 @@
-"""How further processes of ours are started: by module name, with the package where this one has it."""
+"""How further processes of ours are started, by module name, and how they end with the one that started them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.5
 
-def start_module(module: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start `python -m module`; the package is found also where it is not installed. `options`: of `Popen`."""
+
+def start_module(
+    module: str, *, on_exit: Callable[[int], None] = lambda code: None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module PID`, PID being this process; the package is found also where it is not installed.
+
+    The child is to call `die_with_parent` first. It is reaped as soon as it ends; nobody has to wait for it.
+
+    Args:
+        on_exit: called then, in another thread, with the exit code. options: of `Popen`.
+    """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     environment = dict(os.environ, PYTHONPATH=root + (os.pathsep + path if path else ""))
-    return subprocess.Popen([sys.executable, "-m", module], env=environment, **options)
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def keep() -> None:
+        try:
+            process = subprocess.Popen([sys.executable, "-m", module, str(os.getpid())], env=environment, **options)
+        except BaseException as error:  # thread boundary: it is for the caller
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        on_exit(process.wait())
+
+    # To Linux the parent is the thread that starts a child, not its process: with that thread the child would die. So
+    # it is one that lasts exactly as long as the child. A daemon, for no child may keep the interpreter from ending.
+    threading.Thread(target=keep, name=f"{module}-keeper", daemon=True).start()
+    return started.result()
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process, by force, when the process `parent` that started it is gone, or is gone already.
+
+    Linux does it, whatever this process is busy with; elsewhere a thread looks twice a second.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+
+        def look() -> None:
+            while os.getppid() == parent:
+                time.sleep(_LOOK_SECONDS)
+            os._exit(1)
+
+        threading.Thread(target=look, name="parent-watch", daemon=True).start()
+    if os.getppid() != parent:  # it ended before it could be arranged
+        os._exit(1)

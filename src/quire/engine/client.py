@@ -25,6 +25,12 @@ class EngineClient(Protocol):
         Cheap, and without the engine's help: it may be stuck.
         """
 
+    async def dump_stacks(self) -> str:
+        """Log what an engine that does not react is doing, and return it; for before `kill`.
+
+        Waits half a second at most: an engine that is stopped cannot tell.
+        """
+
     def kill(self) -> None:
         """End an engine that does not react; `receive` then raises `EngineDeadError`. Does nothing where it cannot."""
 

@@ -21,7 +21,7 @@ def create_inline_engine(config: EngineConfig) -> InlineEngine:
 def create_client(config: EngineConfig, kind: str) -> EngineClient:
     """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
     if kind == "process":
-        from quire.engine.process import ProcessClient  # lazy: only this one needs zmq
+        from quire.engine.process import ProcessClient
 
         return ProcessClient(config)
     from quire.engine.inline import ThreadClient

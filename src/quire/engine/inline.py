@@ -103,6 +103,10 @@ class ThreadClient:
         """Return 0.0: nobody watches a thread, which could not be replaced."""
         return 0.0
 
+    async def dump_stacks(self) -> str:
+        """Return nothing: nobody watches a thread."""
+        return ""
+
     def kill(self) -> None:
         """Do nothing: a thread cannot be ended from outside."""
 

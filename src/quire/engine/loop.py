@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.engine.core import EngineCore
+from quire.engine.heartbeat import Unwatched
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -16,7 +17,7 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import QuireError, RequestError
-from quire.step import SequenceOutput
+from quire.step import SchedulerOutput, SequenceOutput
 
 
 def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | None:
@@ -54,26 +55,39 @@ def run(
     receive: Callable[[bool], ToEngine | None],
     send: Callable[[FromEngine], None],
     alive: Callable[[], bool] = lambda: True,
+    signs: Unwatched | None = None,
 ) -> None:
     """Serve until a `Shutdown` arrives or `alive` says that nobody is left to serve.
 
     Args:
         receive: return the next message, or None. With True, wait for one, though not forever.
         send: deliver to the front.
+        signs: told what happens, before it does.
     """
+    if signs is None:
+        signs = Unwatched()
+    else:
+        core.on_plan = _announcing(core, signs)
     told_idle = True  # whether the front knows that nothing runs
     while True:
-        message = receive(not core.has_unfinished())
+        idle = not core.has_unfinished()
+        if idle:
+            signs.idle()
+        message = receive(idle)
         while message is not None:
             if isinstance(message, Shutdown):
                 return
             told_idle = told_idle and not isinstance(message, AddRequest)
+            signs.applying(message)
             answer = apply(core, message)
+            signs.applied()
             if answer is not None:
                 send(answer)
             message = receive(False)
         if core.has_unfinished():
+            signs.stepping()
             outputs = core.step()
+            signs.stepped()
             idle = not core.has_unfinished()
             if outputs.outputs or idle:
                 send(outputs)
@@ -84,3 +98,18 @@ def run(
             told_idle = True
         elif not alive():
             return
+
+
+def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[SchedulerOutput], None]:
+    def announce(plan: SchedulerOutput) -> None:
+        if plan.is_empty:
+            return
+        scheduled, compiling = plan.num_scheduled_tokens, core.compiling
+        signs.planned(
+            [*scheduled, *compiling],
+            lambda: [*core.scheduler.request_ids(scheduled), *compiling],
+            plan.total_num_scheduled_tokens,
+            known=not plan.wait_for_loads,  # how long a disk takes has nothing to do with tokens
+        )
+
+    return announce

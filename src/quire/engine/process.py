@@ -1,60 +1,71 @@
 """The engine in a process of its own. Both ends stand here: `ProcessClient` in the front, `main` in the child.
 
-They talk msgpack over two ZMQ sockets, one each way, in a directory only the user can enter. The child gets its options
-as JSON on standard input. It ends when told to, and by itself when its parent is gone; it never outlives the front.
+What they say to each other is in `messages.py`, how it travels in `channel.py`, how the front knows that the engine
+gets on in `heartbeat.py`. The child inherits all of that and gets its options as JSON on standard input. It ends when
+told to, and by itself when its parent is gone; it never outlives the front.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import faulthandler
 import json
 import logging
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
-import threading
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from quire.child_process import start_module
-from quire.config import SERVER_GROUPS, EngineConfig
+from quire.child_process import die_with_parent, start_module
+from quire.config import CONFIG_GROUPS, EngineConfig
+from quire.engine.channel import ChannelError, EngineEnd, FrontEnd
+from quire.engine.heartbeat import Heartbeat, LifeSigns, Watch, anonymous_file, create_heartbeat
 from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.options import option_fields
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
-_IDLE_MILLISECONDS = 1000
-_LAST_WORDS_SECONDS = 0.1
+_REAP_SECONDS = 2.0  # for an engine that has closed its end to end altogether
+_DUMP_SECONDS = 0.5
+_DUMP_PIECE_SECONDS = 0.05
+_MOST_DUMPED = 1 << 17  # bytes
+_DUMP_SIGNAL = signal.SIGUSR1
 
 
 class ProcessClient:
     """Starts the engine process and carries messages to and from it.
 
-    Attributes:
-        directory: where the sockets are, once spawned; removed by `close`.
+    Args:
+        module: what the child runs; another one than this one is for tests.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
         self._config = config
+        self._module = module
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self.directory: Path | None = None
-        self._context: zmq.asyncio.Context | None = None
-        self._inbox: zmq.asyncio.Socket | None = None
-        self._outbox: zmq.Socket[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._exit: asyncio.Future[int] | None = None
-        self._receiving: asyncio.Future[bytes] | None = None
+        self._channel: FrontEnd | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._watch: Watch | None = None
+        self._stacks: int | None = None  # a file in which the engine writes where it is when asked, or when it crashes
+        self._num_dumped = 0  # bytes of it that were read
+        self._exit: Future[int] = Future()
+        self._exit.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self._ready = False
+        self._dead: EngineDeadError | None = None
 
     @property
     def pid(self) -> int | None:
@@ -63,26 +74,27 @@ class ProcessClient:
 
     def spawn(self) -> None:
         """Start the process without waiting for it; `start` does this if it was not done before."""
-        self.directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(f"ipc://{self.directory}/from-engine")
-        # Sending is plain, not asyncio: no future per message. It needs a socket of its own, since a plain call on an
-        # asyncio socket can swallow its wake-up. Connecting, not binding, lets messages queue before the child is up.
-        self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)  # bounded by admission, not here: a full socket must not block the event loop
-            socket.setsockopt(zmq.LINGER, 0)
-        self._outbox.connect(f"ipc://{self.directory}/to-engine")
-        options = {
-            "directory": str(self.directory),
-            "log_level": self._config.server.log_level,
-            "options": _wire(self._config),
-        }
-        self._process = start_module("quire.engine.process", stdin=subprocess.PIPE)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._channel = FrontEnd(ours)
+            beat, self._heartbeat = create_heartbeat()
+            self._watch = Watch(self._heartbeat)
+            try:
+                self._stacks = anonymous_file("quire-stacks")
+                inherited = {"channel": theirs.fileno(), "heartbeat": beat, "stacks": self._stacks}
+                self._process = start_module(
+                    self._module,
+                    on_exit=self._exit.set_result,
+                    stdin=subprocess.PIPE,
+                    pass_fds=tuple(inherited.values()),
+                )
+            finally:
+                os.close(beat)
+        options = {**inherited, "log_level": self._config.server.log_level, "options": _wire(self._config)}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(options).encode())
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: `start` says so
+            self._process.stdin.write(json.dumps(options).encode())
+            self._process.stdin.close()
 
     async def start(self) -> Ready:
         """Wait until the model is loaded.
@@ -92,18 +104,10 @@ class ProcessClient:
         """
         if self._process is None:
             self.spawn()
-        process = self._process
-        assert process is not None
-        loop = asyncio.get_running_loop()
-        self._exit = loop.create_future()
-
-        def watch() -> None:
-            code = process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-                loop.call_soon_threadsafe(self._ended, code)
-
-        # A daemon: an engine that outlives everything must not keep the interpreter from ending.
-        threading.Thread(target=watch, name="quire-engine-watch", daemon=True).start()
+        assert self._channel is not None
+        self._channel.attach()
+        # The end of the channel says the same, unless a process that the engine has started holds it open.
+        asyncio.wrap_future(self._exit).add_done_callback(self._ended)
         message = await self._next()
         if isinstance(message, Failed):
             await self.close()
@@ -111,51 +115,100 @@ class ProcessClient:
                 raise ConfigError(message.message, param=message.param)
             raise EngineDeadError(message.message)
         assert isinstance(message, Ready), message
+        self._ready = True
         return message
 
     def send(self, message: ToEngine) -> None:
         """Send without waiting; messages keep their order. Lost silently if the engine is gone: `receive` says so."""
-        assert self._outbox is not None
-        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        assert self._channel is not None
+        self._channel.send(self._encoder.encode(message))
 
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for news. Raises `EngineDeadError` once the process has ended or its loop has failed."""
         message = await self._next()
         if isinstance(message, Failed):
-            raise EngineDeadError(message.message)
-        assert isinstance(message, EngineOutputs | CallResult), message
+            raise self._died(message.message)
+        if isinstance(message, Ready):
+            raise await self._malformed("it says twice that it is ready")
         return message
 
     async def _next(self) -> FromEngine:
-        assert self._inbox is not None and self._exit is not None
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self._inbox.recv())
+        if self._dead is not None:
+            raise self._dead
+        assert self._channel is not None
         try:
-            data = await asyncio.shield(self._receiving)
-        except asyncio.CancelledError:
-            if self._receiving is not None and self._receiving.cancelled():
-                raise EngineDeadError(f"the engine process ended with exit code {self._exit.result()}") from None
-            raise
-        self._receiving = None
-        return self._decoder.decode(data)
+            data = await self._channel.receive()
+            if data is not None:
+                return self._decoder.decode(data)
+        except (ChannelError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise await self._malformed(str(error)) from None
+        raise self._died(f"the engine process ended with exit code {await self._exit_code()}")
 
-    def _ended(self, code: int) -> None:
-        """Note that the process has ended; what it sent before may still be on its way for a moment."""
-        assert self._exit is not None
-        loop = self._exit.get_loop()
-        if not self._exit.done():
-            self._exit.set_result(code)
-            loop.call_later(_LAST_WORDS_SECONDS, self._stop_receiving)
+    async def _malformed(self, reason: str) -> EngineDeadError:
+        """End an engine that says what it cannot mean; return the error of its death."""
+        self.kill()
+        await self._exit_code()
+        return self._died(f"the engine sent what is no message, and was ended: {reason}")
 
-    def _stop_receiving(self) -> None:
-        if self._receiving is None and self._inbox is not None and not self._inbox.closed:
-            self._receiving = asyncio.ensure_future(self._inbox.recv())
-        if self._receiving is not None and not self._receiving.done():
-            self._receiving.cancel()
+    def _died(self, message: str) -> EngineDeadError:
+        if self._dead is None:
+            suspects = self._heartbeat.request_ids() if self._heartbeat is not None else []
+            self._dead = EngineDeadError(message, suspects=suspects)
+            last_words = self._read_stacks()
+            if last_words:
+                logger.error("%s; it was here:\n%s", message, last_words)
+        return self._dead
+
+    async def _exit_code(self) -> int:
+        """Wait until the engine has ended altogether; help it if it does not."""
+        ended = asyncio.wrap_future(self._exit)
+        try:
+            return await asyncio.wait_for(asyncio.shield(ended), _REAP_SECONDS)
+        except TimeoutError:
+            self.kill()
+            return await ended
+
+    def _ended(self, exit_code: asyncio.Future[int]) -> None:
+        if self._channel is not None and not exit_code.cancelled():
+            self._channel.finish()
 
     def stalled_for(self) -> float:
-        """Return 0.0: nothing is known of the engine's progress."""
-        return 0.0
+        """Return for how many seconds the engine has been silent for longer than its work explains; 0.0: it is not.
+
+        To be called every few seconds: time in which nobody looked counts for five seconds at most.
+        """
+        return self._watch.stalled_for() if self._watch is not None and not self._exit.done() else 0.0
+
+    async def dump_stacks(self) -> str:
+        """Log where all threads of the engine are, and what it is working on; return the stacks.
+
+        Waits for them half a second at most: an engine that is stopped cannot tell.
+        """
+        if self._process is None or self._watch is None or self._exit.done():
+            return ""
+        stacks = ""
+        if self._ready:  # before that it may not have said yet that it does not want to die of the signal
+            self._process.send_signal(_DUMP_SIGNAL)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + _DUMP_SECONDS
+            while loop.time() < deadline:
+                await asyncio.sleep(_DUMP_PIECE_SECONDS)
+                piece = self._read_stacks()
+                if stacks and not piece:
+                    break
+                stacks += piece
+        told = stacks or "It does not say where it is."
+        logger.warning(
+            "the engine process %d is at %s\n%s", self._process.pid, json.dumps(self._watch.describe()), told
+        )
+        return stacks
+
+    def _read_stacks(self) -> str:
+        if self._stacks is None:
+            return ""
+        data = os.pread(self._stacks, _MOST_DUMPED, self._num_dumped)
+        self._num_dumped += len(data)
+        return data.decode(errors="replace")
 
     def kill(self) -> None:
         """End the process by force."""
@@ -163,95 +216,107 @@ class ProcessClient:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process: politely, then by force; remove its socket."""
+        """End the process, politely, then by force, and let go of all that was shared with it."""
         process, self._process = self._process, None
-        if process is not None and self._exit is None:  # spawned, never started
-            process.kill()
-            process.wait()
-        elif process is not None and self._exit is not None:
-            if not self._exit.done():
+        if process is not None:
+            if self._ready and not self._exit.done() and not self.stalled_for():
                 self.send(Shutdown())
+                ended = asyncio.wrap_future(self._exit)
                 try:
-                    await asyncio.wait_for(asyncio.shield(self._exit), _CLOSE_SECONDS)
+                    await asyncio.wait_for(asyncio.shield(ended), _CLOSE_SECONDS)
                 except TimeoutError:
                     logger.warning("the engine did not stop within %.0f s and is killed", _CLOSE_SECONDS)
-                    process.kill()
-            await self._exit
-            self._stop_receiving()
-        for socket in (self._inbox, self._outbox):
-            if socket is not None:
-                socket.close()
-        if self._context is not None:
-            self._context.term()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            process.kill()
+            await asyncio.wrap_future(self._exit)
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was closed")
+        if self._channel is not None:
+            self._channel.close()
+        self._watch = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+        if self._stacks is not None:
+            os.close(self._stacks)
+            self._stacks = None
 
 
 def _wire(config: EngineConfig) -> dict[str, Any]:
-    """The options the engine needs; secrets of the server stay where they are."""
+    """The options the engine needs; those of the server, secrets among them, stay where they are."""
     values = config.to_kwargs()
-    for name in ("api_key", "ssl_keyfile", "ssl_certfile"):
-        del values[name]
-    return values
+    return {item.name: values[item.name] for item in option_fields(CONFIG_GROUPS)}
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux); elsewhere the idle loop notices."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def serve(directory: str, config: EngineConfig) -> int:
-    """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
+def _make_core(config: EngineConfig) -> EngineCore:
     from quire.engine.core import EngineCore
+
+    return EngineCore(config)
+
+
+def serve(
+    channel: EngineEnd, signs: LifeSigns, config: EngineConfig, make_core: Callable[[EngineConfig], EngineCore]
+) -> int:
+    """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
     from quire.engine.loop import run
 
     encoder = msgspec.msgpack.Encoder()
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-    parent = os.getppid()
-    context = zmq.Context(io_threads=1)
-    inbox = context.socket(zmq.PULL)
-    outbox = context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 2000)
-    inbox.bind(f"ipc://{directory}/to-engine")
-    outbox.connect(f"ipc://{directory}/from-engine")
 
     def receive(wait: bool) -> ToEngine | None:
-        return decoder.decode(inbox.recv()) if inbox.poll(_IDLE_MILLISECONDS if wait else 0) else None
+        data = channel.receive(wait)
+        return None if data is None else decoder.decode(data)
 
     def send(message: FromEngine) -> None:
-        outbox.send(encoder.encode(message))
+        channel.send(encoder.encode(message))
+
+    def fail(message: str, error: QuireError | None = None) -> int:
+        failed = Failed(message, error.param if error else None, error.exit_code if error else 1)
+        with contextlib.suppress(EOFError):
+            send(failed)
+        return failed.exit_code
 
     try:
-        core = EngineCore(config)
+        core = make_core(config)
+        signs.idle()
+        channel.waiting = signs.waiting
         send(core.ready)
-        run(core, receive, send, alive=lambda: os.getppid() == parent)
+        run(core, receive, send, signs=signs)
+        signs.end()
+        core.close()
         return 0
+    except EOFError:
+        logger.warning("the front is gone; the engine ends")
+        return 1
+    except (ChannelError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        logger.error("the engine got what is no message, and ends: %s", error)
+        return fail(f"the engine got what is no message: {error}")
     except QuireError as error:
-        send(Failed(error.message, error.param, error.exit_code))
-        return error.exit_code
+        return fail(error.message, error)
     except Exception as error:  # process boundary: the front must hear of whatever ended the engine
         logger.exception("the engine process failed")
-        send(Failed(f"the engine failed: {type(error).__name__}", None, 1))
-        return 1
+        return fail(f"the engine failed: {type(error).__name__}")
     finally:
-        inbox.close()
-        outbox.close()
-        context.term()
+        channel.close()
 
 
-def main() -> int:
+def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     """Entry point of the child process."""
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
+    die_with_parent(int(sys.argv[1]))
+    # Ctrl-C, and the SIGTERM of some service managers, reach the whole group; the front decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     logging.basicConfig(
         level=started["log_level"].upper(), format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     )
-    return serve(started["directory"], EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"]))
+    # The front puts into its log what is written there: at the signal, or at a crash.
+    os.set_inheritable(started["stacks"], False)
+    faulthandler.enable(started["stacks"])
+    faulthandler.register(_DUMP_SIGNAL, started["stacks"])
+    signs = LifeSigns(Heartbeat(started["heartbeat"]))
+    os.close(started["heartbeat"])
+    config = EngineConfig.from_kwargs(**started["options"])
+    return serve(EngineEnd(started["channel"]), signs, config, make_core)
 
 
 if __name__ == "__main__":

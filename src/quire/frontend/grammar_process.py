@@ -8,11 +8,13 @@ ends with its parent.
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 import traceback
 
 import msgspec
 
+from quire.child_process import die_with_parent
 from quire.errors import RequestError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.frontend.grammar_jobs import FAULT, Answer, FormJob, Job, read_frame, write_frame
@@ -46,6 +48,8 @@ def answer_to(job: Job) -> Answer:
 
 def main() -> None:
     """Answer jobs until standard input ends; an empty message says that it is ready."""
+    die_with_parent(int(sys.argv[1]))  # also in the middle of a job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     write_frame(sys.stdout.buffer, b"")
     while (data := read_frame(sys.stdin.buffer)) is not None:

@@ -1,0 +1,305 @@
+"""Signs of life of an engine, in a small piece of shared memory that its front reads without its help.
+
+The engine's loop writes with plain stores (`LifeSigns`): when it last got on, what it is doing and for how long that
+may take, and which requests it is working on, *before* it does so. So a front can tell an engine that is stuck
+(`Watch`), and after a death of any kind, which requests were being worked on. Nobody waits for anybody here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from quire.engine.messages import AbortRequests, AddRequest, Call, ToEngine
+
+LEAST_SECONDS = 8.0  # that anything may take
+UNKNOWN_SECONDS = 120.0  # that a step may take if nothing is known of its like
+CALL_SECONDS = 600.0  # that an operation may take, such as waking a model
+SLOWER = 20.0  # a step this many times slower than all of its size before is not working any more
+MOST_TOLD = 20  # ids in a log
+LOOK_SECONDS = 5.0  # of the time between two looks at the signs, so much counts
+
+_BEAT, _BEGAN, _ALLOWED, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
+_HEAD = 128  # bytes
+_SLOT_BYTES = 1 << 17
+_SECOND = 1_000_000_000
+
+
+def anonymous_file(name: str) -> int:
+    """Return a descriptor of an empty file without a name, in memory where the system can; for a child to inherit."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile(prefix=name) as file:  # unlinked from the beginning
+        return os.dup(file.fileno())
+
+
+class Heartbeat:
+    """The shared memory: a few numbers, and two slots for ids, of which one is valid while the other is written.
+
+    Args:
+        fd: of a file that `create_heartbeat` made; it may be closed afterwards.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _HEAD + 2 * _SLOT_BYTES)
+        self._bytes = memoryview(self._memory)
+        # Aligned and native, so that each number is written in one go.
+        self._numbers = self._bytes[:_HEAD].cast("q")
+
+    def beat(self, now: float) -> None:
+        """Note a sign of life at `now` (monotonic seconds, the same in all processes)."""
+        self._numbers[_BEAT] = int(now * _SECOND)
+
+    def work(self, now: float, seconds: float, num_tokens: int) -> None:
+        """Note that work begins which may take so many seconds; `num_tokens` of a step, otherwise 0."""
+        numbers = self._numbers
+        numbers[_ALLOWED] = int(seconds * _SECOND)
+        numbers[_TOKENS] = num_tokens
+        numbers[_BEAT] = numbers[_BEGAN] = int(now * _SECOND)
+
+    def rest(self, now: float) -> None:
+        """Note that work has ended."""
+        numbers = self._numbers
+        numbers[_BEAT] = int(now * _SECOND)
+        numbers[_BEGAN] = 0
+        numbers[_ALLOWED] = int(LEAST_SECONDS * _SECOND)
+
+    def end(self) -> None:
+        """Note that no more signs will come, and need not."""
+        self._numbers[_BEAT] = 0
+
+    def name(self, request_ids: list[str]) -> None:
+        """Note which requests are worked on; as many as there is room for."""
+        data = msgspec.msgpack.encode(request_ids)
+        while len(data) > _SLOT_BYTES:
+            request_ids = request_ids[: len(request_ids) // 2]
+            data = msgspec.msgpack.encode(request_ids)
+        slot = 1 - self._numbers[_SLOT] & 1
+        start = _HEAD + slot * _SLOT_BYTES
+        self._bytes[start : start + len(data)] = data
+        self._numbers[_SIZES + slot] = len(data)
+        self._numbers[_SLOT] = slot  # from here on the new ones are valid
+
+    def read(self) -> tuple[float, float, float, int]:
+        """Return the time of the last sign (0: none yet), when work began (0: idle), how long it may take, and tokens.
+
+        All in monotonic seconds.
+        """
+        numbers = self._numbers
+        return (
+            numbers[_BEAT] / _SECOND,
+            numbers[_BEGAN] / _SECOND,
+            numbers[_ALLOWED] / _SECOND,
+            numbers[_TOKENS],
+        )
+
+    def request_ids(self) -> list[str]:
+        """Return the requests that are worked on, or were when the engine ended."""
+        slot = self._numbers[_SLOT] & 1
+        start = _HEAD + slot * _SLOT_BYTES
+        size = min(max(self._numbers[_SIZES + slot], 0), _SLOT_BYTES)
+        try:
+            return msgspec.msgpack.decode(self._bytes[start : start + size], type=list[str]) if size else []
+        except (msgspec.DecodeError, UnicodeDecodeError):  # an engine that went mad may have written anywhere
+            return []
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._numbers.release()
+        self._bytes.release()
+        self._memory.close()
+
+
+def create_heartbeat() -> tuple[int, Heartbeat]:
+    """Return a new heartbeat, and a descriptor by which a child can have it, too; the caller closes it."""
+    fd = anonymous_file("quire-heartbeat")
+    try:
+        os.ftruncate(fd, _HEAD + 2 * _SLOT_BYTES)
+        return fd, Heartbeat(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class Allowances:
+    """How long a step may take, by its number of tokens and by how long others took.
+
+    Sizes are told apart by powers of two. A step may take 20 times as long as the slowest of its size so far; if there
+    was none, as long as one of the nearest smaller size, scaled up; and if nothing is known, two minutes. Never less
+    than eight seconds: machines are busy, and pages come from disk.
+    """
+
+    def __init__(self, least: float = LEAST_SECONDS, unknown: float = UNKNOWN_SECONDS, slower: float = SLOWER) -> None:
+        self._least = least
+        self._unknown = unknown
+        self._slower = slower
+        self._slowest: dict[int, float] = {}  # seconds, by the bits of the number of tokens
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return how long a step of so many tokens may take."""
+        size = num_tokens.bit_length()
+        for smaller in range(size, -1, -1):
+            slowest = self._slowest.get(smaller)
+            if slowest is not None:
+                return max(self._least, self._slower * slowest * (1 << (size - smaller)))
+        return max(self._least, self._unknown)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Learn that a step took so long."""
+        size = num_tokens.bit_length()
+        if seconds > self._slowest.get(size, 0.0):
+            self._slowest[size] = seconds
+
+
+class Unwatched:
+    """What an engine's loop tells as it gets on, when nobody looks."""
+
+    def idle(self) -> None:
+        """Nothing is left to do."""
+
+    def waiting(self) -> None:
+        """The front has nothing to say, or does not listen; called every second or so."""
+
+    def applying(self, message: ToEngine) -> None:
+        """A message is about to be carried out."""
+
+    def applied(self) -> None:
+        """It has been."""
+
+    def stepping(self) -> None:
+        """A step begins, with its plan."""
+
+    def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
+        """The plan is about to be executed.
+
+        Args:
+            names: all that is worked on, by any names. resolve: returns the ids of their requests; not called if
+                `names` are the same as last time. known: whether such a step takes a time that depends on its tokens.
+        """
+
+    def stepped(self) -> None:
+        """The step is over."""
+
+    def end(self) -> None:
+        """No more signs will come."""
+
+
+class LifeSigns(Unwatched):
+    """Writes what an engine's loop does into a `Heartbeat`."""
+
+    def __init__(
+        self, memory: Heartbeat, allowances: Allowances | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._memory = memory
+        self._allowances = allowances or Allowances()
+        self._clock = clock
+        self._names: list[str] = []
+        self._planned: list[str] = []  # the requests of the last plan
+        self._come: list[str] = []  # requests that came since
+        self._num_tokens = -1  # of the plan that is being executed; negative: nothing is to be learnt from it
+        self._began = 0.0
+
+    def idle(self) -> None:
+        """See `Unwatched`."""
+        if self._planned or self._come or self._names:
+            self._forget()
+        self._memory.rest(self._clock())
+
+    def waiting(self) -> None:
+        """See `Unwatched`."""
+        self._memory.beat(self._clock())
+
+    def applying(self, message: ToEngine) -> None:
+        """See `Unwatched`."""
+        match message:
+            case AddRequest():
+                self._memory.name([message.request_id])
+                self._come.append(message.request_id)
+            case AbortRequests():
+                self._memory.name(message.request_ids)
+            case _:
+                self._memory.name([])
+        self._names = []  # the next plan must be named again
+        self._memory.work(self._clock(), CALL_SECONDS if isinstance(message, Call) else LEAST_SECONDS, 0)
+
+    def applied(self) -> None:
+        """See `Unwatched`."""
+        self._memory.rest(self._clock())
+
+    def stepping(self) -> None:
+        """See `Unwatched`."""
+        if not self._names:  # messages came
+            self._memory.name(self._planned + self._come)
+            self._come = []
+        self._num_tokens = -1
+        self._memory.work(self._clock(), LEAST_SECONDS, 0)
+
+    def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
+        """See `Unwatched`."""
+        if names != self._names:
+            self._names = names
+            self._planned = list(resolve())
+            self._memory.name(self._planned)
+        self._began = self._clock()
+        self._num_tokens = num_tokens if known else -1
+        self._memory.work(self._began, self._allowances.seconds(num_tokens) if known else UNKNOWN_SECONDS, num_tokens)
+
+    def stepped(self) -> None:
+        """See `Unwatched`."""
+        now = self._clock()
+        if self._num_tokens >= 0:
+            self._allowances.note(self._num_tokens, now - self._began)
+        self._memory.rest(now)
+
+    def end(self) -> None:
+        """See `Unwatched`."""
+        self._memory.end()
+
+    def _forget(self) -> None:
+        self._names, self._planned, self._come = [], [], []
+        self._memory.name([])
+
+
+class Watch:
+    """Says how long an engine has been silent beyond what its work explains.
+
+    Time in which nobody looked counts for five seconds at most: if the whole machine or the front was stopped, the
+    engine was, too, and must be given the time to get on.
+    """
+
+    def __init__(self, memory: Heartbeat, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._looked: float | None = None
+        self._last_beat = 0.0
+        self._forgiven = 0.0
+
+    def stalled_for(self) -> float:
+        """Return seconds; 0.0 if it is not stalled, and as long as its model is being loaded."""
+        now = self._clock()
+        beat, _, allowed, _ = self._memory.read()
+        if beat != self._last_beat:
+            self._last_beat, self._forgiven = beat, 0.0
+        elif self._looked is not None:
+            self._forgiven += max(0.0, now - self._looked - LOOK_SECONDS)
+        self._looked = now
+        return max(0.0, now - beat - allowed - self._forgiven) if beat else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the engine was doing, for a log."""
+        beat, began, allowed, num_tokens = self._memory.read()
+        now, request_ids = self._clock(), self._memory.request_ids()
+        return {
+            "doing": "a step" if began and num_tokens else "something" if began else "nothing",
+            "seconds": round(now - (began or beat), 3),
+            "allowed_seconds": round(allowed, 3),
+            "num_tokens": num_tokens if began else 0,
+            "num_requests": len(request_ids),
+            "request_ids": request_ids[:MOST_TOLD],
+        }

@@ -1,0 +1,52 @@
+"""An engine process without a model that dies, or gets stuck, of certain prompts. Run as `ProcessClient(module=...)`.
+
+The first token of a prompt says what happens when it is computed; every other one is harmless.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.process import main
+from quire.executor.null import NullExecutor
+from quire.step import ModelOutput, SchedulerOutput
+
+MODULE = "tests.helpers.faulty_engine"
+SEGFAULT, KILL, RAISE, HANG, SLOW = 990, 991, 992, 993, 994
+SLOW_SECONDS = 0.002
+
+
+class FaultyExecutor(NullExecutor):
+    """Does to itself what prompts say."""
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Run a step, unless a prompt in it is a bad one."""
+        for new in step.new_sequences:
+            match new.token_ids[0]:
+                case 990:
+                    ctypes.string_at(0)
+                case 991:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case 992:
+                    raise ArithmeticError("as asked")
+                case 993:
+                    threading.Event().wait()
+                case 994:
+                    time.sleep(SLOW_SECONDS)
+        return super().execute(step)
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    """Return an engine with such an executor."""
+    return EngineCore(config, executor=FaultyExecutor())
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_core))
