@@ -10,6 +10,7 @@
         NotFoundError           no such model, route, or object            404
       GenerationError           the engine gave up one request         500  exit 1
       OverloadedError           queues are full; try again later           503
+      EngineAsleepError         the engine was put to sleep                503
       EngineDeadError           the engine process is gone                 503
 
 Status codes and exit codes stand here and nowhere else. Rendering to JSON lives in `server.errors`.
@@ -116,6 +117,13 @@ class OverloadedError(QuireError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class EngineAsleepError(QuireError):
+    """The engine has let go of its memory until somebody wakes it up."""
+
+    http_status = 503
+    default_code = "engine_asleep"
 
 
 class EngineDeadError(QuireError):

@@ -183,6 +183,7 @@ class FakeEngine:
         self.refuse_on: set[str] = set()
         self.num_steps = 0
         self.num_resets = 0
+        self.sleep_level = 0
         self.closed = False
         self._live: dict[str, _Running] = {}
 
@@ -209,7 +210,11 @@ class FakeEngine:
                     self.aborted.append(sequence_id)
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
-        """Answer "reset_prefix_cache", "stats" and "check_integrity"."""
+        """Answer "reset_prefix_cache", "stats", "check_integrity", "sleep" and "wake_up"."""
+        if method in ("sleep", "wake_up"):
+            assert not self._live
+            self.sleep_level = int((arguments or {}).get("level", 0))
+            return {"level": self.sleep_level, "freed": 1000 * self.sleep_level}
         if method == "reset_prefix_cache":
             self.num_resets += 1
             return {"reset": True}

@@ -15,14 +15,16 @@ import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine.advice import size_text
 from quire.engine.compiling import Compiling
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes
+from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
 from quire.engine.recorder import FlightRecorder, ShowTimeline
 from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor.base import Executor
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.view import describe_prefixes, draw_prefixes
+from quire.scheduler.base import BaseScheduler
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
 from quire.scheduler.view import describe, describe_map, draw_picture
@@ -67,34 +69,22 @@ class EngineCore:
             scratch = check_before_loading(asked, config, info)
             executor = create_executor(config, info)
         self.executor = executor
-        fitted = fit(asked, config, executor.kv_cache_spec(), executor.available_memory(), scratch)
-        num_blocks, max_model_len = fitted.num_blocks, fitted.max_model_len
-        try:
-            executor.allocate(num_blocks, max_model_len, fitted.num_host_blocks)
-        except MemoryError as error:
-            block_bytes = executor.kv_cache_spec().block_bytes(config.cache.block_size, max_model_len)
-            raise allocation_refused(asked, fitted, block_bytes, executor.available_memory()) from error
+        self._asked = asked
+        self._fitted = fit(asked, config, executor.kv_cache_spec(), executor.available_memory(), scratch)
+        num_blocks, max_model_len = self._fitted.num_blocks, self._fitted.max_model_len
+        self._allocate()
         self.clock = clock
-        assert config.model.max_model_len is not None, "settled"
-        self.scheduler = create_scheduler(
-            config,
-            executor.kv_cache_spec().groups(config.model.max_model_len),
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            clock=clock,
-            num_host_blocks=fitted.num_host_blocks,
-            num_disk_records=executor.num_disk_blocks(),
-            stored=executor.stored_blocks(),
-            hasher=hasher or BlockHasher(executor.hash_key()),
-        )
+        self._hasher = hasher or BlockHasher(executor.hash_key())
+        self.scheduler = self._create_scheduler(stored=True)
+        self.sleep_level = 0  # of 0 (awake), 1 and 2
         self._compiling = Compiling(executor)
+        self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
         self.recorder = FlightRecorder(
             clock,
             block_size=config.cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
         )
-        self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
         self.ready = Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
@@ -106,11 +96,37 @@ class EngineCore:
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len
         )
 
+    def _allocate(self) -> None:
+        fitted, executor = self._fitted, self.executor
+        try:
+            executor.allocate(fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks)
+        except MemoryError as error:
+            block_bytes = executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
+            raise allocation_refused(self._asked, fitted, block_bytes, executor.available_memory()) from error
+
+    def _create_scheduler(self, *, stored: bool) -> BaseScheduler:
+        """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""
+        fitted = self._fitted
+        assert self.config.model.max_model_len is not None, "settled"
+        return create_scheduler(
+            self.config,
+            self.executor.kv_cache_spec().groups(self.config.model.max_model_len),
+            num_blocks=fitted.num_blocks,
+            max_model_len=fitted.max_model_len,
+            clock=self.clock,
+            num_host_blocks=fitted.num_host_blocks,
+            num_disk_records=self.executor.num_disk_blocks() if stored else 0,
+            stored=self.executor.stored_blocks() if stored else (),
+            hasher=self._hasher,
+        )
+
     def add(self, message: AddRequest) -> None:
         """Queue a request, after its grammar was compiled if it has one.
 
-        Raises `RequestError` if a live request, or sequence, has the same id.
+        Raises `RequestError` if a live request, or sequence, has the same id, or the engine is asleep.
         """
+        if self.sleep_level:
+            raise RequestError("the engine is asleep; wake it up first", code="engine_asleep")
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
@@ -201,7 +217,7 @@ class EngineCore:
 
         "reset_prefix_cache", "stats" and "check_integrity" take no arguments; "blocks" is a picture of the queues and
         the block manager (`ShowBlocks`), "prefixes" the radix tree of what is cached (`ShowPrefixes`), "timeline" what
-        happened to a request (`ShowTimeline`).
+        happened to a request (`ShowTimeline`); "sleep" frees memory until "wake_up" (`Sleep`).
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -221,7 +237,60 @@ class EngineCore:
             return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
         if method == "timeline":
             return self.recorder.timeline(_convert(arguments, ShowTimeline))
+        if method == "sleep":
+            return self._sleep(_convert(arguments, Sleep).level)
+        if method == "wake_up":
+            return self._wake_up()
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
+
+    def _sleep(self, level: int) -> dict[str, Any]:
+        """Free the KV cache, at level 2 also the weights; what is cached is forgotten, except on disk.
+
+        Raises `RequestError` while requests run: they would have to begin again.
+        """
+        if self._compiling or self.scheduler.has_requests():
+            raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
+        freed = 0
+        if level > self.sleep_level:
+            if not self.sleep_level:
+                self._save_cached()
+            freed = self.executor.sleep(level)
+            self._exchange_scheduler(stored=False)
+            self.sleep_level = level
+        return {"level": self.sleep_level, "freed": freed}
+
+    def _wake_up(self) -> dict[str, Any]:
+        """Allocate again what `sleep` has freed. If it does not fit, the engine goes on sleeping, and an error says so.
+
+        Raises `QuireError`.
+        """
+        if self.sleep_level:
+            self._check_room()
+            try:
+                self._allocate()
+                self._exchange_scheduler(stored=True)
+            except QuireError:
+                self.executor.sleep(self.sleep_level)
+                raise
+            self.sleep_level = 0
+        return {"level": 0}
+
+    def _check_room(self) -> None:
+        """Raise `ConfigError` if others have taken the memory meanwhile."""
+        fitted, available = self._fitted, self.executor.available_memory()
+        block_bytes = self.executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
+        needed = (fitted.num_blocks + fitted.num_host_blocks) * block_bytes
+        if needed > available:
+            raise ConfigError(
+                f"the engine cannot wake up: its KV cache needs {size_text(needed)}, {size_text(available)} are free",
+                param="kv_cache_memory_bytes",
+                code="out_of_memory",
+            )
+
+    def _exchange_scheduler(self, *, stored: bool) -> None:
+        before = self._stats()
+        self.scheduler = self._create_scheduler(stored=stored)
+        self.scheduler.go_on_counting(before)
 
     def _show_blocks(self, show: ShowBlocks) -> dict[str, Any]:
         if show.cells:
@@ -240,10 +309,14 @@ class EngineCore:
 
     def close(self) -> None:
         """Release the model and its memory; with a disk tier, what is cached is written there first."""
+        if not self.sleep_level:
+            self._save_cached()
+        self.executor.close()
+
+    def _save_cached(self) -> None:
         saves = self.scheduler.closing_plan()
         if not saves.is_empty:
             self.executor.execute(saves)
-        self.executor.close()
 
 
 def _convert(arguments: Mapping[str, int | bool | str] | None, kind: type[T]) -> T:

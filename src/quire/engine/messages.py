@@ -108,6 +108,12 @@ class ShowPrefixes(msgspec.Struct, forbid_unknown_fields=True):
     text: bool = False
 
 
+class Sleep(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "sleep": 1 frees the KV cache, 2 the weights too."""
+
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """End the engine loop after the current step."""
 

@@ -8,7 +8,7 @@ from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
 
 
 class Executor(Protocol):
-    """Runs steps. The engine calls `kv_cache_spec` and `available_memory`, then `allocate` once, then the rest."""
+    """Runs steps. The engine calls `kv_cache_spec` and `available_memory`, then `allocate`, then the rest."""
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """Return what the model's layers cache."""
@@ -19,9 +19,18 @@ class Executor(Protocol):
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache, and as many blocks of host memory, and open the disk tier if the config asks for it.
 
+        Also after `sleep`, which it ends.
+
         Raises:
             MemoryError: the KV cache does not fit.
             ConfigError: the host blocks do not, or the disk tier cannot be used.
+            ModelError: weights that `sleep` has let go of cannot be read again.
+        """
+
+    def sleep(self, level: int) -> int:
+        """Free what `allocate` has allocated, at level 2 also the weights, between steps; return how many bytes.
+
+        Nothing runs until the next `allocate`. An allocation that has failed halfway is freed as well.
         """
 
     def num_disk_blocks(self) -> int:

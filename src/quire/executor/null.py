@@ -42,6 +42,11 @@ class NullExecutor(NoGrammars):
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing to allocate."""
 
+    def sleep(self, level: int) -> int:
+        """Nothing to free; sequences are forgotten."""
+        self._known.clear()
+        return 0
+
     def num_disk_blocks(self) -> int:
         """No disk tier."""
         return 0

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,8 +31,11 @@ from quire.frontend.beams import beam_search_output
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.loading import FrontModel, load_front_model
-from quire.frontend.output_processor import OutputProcessor, RequestState
+from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
+from quire.frontend.recovery import SupervisedClient
+from quire.frontend.request_stream import RequestStream
+from quire.frontend.sleeping import SleepSwitch
 from quire.frontend.stats import StatListener
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -48,75 +52,14 @@ QUEUED_PER_RUNNING = 4
 T = TypeVar("T")
 
 
-class RequestStream:
-    """The outputs of one request, as an async iterator; ends after the finished one.
-
-    Raises (while iterating): `EngineDeadError` if the engine died.
-    """
-
-    def __init__(self, llm: AsyncLLM, state: RequestState, news: asyncio.Event) -> None:
-        self._llm = llm
-        self._state = state
-        self._news = news
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self._state.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt, tokenized."""
-        return self._state.prompt_token_ids
-
-    @property
-    def finished(self) -> bool:
-        """Whether the request has ended, though perhaps not every output was read."""
-        return self._state.finished or self._state.error is not None
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while True:
-            output = self._state.take()
-            if output is not None:
-                return output
-            if self._state.error is not None:
-                raise self._state.error
-            if self._state.finished:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Stop reading; an unfinished request is aborted."""
-        self.close()
-
-    def close(self) -> None:
-        """As `aclose`; there is nothing to wait for."""
-        if not self.finished:
-            self._llm.abort_now([self.request_id])
-
-    def __del__(self) -> None:
-        # A stream dropped without being closed; the collector may run in any thread.
-        if not self.finished:
-            self._llm.abort_from_anywhere(self.request_id)
-
-
 class AsyncLLM:
     """An engine and everything in front of it, for one asyncio loop.
 
     Args:
         config: all options; or give them as keywords, by the names `EngineConfig.from_kwargs` takes.
         listeners: told of every step, token and finished request.
-        client, model: what would be made from the config otherwise (for tests and for embedding).
+        client, front_model: what would be made from the config otherwise (for tests and for embedding).
+        make_client: where the engines come from that replace one that died; without it, a `client` is not replaced.
 
     Raises:
         ConfigError: an unknown option, or a bad value. Everything else is raised by `start`.
@@ -129,6 +72,7 @@ class AsyncLLM:
         listeners: Iterable[StatListener] = (),
         client: EngineClient | None = None,
         front_model: FrontModel | None = None,
+        make_client: Callable[[], EngineClient] | None = None,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -136,7 +80,18 @@ class AsyncLLM:
         self.config = config or EngineConfig.from_kwargs(groups=SERVER_GROUPS, **options)
         self.backlog = Backlog()
         self._listeners = [self.backlog, *listeners]
-        self._client = client or create_client(self.config, self.config.server.engine)
+        server = self.config.server
+        if client is None and server.engine == "process":
+            make_client = partial(create_client, self.config, "process")
+        self._client = SupervisedClient(
+            client or create_client(self.config, server.engine),
+            make_client if server.max_engine_restarts else None,
+            outputs=lambda: self._outputs,
+            max_restarts=server.max_engine_restarts,
+            stall_timeout=server.engine_stall_timeout,
+            on_death=self._on_engine_death,
+            on_restart=self._on_engine_restart,
+        )
         self._front = front_model
         self._starting = asyncio.Lock()
         self._processor: Processor | None = None
@@ -154,6 +109,7 @@ class AsyncLLM:
         self._stats = SchedulerStats()
         limits = self.config.scheduler
         self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self._sleep = SleepSwitch(self.call, lambda: self.num_unfinished)
         self._most_tokens = limits.max_num_queued_tokens or self._most_requests * limits.max_num_batched_tokens
 
     async def start(self) -> None:
@@ -219,10 +175,11 @@ class AsyncLLM:
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
-            OverloadedError: as `check_room`. EngineDeadError: the engine is gone.
+            OverloadedError: as `check_room`. EngineDeadError: the engine is gone. EngineAsleepError: it sleeps.
         """
         await self.start()
         processor = self._alive()
+        self._sleep.check_awake()
         self.check_room(within=within)
         arrival_time = time.monotonic()
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
@@ -401,8 +358,13 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self.abort_now, [request_id])
 
     async def call(self, method: str, **arguments: int | bool | str) -> dict[str, Any]:
-        """Run an engine operation between steps, such as "stats". Raises `QuireError` if it fails."""
+        """Run an engine operation between steps, such as "stats"; while the engine is replaced, wait for the new one.
+
+        Raises `QuireError` if it fails, and `EngineDeadError` if the engine dies meanwhile.
+        """
         await self.start()
+        self._alive()
+        await self._client.wait()
         self._alive()
         assert self._loop is not None
         self._num_calls += 1
@@ -417,6 +379,22 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
         await self.call("reset_prefix_cache")
+
+    async def sleep(self, level: int = 1) -> int:
+        """Free memory until `wake_up`, as `LLM.sleep`; return how many bytes. Requests are refused meanwhile.
+
+        Raises `RequestError` while requests are unfinished.
+        """
+        return await self._sleep.sleep(level)
+
+    async def wake_up(self) -> None:
+        """Allocate again what `sleep` has freed. Raises `QuireError`, and goes on sleeping, if it is not free."""
+        await self._sleep.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it was put to sleep and not woken up since."""
+        return self._sleep.level > 0
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine is gone, or what kept it from starting."""
@@ -458,11 +436,21 @@ class AsyncLLM:
 
     def _send_aborts(self, engine_ids: list[str]) -> None:
         self._client.send(AbortRequests(request_ids=engine_ids))
-        if self._outputs.num_unfinished == 0:
-            # An idle engine sends nothing, so the numbers of its last step would stay. Ask for new ones.
-            self._num_calls += 1
-            self._stats_calls.add(self._num_calls)
-            self._client.send(Call(call_id=self._num_calls, method="stats"))
+        if self._outputs.num_unfinished == 0 and self._client.running:
+            self._refresh_stats()
+
+    def _refresh_stats(self) -> None:
+        """Ask for new numbers: an idle engine sends nothing, so those of its last step would stay."""
+        self._num_calls += 1
+        self._stats_calls.add(self._num_calls)
+        self._client.send(Call(call_id=self._num_calls, method="stats"))
+
+    def _on_engine_death(self) -> None:
+        self._fail_calls(EngineDeadError("the engine died before it had answered"))
+
+    def _on_engine_restart(self) -> None:
+        self._sleep.note_new_engine()
+        self._refresh_stats()
 
     def _answer(self, result: CallResult) -> None:
         if result.call_id in self._stats_calls:
@@ -482,10 +470,14 @@ class AsyncLLM:
         if self._dead is None:
             self._dead = error
         self._outputs.fail_all(self._dead)
+        self._fail_calls(self._dead)
+
+    def _fail_calls(self, error: QuireError) -> None:
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._dead)
+                answer.set_exception(error)
         self._calls.clear()
+        self._stats_calls.clear()
 
     def _alive(self) -> Processor:
         if self._dead is not None:
@@ -538,13 +530,38 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is gone."""
+        """Whether the engine is gone, and will not be replaced."""
         return self._dead is not None
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be served now."""
+        """Whether requests are accepted; while the engine is replaced, they wait."""
         return self._receiver is not None and self._dead is None
+
+    @property
+    def recovering(self) -> bool:
+        """Whether the engine died and is being replaced."""
+        return self._client.recovering
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine has been silent for longer than its work explains."""
+        return self._client.stalled
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was replaced."""
+        return self._client.num_restarts
+
+    @property
+    def num_condemned(self) -> int:
+        """Requests that were ended because they killed engines."""
+        return self._client.num_condemned
+
+    @property
+    def last_recovery_seconds(self) -> float | None:
+        """How long the last replacement took, from death to replay; None if there was none."""
+        return self._client.last_recovery_seconds
 
 
 def text_size(value: Any) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
-from quire.errors import EngineDeadError, RequestError, UnsupportedError
+from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
 from quire.frontend.asking import demand, message_ask
 from quire.frontend.beams import beam_search_output, check_beam_params
 from quire.frontend.formats.message import Message as AssistantMessage
@@ -23,6 +23,7 @@ from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.progress import Progress, progress_bar
 from quire.frontend.reading import read_message
+from quire.frontend.sleeping import check_level
 from quire.frontend.tools import requested_tools
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -69,6 +70,7 @@ class LLM:
         self._outputs = OutputProcessor(front_model.tokenizer)
         self._grammars = GrammarCompiler()
         self._num_requests = 0
+        self._sleep_level = 0
 
     def generate(
         self,
@@ -200,6 +202,8 @@ class LLM:
         asks: Sequence[MessageAsk] | None = None,
     ) -> list[RequestOutput]:
         engine = self._open_engine()
+        if self._sleep_level:
+            raise EngineAsleepError("this LLM is asleep; call wake_up() first")
         priorities = _one_each(priority, len(prompts), "priority")
         tenants = _one_each(tenant, len(prompts), "tenant")
         states = self._admit(prompts, params, priorities, tenants, asks)
@@ -317,6 +321,31 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._open_engine().call("reset_prefix_cache")
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`: at level 1 that of the KV cache, at level 2 also the weights'.
+
+        Cached prefixes are forgotten, except those on disk. Meanwhile `generate` and its like raise
+        `EngineAsleepError`: whoever wants the memory for something else must not lose it by surprise.
+
+        Raises:
+            RequestError: there is no such level.
+        """
+        check_level(level)
+        self._sleep_level = self._open_engine().call("sleep", {"level": level})["level"]
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` has freed; outputs are as before. Does nothing for one that is awake.
+
+        Raises:
+            QuireError: the memory is not free any more; this LLM goes on sleeping then.
+        """
+        self._sleep_level = self._open_engine().call("wake_up")["level"]
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and no `wake_up` after it."""
+        return self._sleep_level > 0
 
     def close(self) -> None:
         """Release the model and its memory. Later calls do nothing."""

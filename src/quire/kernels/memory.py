@@ -1,11 +1,15 @@
 """How much memory this machine can still give to this process: the kernel's estimate, capped by control groups.
 
-Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates.
+Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates;
+`release_memory` gives back what others have let go of.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +27,23 @@ def available_memory(root: Path = Path("/")) -> int:
     if not candidates:
         candidates.append(_sysconf_memory())
     return max(0, min(candidates))
+
+
+def resident_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of this process that are in memory; 0 where the system does not tell (all but Linux)."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def release_memory() -> None:
+    """Give what is free inside this process back to the system: garbage, and pages that malloc keeps for later."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none, and keep little
+        if trim is not None:
+            trim(0)
 
 
 def _mem_available(root: Path) -> int | None:

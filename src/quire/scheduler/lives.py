@@ -21,6 +21,16 @@ from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, Schedu
 LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step,
 LONG_PROMPT_LEAST = 256  # but so many tokens at least: smaller steps spend their time on reading weights
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+COUNTERS = (
+    "num_preemptions",
+    "num_swapped_out",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "host_cache_hits",
+    "disk_cache_hits",
+    "num_steps",
+    "num_scheduled_tokens",
+)  # of `SchedulerStats`; its other fields say how things are now
 
 
 class RequestLives:
@@ -91,6 +101,11 @@ class RequestLives:
         self._num_added = 0
         self._blocked: tuple[int, int, int] | None = None  # when nothing waiting could be admitted
         self._stats = SchedulerStats(num_blocks=kv.pool.num_blocks, num_host_blocks=kv.host.pool.num_blocks)
+
+    def go_on_counting(self, before: SchedulerStats) -> None:
+        """Take over the counters of a scheduler in whose place this one stands."""
+        for name in COUNTERS:
+            setattr(self._stats, name, getattr(before, name))
 
     # ---- requests come and go ----
 
@@ -183,6 +198,10 @@ class RequestLives:
         """Whether there is work: live requests, a refusal to be sent, or an end the worker has not been told of."""
         owed = self._news or self._finished_ids or self.kv.num_loading or self.kv.movements.erase_stored
         return bool(self._requests or owed)
+
+    def has_requests(self) -> bool:
+        """Whether anybody waits for something: live requests, or a refusal to be sent."""
+        return bool(self._requests or self._news)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""

@@ -234,6 +234,10 @@ class TimedExecutor(NoGrammars):
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing: that was done."""
 
+    def sleep(self, level: int) -> int:
+        """Nothing to free."""
+        return 0
+
     def num_disk_blocks(self) -> int:
         """No tier below is measured."""
         return 0

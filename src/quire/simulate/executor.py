@@ -71,6 +71,10 @@ class SimulatedExecutor(NoGrammars):
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing to allocate."""
 
+    def sleep(self, level: int) -> int:
+        """Nothing to free."""
+        return 0
+
     def num_disk_blocks(self) -> int:
         """As given."""
         return self._num_disk_blocks

@@ -10,7 +10,10 @@ from pathlib import Path
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
+from quire.kernels.memory import release_memory, resident_memory
+from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
@@ -40,33 +43,42 @@ class Worker:
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self.config = config
         self._processors = load_processors(config.model.logits_processors)
-        self.backend = create_backend(
-            config.device.device,
-            config.model.dtype,
-            config.cache.kv_cache_dtype,
-            config.device.num_threads,
-            config.model.quantization,
-            config.device.simd_level,
-            batch_invariant=config.device.batch_invariant,
-        )
+        self.backend = self._create_backend()
         if not self.backend.compiled_before():
             # A warning, so that it is seen by default: the wait would look like a hang.
             logger.warning("compiling kernels; this takes up to a minute and happens on the first start only")
-        started = time.perf_counter()
-        assert config.model.max_model_len is not None, "settled by the engine"
-        self.model = load_model(
-            info,
-            self.backend,
-            max_model_len=config.model.max_model_len,
-            load_format=config.model.load_format,
-            allow_nonfinite=config.model.allow_nonfinite,
-            seed=config.model.seed,
-        )
-        logger.info("loaded %s in %.2f s", info.path.name, time.perf_counter() - started)
         self._info = info
+        self.model: Model | None = self._load()
+        self._spec = self.model.kv_cache_spec()
         self._store: DiskStore | None = None  # the runner's, which closes it
         self.runner: ModelRunner | None = None
         self.grammars = GrammarStore(self._load_tokenizer, info.vocab_size, info.eos_token_ids)
+
+    def _create_backend(self) -> Backend:
+        model, device = self.config.model, self.config.device
+        return create_backend(
+            device.device,
+            model.dtype,
+            self.config.cache.kv_cache_dtype,
+            device.num_threads,
+            model.quantization,
+            device.simd_level,
+            batch_invariant=device.batch_invariant,
+        )
+
+    def _load(self) -> Model:
+        started, options = time.perf_counter(), self.config.model
+        assert options.max_model_len is not None, "settled by the engine"
+        model = load_model(
+            self._info,
+            self.backend,
+            max_model_len=options.max_model_len,
+            load_format=options.load_format,
+            allow_nonfinite=options.allow_nonfinite,
+            seed=options.seed,
+        )
+        logger.info("loaded %s in %.2f s", self._info.path.name, time.perf_counter() - started)
+        return model
 
     def _load_tokenizer(self) -> Tokenizer:
         model = self.config.model
@@ -76,19 +88,23 @@ class Worker:
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """Return what the model's layers cache."""
-        return self.model.kv_cache_spec()
+        return self._spec
 
     def available_memory(self) -> int:
         """Return the bytes that are free for the KV cache, weights being loaded."""
         return self.backend.available_memory()
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
-        """Allocate KV cache and persistent batch, once, open the disk tier, compile what the first step would have to.
+        """Allocate KV cache and persistent batch, open the disk tier, compile what the first step would have to.
+
+        Once, and after each `sleep`; one of level 2 has the weights read again.
 
         Raises:
             MemoryError: the KV cache does not fit.
-            ConfigError: the host blocks do not, or the disk tier cannot be used.
+            ConfigError: the host blocks do not, or the disk tier cannot be used. ModelError: the weights do not fit.
         """
+        if self.model is None:
+            self.model = self._load()
         with ExitStack() as undo:
             self._store = self._open_store(max_model_len)
             if self._store is not None:
@@ -147,13 +163,24 @@ class Worker:
         assert self.runner is not None, "allocate() comes before execute()"
         return self.runner.execute(step)
 
+    def sleep(self, level: int) -> int:
+        """Let go of the KV cache and all that steps use, and at level 2 of the weights; return how many bytes."""
+        before = resident_memory()
+        if self.runner is not None:
+            self.runner.close()
+        self.runner = self._store = None
+        if level > 1:
+            self.model = None
+            self.backend = self._create_backend()  # the one before may keep the memory of weights for others
+        release_memory()
+        return max(0, before - resident_memory())
+
     def close(self) -> None:
         """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
         self.grammars.close()
         if self.runner is not None:
             self.runner.close()
-        self.runner = None
-        del self.model
+        self.runner = self.model = None
 
     def _groups(self) -> list[KVCacheGroup]:
         """Return the groups of layers, as the engine counted them: by the context before memory was looked at."""
