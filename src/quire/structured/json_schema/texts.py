@@ -10,7 +10,7 @@ from quire.structured.json_schema.shapes import NumberShape
 from quire.structured.json_schema.spelling import quoted, terminal
 
 # What writers of JSON put between its parts. If more could follow, an unsure model would go on with blanks for ever.
-_BLANKS = r"/( |\r?\n[ \t]{0,160})?/"
+_BLANKS = r"/( |\r?\n[ \t]{0,40})?/"
 
 
 class Texts:
