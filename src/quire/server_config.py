@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -90,6 +91,70 @@ class ServerConfig:
     allowed_headers: list[str] = option([], "Header that these pages may send; may be repeated; default: any.")
     allow_credentials: bool = option(False, "Let browsers send cookies along.")
 
+    # What happens when the engine dies or hangs.
+    max_engine_restarts: int = option(
+        3,
+        "Most times within a minute that an engine process which died is replaced, not counting deaths for which a "
+        "request is to blame; 0: never. Live requests go on.",
+        low=0,
+        high=1000,
+    )
+    engine_stall_timeout: float = option(
+        3.0,
+        "Seconds for which an engine process may be silent beyond what its work explains, before it is replaced.",
+        low=0.5,
+        high=86400.0,
+        metavar="SECONDS",
+    )
+
+    # Responses that are kept for later (POST /v1/responses).
+    max_stored_responses: int = option(
+        1000, "Most responses kept in memory; the oldest ones go first. 0: none.", low=0, high=2**20
+    )
+    max_stored_response_bytes: int = option(
+        64 * 2**20, "Most memory for them, such as 64MiB.", low=0, size=True, metavar="SIZE"
+    )
+    stored_response_ttl: float = option(
+        86400.0, "Seconds after its end that a response is kept.", low=1.0, high=2592000.0, metavar="SECONDS"
+    )
+
+    # Several models in one server.
+    models: str | None = option(
+        None,
+        "YAML file with a list of models to serve in place of one; each takes options of its own, see "
+        "docs/several_models.md.",
+        metavar="FILE",
+    )
+    max_loaded_models: int | None = option(
+        None, "Most models in memory at a time; default: all there are.", low=1, high=1024
+    )
+    model_idle_timeout: float = option(
+        0.0,
+        "Seconds without requests after which a model gives up memory until the next one; 0: never.",
+        low=0.0,
+        high=31536000.0,
+        metavar="SECONDS",
+    )
+    model_idle_action: str = option(
+        "sleep",
+        "What an idle model gives up: the KV cache's memory (sleep), or all of it (unload), but not if it is pinned.",
+        choices=("sleep", "unload"),
+    )
+    model_load_timeout: float = option(
+        300.0,
+        "Seconds that loading a model may take, and that a request waits for one at most; then 503.",
+        low=0.1,
+        high=86400.0,
+        metavar="SECONDS",
+    )
+    enable_admin_endpoints: bool = option(
+        False, "Serve /sleep, /wake_up, /reset_prefix_cache and others that operate the models; needs an API key."
+    )
+    admin_api_key: list[str] = option(
+        [], "Key for these routes, which then take no other, and which is good for nothing else; may be repeated.",
+        secret=True,
+    )  # fmt: skip
+
     def check(self) -> None:
         """Check what must hold between these options; raise `ConfigError` naming both."""
         if self.uds is not None:
@@ -106,7 +171,35 @@ class ServerConfig:
             )
         if not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii():
             raise ConfigError(f"root_path must be a path such as /llm, got {echo(self.root_path)}", param="root_path")
+        if self.max_loaded_models is not None and self.models is None:
+            raise ConfigError("max_loaded_models needs models", param="max_loaded_models")
+        self._check_admin()
         self._check_origins()
+
+    def _check_admin(self) -> None:
+        if self.admin_api_key and not self.enable_admin_endpoints:
+            raise ConfigError("admin_api_key needs enable_admin_endpoints", param="admin_api_key")
+        for key in self.admin_api_key:
+            if key != key.strip():
+                raise ConfigError("admin_api_key: a key must have no blanks around it", param="admin_api_key")
+            if key in self.api_key:
+                raise ConfigError("admin_api_key and api_key must differ", param="admin_api_key")
+        guarded = self.api_key or self.api_key_file or self.admin_api_key
+        if self.enable_admin_endpoints and not guarded and not self.local:
+            raise ConfigError(
+                f"enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on {self.host}",
+                param="enable_admin_endpoints",
+            )
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def _check_origins(self) -> None:
         for name in ("allowed_methods", "allowed_headers", "allow_credentials"):

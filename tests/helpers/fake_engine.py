@@ -141,7 +141,13 @@ class _Running:
         self.sequence_id = request.sequence_ids[0]
         self.first = first
         self.tokens = list(tokens)
+        self.told = False  # whether it had any output
         self.num_done = 0
+        if request.resumed is not None:
+            [resumed] = request.resumed
+            self.num_done = len(resumed.token_ids)
+            repeated = self.tokens * (self.num_done // len(self.tokens) + 1)
+            assert resumed.token_ids and resumed.token_ids == repeated[: self.num_done], "its own words"
 
 
 class FakeEngine:
@@ -156,6 +162,7 @@ class FakeEngine:
         tokens_per_step: tokens a sequence gets at once (speculative decoding gives several).
         fail_on, refuse_on: ids of requests or sequences that end with finish_reason "error" at their first step, the
             latter because they can never fit.
+        killers: ids of requests or sequences that kill the engine, with the number of the token at which they do.
     """
 
     def __init__(
@@ -181,6 +188,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.fail_on: set[str] = set()
         self.refuse_on: set[str] = set()
+        self.killers: dict[str, int] = {}
         self.num_steps = 0
         self.num_resets = 0
         self.sleep_level = 0
@@ -201,7 +209,8 @@ class FakeEngine:
             self.added.append(message)
             for index, (sequence_id, seed) in enumerate(zip(message.sequence_ids, message.seeds, strict=True)):
                 assert sequence_id not in self._live, "ids must be unique"
-                own = msgspec.structs.replace(message, sequence_ids=[sequence_id], seeds=[seed])
+                resumed = None if message.resumed is None else [message.resumed[index]]
+                own = msgspec.structs.replace(message, sequence_ids=[sequence_id], seeds=[seed], resumed=resumed)
                 self._live[sequence_id] = _Running(own, index == 0, [] if message.beam else self.reply(own))
         elif isinstance(message, AbortRequests):
             for name in message.request_ids:
@@ -229,10 +238,14 @@ class FakeEngine:
         return bool(self._live)
 
     def step(self) -> EngineOutputs:
-        """Give the oldest `max_num_seqs` sequences their next tokens."""
+        """Give the oldest `max_num_seqs` sequences their next tokens. Raises `EngineDeadError` if one is a killer."""
         self.num_steps += 1
         now = time.monotonic()
         running = list(self._live.values())[: self.max_num_seqs]
+        for item in running:
+            if item.num_done in (self.killers.get(item.request.request_id), self.killers.get(item.sequence_id)):
+                names = dict.fromkeys(other.request.request_id for other in running)
+                raise EngineDeadError("the engine process ended with exit code -11", suspects=list(names))
         outputs = [self._advance(item, now) for item in running]
         return EngineOutputs(outputs=outputs, stats=self.stats(), timestamp=time.monotonic())
 
@@ -249,7 +262,7 @@ class FakeEngine:
 
     def _advance(self, item: _Running, now: float) -> SequenceOutput:
         request, params = item.request, item.request.sampling_params
-        first = item.num_done == 0
+        first, item.told = not item.told, True
         output = SequenceOutput(sequence_id=item.sequence_id, new_token_ids=[])
         if first:
             output.num_cached_tokens = 0
@@ -316,6 +329,7 @@ class FakeClient:
         self.gate.set()
         self.closed = False
         self.stalled = 0.0
+        self.num_dumps = 0
         self._start_error = start_error
         self._news = asyncio.Event()
         self._answers: list[CallResult] = []
@@ -351,7 +365,11 @@ class FakeClient:
             if self._answers:
                 return self._answers.pop(0)
             if self.engine.has_unfinished() and self.gate.is_set():
-                return self.engine.step()
+                try:
+                    return self.engine.step()
+                except EngineDeadError as error:
+                    self._dead = error
+                    raise
             self._news.clear()
             await self._news.wait()
 
@@ -364,14 +382,19 @@ class FakeClient:
         self.gate.set()
         self._news.set()
 
-    def die(self, message: str = "the engine process ended (signal 9)") -> None:
+    def die(self, message: str = "the engine process ended (signal 9)", suspects: Sequence[str] = ()) -> None:
         """Be gone: `receive` raises from now on."""
-        self._dead = EngineDeadError(message)
+        self._dead = EngineDeadError(message, suspects=suspects)
         self._news.set()
 
     def stalled_for(self) -> float:
         """Return `stalled`."""
         return self.stalled
+
+    async def dump_stacks(self) -> str:
+        """Note that it was asked; nothing to tell."""
+        self.num_dumps += 1
+        return ""
 
     def kill(self) -> None:
         """Die."""

@@ -15,6 +15,7 @@ from typing import Any
 from quire.engine.messages import AddRequest, EngineOutputs
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.journal import Journal, Progress
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -29,7 +30,10 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.
 
 
 class _Completion:
-    """One sequence: what was generated, minus what a DELTA reader has already taken."""
+    """One sequence: what was generated. Of texts and log-probabilities a DELTA reader takes away what it has read.
+
+    All its tokens stay: `token_ids` is the list of `progress`, by which another engine could go on.
+    """
 
     __slots__ = (
         "changed",
@@ -43,6 +47,7 @@ class _Completion:
         "num_taken",
         "num_tokens",
         "part",
+        "progress",
         "ranked",
         "sequence_id",
         "stop_reason",
@@ -63,7 +68,8 @@ class _Completion:
         self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
         self.part = part  # which of the request's `AddRequest`s it came in
         self.detokenizer = detokenizer
-        self.token_ids: list[int] = []
+        self.progress = Progress()
+        self.token_ids = self.progress.token_ids
         self.text_parts: list[str] = []
         scored = params.logprobs is not None or params.logprob_token_ids is not None
         self.logprobs: Positions | None = _no_positions(params) if scored else None
@@ -102,6 +108,8 @@ class _Completion:
                     break
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
+        if output.sampler_state is not None:
+            self.progress.sampler_state = output.sampler_state
         if self.cumulative_logprob is not None and output.logprobs:
             for entry in output.logprobs[: len(token_ids)]:
                 self.cumulative_logprob += entry.logprobs[0]
@@ -137,8 +145,8 @@ class _Completion:
         """Build the output; with `delta` only what was not taken before."""
         text = "".join(self.text_parts)
         if delta:
-            token_ids, logprobs = self.token_ids, self.logprobs
-            self.token_ids, self.text_parts = [], []
+            token_ids, logprobs = self.token_ids[self.num_taken or 0 :], self.logprobs
+            self.text_parts = []
             self.logprobs = None if logprobs is None else type(logprobs)()
         else:
             token_ids = self.token_ids.copy()
@@ -238,6 +246,12 @@ class RequestState:
         self._num_preemptions[part] = max(self._num_preemptions[part], count)
         self.metrics.num_preemptions = sum(self._num_preemptions)
 
+    def begin_prompt_again(self) -> None:
+        """Forget what a prompt that was not finished has told of itself; a new engine tells all of it again."""
+        first = self.completions[0]
+        if self.prompt_logprobs is not None and not first.num_tokens and first.finish_reason is None:
+            self.prompt_logprobs = _unscored(self.params)
+
     def set_beams(self, beams: Sequence[BeamOutput]) -> None:
         """End a beam search with these as its completions."""
         [search] = self.completions
@@ -311,11 +325,15 @@ class OutputProcessor:
     Args:
         tokenizer: None leaves all texts empty.
         listeners: told of tokens and ends.
+
+    Attributes:
+        journal: of the requests that have not ended.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, listeners: Iterable[StatListener] = ()) -> None:
         self._tokenizer = tokenizer
         self._listeners = list(listeners)
+        self.journal = Journal()
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, _Completion]] = {}
         self._ids: set[str] = set()  # of requests and sequences, as callers and the engine call them
@@ -356,6 +374,7 @@ class OutputProcessor:
         self._ids |= state.ids
         for completion in state.completions:
             self._sequences[completion.sequence_id] = (state, completion)
+        self.journal.begin(request_id, adds, {item.sequence_id: item.progress for item in state.completions})
         return state
 
     def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
@@ -409,7 +428,7 @@ class OutputProcessor:
             state.note_preemptions(completion.part, output.num_preemptions)
         if completion.index:
             return
-        if output.num_cached_tokens is not None:
+        if output.num_cached_tokens is not None and not completion.num_tokens:  # not what a resumed request finds
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             # A preempted request may compute the same positions again.
@@ -447,12 +466,14 @@ class OutputProcessor:
 
     def _finish_sequence(self, state: RequestState, completion: _Completion, now: float) -> None:
         del self._sequences[completion.sequence_id]
+        self.journal.end_sequence(state.request_id, completion.sequence_id)
         state.num_unfinished -= 1
         if state.finished:
             self._finish_request(state, now)
 
     def _finish_request(self, state: RequestState, now: float) -> None:
         del self._states[state.request_id]
+        self.journal.end(state.request_id)
         self._ids -= state.ids
         metrics = state.metrics
         metrics.finished_time = now
@@ -485,15 +506,33 @@ class OutputProcessor:
         aborts: list[str] = []
         for request_id in request_ids:
             state = self._states.get(request_id)
-            if state is None:
-                continue
-            for completion in state.completions:
-                if completion.finish_reason is None:
-                    aborts.append(completion.sequence_id)
-                    completion.finish("abort")
-                    self._finish_sequence(state, completion, time.monotonic())
-            state.touch()
+            if state is not None:
+                aborts += self._end(state, "abort")
         return aborts
+
+    def fail(self, request_id: str, error: QuireError) -> None:
+        """End one request with an error, which its unfinished completions get."""
+        self._end(self._states[request_id], "error", error)
+
+    def _end(self, state: RequestState, reason: str, error: QuireError | None = None) -> list[str]:
+        """End what is unfinished of a request; return the ids of these sequences."""
+        unfinished = [item for item in state.completions if item.finish_reason is None]
+        for completion in unfinished:
+            completion.finish(reason)
+            completion.error = error
+            self._finish_sequence(state, completion, time.monotonic())
+        state.touch()
+        return [item.sequence_id for item in unfinished]
+
+    def replay(self, request_id: str) -> list[AddRequest]:
+        """Return what a new engine is to be told of a live request, see `Journal.replay`."""
+        self._states[request_id].begin_prompt_again()
+        return self.journal.replay(request_id)
+
+    def progress(self, request_id: str) -> tuple[int, int] | None:
+        """Return how many tokens a request has, and how many sequences that go on; None if it has ended."""
+        state = self._states.get(request_id)
+        return None if state is None else (state.num_generated_tokens, state.num_unfinished)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with an error, because the engine is gone."""
@@ -501,6 +540,7 @@ class OutputProcessor:
         self._states.clear()
         self._sequences.clear()
         self._ids.clear()
+        self.journal.clear()
         for state in states:
             state.fail(error)
 

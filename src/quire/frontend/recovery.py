@@ -1,0 +1,276 @@
+"""`SupervisedClient`: an engine that may die or hang at any moment, and is replaced by another one that goes on.
+
+It stands where an engine's client would stand. When the engine dies, a new one is started, and told of all live
+requests with the tokens they have (`journal.py`): streams notice a pause. Which request is to blame, if one is, finds
+`suspects.py`; while somebody is tried, all others wait. An engine that is silent for longer than its work explains is
+ended, so that the same happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from quire.engine.client import EngineClient
+from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, ToEngine
+from quire.errors import EngineDeadError, GenerationError, QuireError
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.suspects import Court
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.25
+STALLED_SECONDS = 2.0
+STACKS_SECONDS = 0.5
+SLEPT_SECONDS = 1.0  # late by so much, this process did not run itself, and the engine perhaps neither
+MOST_SHOWN = 8
+
+
+class SupervisedClient:
+    """Carries messages to and from whichever engine there is. `EngineClient` describes what has the same name.
+
+    Args:
+        client: the first engine's. make_client: makes those of later ones; None: there are none.
+        outputs: says what is live. max_restarts: most deaths within a minute that no request explains.
+        stall_timeout: seconds of unexplained silence after which an engine is ended.
+        on_death: told of every death, before anything is done about it. on_restart: told when another engine is there.
+
+    Attributes:
+        running: whether there is an engine. recovering: whether it is being replaced. stalled: whether it is silent.
+        num_restarts: engines after the first one. last_recovery_seconds: from the last death to the new engine.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        make_client: Callable[[], EngineClient] | None,
+        *,
+        outputs: Callable[[], OutputProcessor],
+        max_restarts: int,
+        stall_timeout: float,
+        on_death: Callable[[], None] = lambda: None,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client = client
+        self._make_client = make_client
+        self._outputs = outputs
+        self._max_restarts = max_restarts if make_client is not None else 0
+        self._stall_timeout = stall_timeout
+        self._on_death = on_death
+        self._on_restart = on_restart
+        self._court = Court(self._max_restarts)
+        self._up = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._fence: int | None = None  # call whose answer says that the engine has let go of the last one on trial
+        self._num_fences = 0
+        self._killed: EngineClient | None = None
+        self.recovering = False
+        self.stalled = False
+        self.num_restarts = 0
+        self.last_recovery_seconds: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether messages reach an engine."""
+        return self._up.is_set() and not self.recovering
+
+    @property
+    def num_condemned(self) -> int:
+        """Requests that were ended because they had killed engines."""
+        return self._court.num_condemned
+
+    async def start(self) -> Ready:
+        """Wait for the first engine. Raises `QuireError` if it cannot start."""
+        ready = await self._client.start()
+        self._up.set()
+        self._watcher = asyncio.create_task(self._watch(), name="quire-watchdog")
+        return ready
+
+    async def wait(self) -> None:
+        """Return when there is an engine, or none will come any more."""
+        await self._up.wait()
+
+    def send(self, message: ToEngine) -> None:
+        """Send in order. What is said of requests while there is no engine for them is in the journal anyway."""
+        if not self.running:
+            return
+        trial = self._court.trial
+        if trial is None or not isinstance(message, AddRequest):
+            self._client.send(message)
+        if trial is not None and isinstance(message, AbortRequests):
+            self._review()
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        """Wait for news. Raises `EngineDeadError` when there is no engine any more, nor will be."""
+        while True:
+            if self._court.busy:
+                self._review()  # what the last message brought was delivered meanwhile
+            try:
+                message = await self._client.receive()
+            except EngineDeadError as error:
+                await self._recover(error)
+                continue
+            if isinstance(message, CallResult) and message.call_id == self._fence:
+                self._fence = None
+                self._try_next()
+                continue
+            return message
+
+    async def close(self) -> None:
+        """End the engine, at once if it has not loaded yet."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if not self.running:
+            self._client.kill()
+        self._up.set()
+        await self._client.close()
+
+    # ---- after a death ----
+
+    async def _recover(self, error: EngineDeadError) -> None:
+        """Replace the engine. Raises `EngineDeadError` if that is given up."""
+        died = time.monotonic()
+        self._up.clear()
+        self.recovering = True
+        self._fence = None
+        self._on_death()
+        error = self._note_death(error)
+        while not self._court.too_many() and self._make_client is not None:
+            await self._client.close()
+            self._client = self._make_client()
+            try:
+                await self._client.start()
+            except EngineDeadError as again:
+                logger.error("a new engine died while it started: %s", again.message)
+                self._court.note_death(time.monotonic(), {})
+                error = again
+                continue
+            except QuireError as problem:
+                logger.error("no new engine can be started: %s", problem.message)
+                error = EngineDeadError(f"the engine could not be started again: {problem.message}")
+                break
+            self._go_on(died)
+            return
+        self.recovering = self.stalled = False
+        self._up.set()
+        if self._max_restarts and self._court.too_many():
+            error = EngineDeadError(f"the engine died too often; the last time: {error.message}")
+        raise error
+
+    def _note_death(self, error: EngineDeadError) -> EngineDeadError:
+        outputs = self._outputs()
+        named = set(error.suspects)
+        if not named:  # nothing is known: everybody who was there
+            trial = self._court.trial
+            named = set(outputs.journal.request_ids if trial is None else [trial])
+        suspects = {name: outputs.progress(name) for name in outputs.journal.owners(named)}
+        # In the order in which they came, so that trials are, too.
+        order = {name: place for place, name in enumerate(outputs.journal.request_ids)}
+        suspects = dict(sorted(suspects.items(), key=lambda item: order.get(item[0], -1)))
+        logger.error(
+            "the engine died: %s; it was working on %d requests: %s; %d are unfinished",
+            error.message,
+            len(suspects),
+            _shown(suspects),
+            outputs.num_unfinished,
+        )
+        if self._max_restarts:
+            guilty = self._court.note_death(time.monotonic(), suspects)
+            if guilty is not None:
+                logger.error("request %s kills engines and is ended", guilty)
+                message = "the engine died again and again when it worked on this request"
+                outputs.fail(guilty, GenerationError(message, code="request_killed_engine"))
+        else:
+            self._court.note_death(time.monotonic(), {})
+        return error
+
+    def _go_on(self, died: float) -> None:
+        """There is a new engine: tell it of everything that is live, or of the first one to be tried."""
+        self.recovering = self.stalled = False
+        self._up.set()
+        self.num_restarts += 1
+        self.last_recovery_seconds = time.monotonic() - died
+        logger.warning(
+            "there is a new engine after %.2f s (the %d. of this server); %d requests go on",
+            self.last_recovery_seconds,
+            self.num_restarts + 1,
+            self._outputs().num_unfinished,
+        )
+        self._try_next()
+        self._on_restart()
+
+    # ---- trials ----
+
+    def _try_next(self, there: str | None = None) -> None:
+        """Have the next suspect tried alone, or, if there is none, all go on but `there`, which the engine has."""
+        outputs = self._outputs()
+        trial = self._court.next_trial(outputs.progress)
+        if trial is not None:
+            logger.warning("request %s runs alone, since it was there when engines died", trial)
+            self._replay(trial)
+            return
+        for request_id in outputs.journal.request_ids:
+            if request_id != there:
+                self._replay(request_id)
+
+    def _replay(self, request_id: str) -> None:
+        for add in self._outputs().replay(request_id):
+            self._client.send(add)
+
+    def _review(self) -> None:
+        """Clear those who have come past the point where they were suspected; end a trial that is over."""
+        outputs, court = self._outputs(), self._court
+        trial = court.trial
+        if trial is None:
+            court.clear(outputs.progress)
+        elif self._fence is None and court.is_over(outputs.progress):
+            if not court.waiting(outputs.progress):
+                self._try_next(there=trial)
+                return
+            if trial in outputs.journal:  # it makes room for the next one, and goes on when all were tried
+                self._client.send(AbortRequests(request_ids=outputs.journal.engine_ids(trial)))
+            self._num_fences += 1
+            self._fence = -self._num_fences
+            self._client.send(Call(call_id=self._fence, method="stats"))
+
+    # ---- hangs ----
+
+    async def _watch(self) -> None:
+        """The watchdog: a background task."""
+        patience = 0
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            if now - before > WATCH_SECONDS + SLEPT_SECONDS:
+                patience = int(STALLED_SECONDS / WATCH_SECONDS)  # let an engine that was stopped as well show itself
+            before = now
+            silent = 0.0 if self.recovering else self._client.stalled_for()
+            patience = max(patience - 1, 0) if silent else 0
+            if patience:
+                continue
+            if silent > STALLED_SECONDS and not self.stalled:
+                logger.warning("the engine has been silent for %.1f s without a reason", silent)
+            self.stalled = silent > STALLED_SECONDS
+            if silent > max(self._stall_timeout, STALLED_SECONDS) and self._client is not self._killed:
+                await self._end_stuck(silent)
+
+    async def _end_stuck(self, silent: float) -> None:
+        client = self._client
+        logger.error("the engine is stuck: silent for %.1f s; it is ended", silent)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STACKS_SECONDS):
+                await client.dump_stacks()
+        if client is self._client and not self.recovering:
+            self._killed = client
+            client.kill()  # its end is noticed by `receive`
+
+
+def _shown(names: Mapping[str, object]) -> str:
+    """Return some of the names, for a line in a log."""
+    listed = ", ".join(list(names)[:MOST_SHOWN])
+    return listed + (", ..." if len(names) > MOST_SHOWN else "") or "none"
