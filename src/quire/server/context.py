@@ -15,6 +15,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
+from quire.server.responses.store import ResponseStore
 
 
 class Abortable(Protocol):
@@ -32,6 +33,7 @@ class ServerContext:
         metrics: None where nobody counts.
         draining: set once the server has begun to shut down; new work is refused from then on.
         generations: those that an engine works on, or that are being sent.
+        responses: those that are kept for later.
     """
 
     def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None) -> None:
@@ -41,6 +43,7 @@ class ServerContext:
         self.keys = ApiKeys(config.server.api_key)
         self.draining = False
         self.generations: set[Abortable] = set()
+        self.responses = ResponseStore(config.server)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: another way to ask for what chat completions do, and a store of answers."""

@@ -1,0 +1,217 @@
+"""`OutputBuilder`: from the news of a chat to the events of a stream and the items of an output, which say the same."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.frontend.formats.message import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
+from quire.server.responses.items import Item, new_id
+
+StreamEvent = dict[str, Any]
+PAD_TO = 32
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+def encode_event(event: Mapping[str, Any], *, obfuscated: bool = False) -> bytes:
+    """Return a server-sent event.
+
+    Args:
+        obfuscated: pad deltas, so that their sizes tell less about their texts to whoever watches the connection.
+    """
+    if obfuscated and "delta" in event:
+        fill = -len(event["delta"].encode()) % PAD_TO
+        event = {**event, "obfuscation": secrets.token_hex(PAD_TO)[:fill]}
+    return b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+def obfuscated_event(data: bytes) -> bytes:
+    """Return an encoded event with padding."""
+    return encode_event(_decode(data.partition(b"\ndata: ")[2]), obfuscated=True)
+
+
+class OutputBuilder:
+    """The output of one response, so far.
+
+    Attributes:
+        sequence_number: of the next event.
+    """
+
+    def __init__(self) -> None:
+        self.sequence_number = 0
+        self._closed: list[Item] = []
+        self._open: _OpenItem | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come out yet
+
+    def event(self, kind: str, **fields: Any) -> StreamEvent:
+        """Return the next event."""
+        event = {"type": kind, "sequence_number": self.sequence_number, **fields}
+        self.sequence_number += 1
+        return event
+
+    @property
+    def output(self) -> list[Item]:
+        """The items so far; one that is not complete is in progress."""
+        return [*self._closed, self._open.item("in_progress")] if self._open is not None else [*self._closed]
+
+    def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
+        """Return what more of the message means to a stream.
+
+        Args:
+            logprobs: of the tokens that brought it; those of reasoning, calls and marks are not shown.
+        """
+        self._logprobs += logprobs
+        made: list[StreamEvent] = []
+        for event in events:
+            match event:
+                case ReasoningDelta():
+                    made += [*self._need("reasoning"), *self._delta(event.text)]
+                case ContentDelta():
+                    made += [*self._need("message"), *self._delta(event.text)]
+                case CallStart():
+                    made += [*self._close("completed"), *self._begin(_OpenCall(event.name, event.id or new_id("call")))]
+                case CallArguments():
+                    made += self._delta(event.text)
+                case CallEnd():
+                    made += self._close("completed")
+        if self._open is None or self._open.kind != "message":
+            self._logprobs = []
+        return made
+
+    def finish(self, *, complete: bool) -> list[StreamEvent]:
+        """Return the end of what is open; a message that ended with nothing is an empty one.
+
+        Args:
+            complete: whether the message ended by itself. A call that it left open is incomplete all the same.
+        """
+        whole = complete and not isinstance(self._open, _OpenCall)
+        made: list[StreamEvent] = []
+        kinds = {item["type"] for item in self._closed} | ({self._open.kind} if self._open is not None else set())
+        if complete and kinds <= {"reasoning"}:
+            made += self._need("message")
+        return [*made, *self._close("completed" if whole else "incomplete")]
+
+    def _need(self, kind: str) -> list[StreamEvent]:
+        """Begin an item of this kind, unless one is open."""
+        if self._open is not None and self._open.kind == kind:
+            return []
+        return [*self._close("completed"), *self._begin(_OpenText(kind))]
+
+    def _begin(self, item: _OpenItem) -> list[StreamEvent]:
+        self._open = item
+        index = len(self._closed)
+        made = [self.event("response.output_item.added", output_index=index, item=item.first())]
+        if isinstance(item, _OpenText):
+            made.append(self.event("response.content_part.added", **self._place(item), part=item.part("", [])))
+        return made
+
+    def _delta(self, text: str) -> list[StreamEvent]:
+        item = self._open
+        assert item is not None, "a parser begins what it goes on with"
+        item.pieces.append(text)
+        extras: dict[str, Any] = {}
+        if item.kind == "message":
+            assert isinstance(item, _OpenText)
+            extras["logprobs"], self._logprobs = self._logprobs, []
+            item.logprobs += extras["logprobs"]
+        return [self.event(f"{item.stream}.delta", **self._place(item), delta=text, **extras)]
+
+    def _close(self, status: str) -> list[StreamEvent]:
+        item = self._open
+        if item is None:
+            return []
+        place, text = self._place(item), item.text
+        if isinstance(item, _OpenCall):
+            made = [self.event(f"{item.stream}.done", **place, name=item.name, arguments=text)]
+        else:
+            assert isinstance(item, _OpenText)
+            extras = {"logprobs": item.logprobs} if item.kind == "message" else {}
+            made = [
+                self.event(f"{item.stream}.done", **place, text=text, **extras),
+                self.event("response.content_part.done", **place, part=item.part(text, item.logprobs)),
+            ]
+        whole = item.item(status)
+        made.append(self.event("response.output_item.done", output_index=len(self._closed), item=whole))
+        self._closed.append(whole)
+        self._open = None
+        return made
+
+    def _place(self, item: _OpenItem) -> dict[str, Any]:
+        place = {"item_id": item.item_id, "output_index": len(self._closed)}
+        return {**place, "content_index": 0} if isinstance(item, _OpenText) else place
+
+
+class _Growing:
+    """A text that grows."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if len(self.pieces) > 1:
+            self.pieces = ["".join(self.pieces)]
+        return "".join(self.pieces)
+
+
+class _OpenText(_Growing):
+    """A message, or reasoning. `kind`: its type. `stream`: what the events of its text begin with."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.stream = "response.output_text" if kind == "message" else "response.reasoning_text"
+        self.item_id = new_id("msg" if kind == "message" else "rs")
+        self.logprobs: list[dict[str, Any]] = []
+
+    def part(self, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return its only part, with this text."""
+        if self.kind == "message":
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+        return {"type": "reasoning_text", "text": text}
+
+    def first(self) -> Item:
+        """Return the item without parts."""
+        return self._item("in_progress", [])
+
+    def item(self, status: str) -> Item:
+        """Return the item."""
+        return self._item(status, [self.part(self.text, self.logprobs)])
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
+        own: Item = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return {"id": self.item_id, "type": self.kind, "status": status, **own, "content": content}
+
+
+class _OpenCall(_Growing):
+    """A call of a function. `kind`, `stream`: as of texts."""
+
+    kind = "function_call"
+    stream = "response.function_call_arguments"
+
+    def __init__(self, name: str, call_id: str) -> None:
+        super().__init__()
+        self.name = name
+        self.call_id = call_id
+        self.item_id = new_id("fc")
+
+    def first(self) -> Item:
+        """Return the item without arguments."""
+        return self._item("in_progress", "")
+
+    def item(self, status: str) -> Item:
+        """Return the item."""
+        return self._item(status, self.text)
+
+    def _item(self, status: str, arguments: str) -> Item:
+        names = {"call_id": self.call_id, "name": self.name, "arguments": arguments}
+        return {"id": self.item_id, "type": self.kind, "status": status, **names}
+
+
+_OpenItem = _OpenText | _OpenCall

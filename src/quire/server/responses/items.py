@@ -1,0 +1,278 @@
+"""Input items: what a client sends is checked and brought into the form in which items are stored and listed.
+
+Every item gets an id. Places are named as the client wrote them: `input[0].content[1].type`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.checks import check_object, missing
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.tools import check_name
+from quire.server.parsing import refuse_unless_harmless
+
+Item = dict[str, Any]
+FindItem = Callable[[str], Item | None]
+
+MAX_ID_LENGTH = 256
+STATUSES = ("in_progress", "completed", "incomplete")
+ROLES = ("user", "assistant", "system", "developer")
+# Field -> the values that ask for nothing, for all fields of items and their parts that exist but are not honoured.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "caller": (),
+    "encrypted_content": (),
+    "namespace": (),
+    "phase": (),
+    "prompt_cache_breakpoint": (),
+}
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+UNSUPPORTED_TYPES = (
+    "additional_tools",
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "code_interpreter_call",
+    "compaction",
+    "compaction_trigger",
+    "computer_call",
+    "computer_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "local_shell_call",
+    "local_shell_call_output",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "program",
+    "program_output",
+    "shell_call",
+    "shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+)
+MEDIA_PARTS = ("input_image", "input_file", "input_audio", "output_audio", "computer_screenshot")
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def check_input(value: Any, find: FindItem, *, ignore_unknown: bool = False) -> list[Item]:
+    """Return the items of a request.
+
+    Args:
+        find: returns the stored item of an id. ignore_unknown: whether unknown fields are left out instead of refused.
+
+    Raises:
+        RequestError: naming the place. NotFoundError: there is no item of an id.
+    """
+    if isinstance(value, str):
+        content = [{"type": "input_text", "text": value}]
+        return [{"id": new_id("msg"), "type": "message", "status": "completed", "role": "user", "content": content}]
+    if not isinstance(value, list):
+        raise RequestError(
+            f"input must be a string or a list of items, got {echo(value)}", param="input", code="invalid_type"
+        )
+    check = _Checker(find, ignore_unknown)
+    return [check.item(item, f"input[{index}]") for index, item in enumerate(value)]
+
+
+class _Checker:
+    """Checks the items of one request."""
+
+    def __init__(self, find: FindItem, ignore_unknown: bool) -> None:
+        self._find = find
+        self._ignore_unknown = ignore_unknown
+
+    def item(self, value: Any, where: str) -> Item:
+        """Return a checked item."""
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+        kind = value.get("type")
+        if kind is None:
+            kind = "message" if "role" in value else "item_reference" if "id" in value else None
+        match kind:
+            case "message":
+                return self._message(value, where)
+            case "function_call":
+                return self._call(value, where)
+            case "function_call_output":
+                return self._call_output(value, where)
+            case "reasoning":
+                return self._reasoning(value, where)
+            case "item_reference":
+                return self._referenced(value, where)
+            case None:
+                raise missing(f"{where}.type")
+        place = f"{where}.type"
+        if kind in UNSUPPORTED_TYPES:
+            raise UnsupportedError(f"{place}: items of the type {kind} are not supported by this server", param=place)
+        known = ", ".join([*PREFIXES, "item_reference"])
+        raise RequestError(f"{place} must be one of {known}, got {echo(kind)}", param=place)
+
+    def _fields(self, value: Any, where: str, known: Sequence[str], refused: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the fields that are there and not null."""
+        checked = check_object(value, where, [*known, *refused], self._ignore_unknown)
+        for name in refused:
+            if checked.get(name) is not None:
+                self._refuse(checked[name], name, where)
+        return {name: item for name, item in checked.items() if item is not None and name in known}
+
+    @staticmethod
+    def _refuse(value: Any, name: str, where: str) -> None:
+        try:
+            refuse_unless_harmless(name, value, REFUSED[name])
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}.{error.message}", param=f"{where}.{name}") from None
+
+    def _head(self, fields: Mapping[str, Any], kind: str, where: str) -> Item:
+        """Return what all items begin with."""
+        item_id = _text(fields["id"], f"{where}.id", MAX_ID_LENGTH) if "id" in fields else new_id(PREFIXES[kind])
+        status = fields.get("status", "completed")
+        if status not in STATUSES:
+            place = f"{where}.status"
+            raise RequestError(f"{place} must be one of {', '.join(STATUSES)}, got {echo(status)}", param=place)
+        return {"id": item_id, "type": kind, "status": status}
+
+    def _message(self, value: Any, where: str) -> Item:
+        fields = self._fields(value, where, ("type", "id", "status", "role", "content"), ("phase",))
+        role = fields.get("role")
+        if role is None:
+            raise missing(f"{where}.role")
+        if role not in ROLES:
+            place = f"{where}.role"
+            raise RequestError(f"{place} must be one of {', '.join(ROLES)}, got {echo(role)}", param=place)
+        if "content" not in fields:
+            raise missing(f"{where}.content")
+        content = self._parts(fields["content"], f"{where}.content", answer=role == "assistant")
+        return {**self._head(fields, "message", where), "role": role, "content": content}
+
+    def _parts(self, content: Any, where: str, *, answer: bool) -> list[dict[str, Any]]:
+        if isinstance(content, str):
+            return [_output_text(content) if answer else {"type": "input_text", "text": content}]
+        if not isinstance(content, list):
+            raise RequestError(
+                f"{where} must be a string or a list of parts, got {echo(content)}", param=where, code="invalid_type"
+            )
+        if not content:
+            raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
+        return [self._part(part, f"{where}[{index}]", answer) for index, part in enumerate(content)]
+
+    def _part(self, part: Any, where: str, answer: bool) -> dict[str, Any]:
+        if not isinstance(part, Mapping):
+            raise RequestError(f"{where} must be an object, got {echo(part)}", param=where, code="invalid_type")
+        kind = part.get("type")
+        place = f"{where}.type"
+        if kind is None:
+            raise missing(place)
+        if isinstance(kind, str) and kind in MEDIA_PARTS:
+            raise UnsupportedError(
+                f"{place}: this model reads text only, got {echo(kind)}", param=place, code="unsupported_content_type"
+            )
+        known = ("input_text", "output_text", "refusal") if answer else ("input_text",)
+        if kind not in known:
+            raise RequestError(f"{place} must be {' or '.join(known)}, got {echo(kind)}", param=place)
+        name = "refusal" if kind == "refusal" else "text"
+        if kind == "output_text":  # log-probabilities come back with answers that are sent in again
+            fields = self._fields(part, where, ("type", name, "logprobs"), ("annotations",))
+        else:
+            fields = self._fields(part, where, ("type", name), ("prompt_cache_breakpoint",))
+        if name not in fields:
+            raise missing(f"{where}.{name}")
+        text = _text(fields[name], f"{where}.{name}")
+        if kind == "refusal":
+            return {"type": "refusal", "refusal": text}
+        return _output_text(text) if answer else {"type": "input_text", "text": text}
+
+    def _call(self, value: Any, where: str) -> Item:
+        known = ("type", "id", "status", "call_id", "name", "arguments")
+        fields = self._fields(value, where, known, ("caller", "namespace"))
+        for name in ("call_id", "name", "arguments"):
+            if name not in fields:
+                raise missing(f"{where}.{name}")
+        return {
+            **self._head(fields, "function_call", where),
+            "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
+            "name": check_name(fields["name"], f"{where}.name"),
+            "arguments": _text(fields["arguments"], f"{where}.arguments"),
+        }
+
+    def _call_output(self, value: Any, where: str) -> Item:
+        known = ("type", "id", "status", "call_id", "name", "output")
+        fields = self._fields(value, where, known, ("caller", "namespace"))
+        for name in ("call_id", "output"):
+            if name not in fields:
+                raise missing(f"{where}.{name}")
+        output = fields["output"]
+        if not isinstance(output, str):
+            output = self._parts(output, f"{where}.output", answer=False)
+        item = {
+            **self._head(fields, "function_call_output", where),
+            "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
+            "output": output,
+        }
+        return item if "name" not in fields else {**item, "name": check_name(fields["name"], f"{where}.name")}
+
+    def _reasoning(self, value: Any, where: str) -> Item:
+        known = ("type", "id", "status", "summary", "content")
+        fields = self._fields(value, where, known, ("encrypted_content",))
+        return {
+            **self._head(fields, "reasoning", where),
+            "summary": self._texts(fields.get("summary", []), "summary_text", f"{where}.summary"),
+            "content": self._texts(fields.get("content", []), "reasoning_text", f"{where}.content"),
+        }
+
+    def _texts(self, parts: Any, kind: str, where: str) -> list[dict[str, str]]:
+        if not isinstance(parts, list):
+            raise RequestError(f"{where} must be a list, got {echo(parts)}", param=where, code="invalid_type")
+        texts = []
+        for index, part in enumerate(parts):
+            place = f"{where}[{index}]"
+            fields = self._fields(part, place, ("type", "text"))
+            if fields.get("type", kind) != kind:
+                raise RequestError(f"{place}.type must be {kind}, got {echo(fields['type'])}", param=f"{place}.type")
+            if "text" not in fields:
+                raise missing(f"{place}.text")
+            texts.append({"type": kind, "text": _text(fields["text"], f"{place}.text")})
+        return texts
+
+    def _referenced(self, value: Any, where: str) -> Item:
+        fields = self._fields(value, where, ("type", "id"))
+        if "id" not in fields:
+            raise missing(f"{where}.id")
+        item_id = _text(fields["id"], f"{where}.id", MAX_ID_LENGTH)
+        item = self._find(item_id)
+        if item is None:
+            raise RequestError(
+                f"{where}.id: there is no item {echo(item_id)}, or it is not stored any more",
+                param=f"{where}.id",
+                code="item_not_found",
+            )
+        return item
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text(value: Any, where: str, most: int | None = None) -> str:
+    """Return a text; one with a bound must not be empty."""
+    if not isinstance(value, str):
+        raise RequestError(f"{where} must be a string, got {echo(value)}", param=where, code="invalid_type")
+    if most is not None and not value:
+        raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
+    if most is not None and len(value) > most:
+        raise RequestError(
+            f"{where} must be at most {most} characters long, got {len(value)}",
+            param=where,
+            code="string_above_max_length",
+        )
+    return value

@@ -1,0 +1,120 @@
+"""The bodies of requests about responses: fields, types, what is refused by name. Values are read in `translate`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+
+from quire.server.protocol import (
+    REFUSED_EVERYWHERE,
+    Harmless,
+    ReasoningEffort,
+    RequestModel,
+    SamplingRequest,
+    ShortText,
+)
+
+MAX_SAFETY_IDENTIFIER = 64
+MAX_PAIRS, MAX_PAIR_KEY, MAX_PAIR_VALUE = 16, 64, 512
+
+REFUSED: Harmless = {
+    **{name: harmless for name, harmless in REFUSED_EVERYWHERE.items() if name != "store"},
+    "best_of": (1,),
+    "context_management": (),
+    "conversation": (),
+    "echo": (False,),
+    "logprob_token_ids": (),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "moderation": (),
+    "n": (1,),
+    "prompt": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": (),
+    "return_token_ids": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+# What chat completions take that has the same meaning here, besides the fields of `SamplingRequest`.
+CHAT_FIELDS = ("chat_template", "chat_template_kwargs", "documents", "include_reasoning", "parallel_tool_calls")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class ResponseStreamOptions(_Part):
+    """What the events of a stream have besides."""
+
+    include_obfuscation: bool | None = None
+
+
+class Reasoning(_Part):
+    """How much a model thinks. Nothing sums it up."""
+
+    effort: ReasoningEffort | None = None
+    summary: SkipValidation[None] = None
+    generate_summary: SkipValidation[None] = None
+    context: SkipValidation[Literal["auto"] | None] = None
+    mode: SkipValidation[Literal["standard"] | None] = None
+
+
+class TextOptions(_Part):
+    """What the text looks like."""
+
+    format: SkipValidation[dict[str, Any] | None] = None
+    verbosity: SkipValidation[Literal["medium"] | None] = None
+
+
+class ConversationRequest(RequestModel):
+    """What a response is made of, or tokens are counted of: a conversation, tools, and the form of the answer."""
+
+    input: SkipValidation[str | list[dict[str, Any]] | None] = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
+    parallel_tool_calls: bool = True
+    truncation: Literal["auto", "disabled"] = "disabled"
+
+
+class ResponseRequest(ConversationRequest, SamplingRequest):
+    """POST /v1/responses."""
+
+    refused: ClassVar[Harmless] = REFUSED
+
+    background: bool = False
+    store: bool = True
+    include: SkipValidation[list[str] | None] = None
+    top_logprobs: SkipValidation[int | None] = None
+    max_output_tokens: SkipValidation[int | None] = None
+    # Counts calls of tools that the server itself runs. It runs none, so any number is kept to.
+    max_tool_calls: SkipValidation[int | None] = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: SkipValidation[list[dict[str, Any]] | None] = None
+    include_reasoning: bool = True
+
+    # Accepted, without any effect on what is generated. Without API keys, `user` is the tenant.
+    user: ShortText | None = None
+    safety_identifier: Annotated[str, Field(max_length=MAX_SAFETY_IDENTIFIER)] | None = None
+    prompt_cache_key: ShortText | None = None
+    metadata: SkipValidation[dict[str, str] | None] = None
+
+
+class InputTokensRequest(ConversationRequest):
+    """POST /v1/responses/input_tokens."""
+
+    refused: ClassVar[Harmless] = {"conversation": (), "personality": ()}
+
+    model: str | None = None

@@ -1,0 +1,294 @@
+"""The routes of the Responses API: make a response, look it up, follow, cancel or delete it, count its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.checks import missing, unknown_field
+from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
+from quire.server.chat import ChatCompletion
+from quire.server.context import ModelContext, context_of, model_context
+from quire.server.errors import JSON
+from quire.server.parsing import parse_request
+from quire.server.protocol import ChatCompletionRequest, body_schema
+from quire.server.responses.conversation import Message, as_messages
+from quire.server.responses.events import encode_event, obfuscated_event
+from quire.server.responses.items import Item, check_input, new_id
+from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
+from quire.server.responses.resource import new_response
+from quire.server.responses.running import ResponseRun, lease, spawn, start_fitting
+from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.responses.translate import chat_request, check_include, counted_request, told
+from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
+
+router = APIRouter()
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+MAX_DIGITS = 9
+PREFIX = "/v1/responses"
+
+M = TypeVar("M", bound=ConversationRequest)
+
+
+def _store(request: Request) -> ResponseStore:
+    return context_of(request).responses
+
+
+def _owner(request: Request) -> bytes:
+    """Return whose responses a request may see: those made with the same API key."""
+    return request.scope["state"].get("key_digest") or b""
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
+@router.post(PREFIX, openapi_extra=body_schema(ResponseRequest))
+async def create_response(request: Request) -> Response:
+    """Answer a conversation; by default the answer is kept."""
+    body = await _parse(request, ResponseRequest)
+    store = _store(request)
+    if body.background and not context_of(request).config.server.max_stored_responses:
+        raise UnsupportedError(
+            "background is not supported by this server, which keeps no responses (--max-stored-responses)",
+            param="background",
+        )
+    earlier, items, messages = _conversation(request, body)
+    try:
+        chat_body = chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
+        context = await model_context(request, body.model)
+        response_id = new_id("resp")
+        chat = _chat(context, chat_body, response_id)
+        await start_fitting(chat, request, truncate=body.truncation == "auto")
+    except RequestError as error:
+        raise told(error) from None
+    keeps_events = body.background and body.stream
+    response = new_response(body, chat, response_id)
+    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events)
+    run = ResponseRun(chat, stored, store if body.store else None)
+    return await _answer(request, body, context, run)
+
+
+async def _answer(request: Request, body: ResponseRequest, context: ModelContext, run: ResponseRun) -> Response:
+    obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
+    if body.background:
+        try:
+            scope = await lease(context, request)
+        except BaseException:
+            run.close()
+            raise
+        spawn(run, scope, _store(request))
+        if body.stream:
+            return EventStream(_follow(run.stored, 0, obfuscated), lambda: None)
+        return _json(run.stored.resource())
+    if body.stream:
+        return EventStream(_encoded(run, obfuscated), run.close)
+    try:
+        await until_disconnect(request.receive, _exhaust(run))
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        run.close()
+    if run.error is not None:
+        raise run.error
+    return _json(run.response)
+
+
+def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) -> ChatCompletion:
+    chat = ChatCompletion(context, body, "resp")
+    if body.request_id is None:
+        chat.response_id = response_id
+    return chat
+
+
+async def _parse(request: Request, model: type[M]) -> M:
+    server = context_of(request).config.server
+    return await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
+
+
+def _ignores_unknown(request: Request) -> bool:
+    return context_of(request).config.server.ignore_unknown_fields
+
+
+def _conversation(request: Request, body: ConversationRequest) -> tuple[list[Item], list[Item], list[Message]]:
+    """Return what was said earlier, what is new, and the messages that both are."""
+    store, owner = _store(request), _owner(request)
+    earlier: list[Item] = []
+    if body.previous_response_id is not None:
+        earlier = store.previous(owner, body.previous_response_id).conversation
+    elif body.input is None:
+        raise missing("input")
+    items = check_input(
+        [] if body.input is None else body.input,
+        lambda item_id: store.item(owner, item_id),
+        ignore_unknown=_ignores_unknown(request),
+    )
+    messages = as_messages(body.instructions, earlier, items)
+    if not messages:
+        raise RequestError("input must not be empty", param="input", code="empty_array")
+    return earlier, items, messages
+
+
+async def _exhaust(run: ResponseRun) -> None:
+    async for _ in run.events():
+        pass
+
+
+async def _encoded(run: ResponseRun, obfuscated: bool) -> AsyncGenerator[bytes, None]:
+    async for events in run.events():
+        if events:
+            yield b"".join([encode_event(event, obfuscated=obfuscated) for event in events])
+
+
+async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:
+    """Yield the kept events from number `start` on, till the end of the response."""
+    assert stored.events is not None
+    while True:
+        new = stored.events[start:]
+        if new:
+            start += len(new)
+            yield b"".join(map(obfuscated_event, new) if obfuscated else new)
+        elif stored.finished:
+            return
+        else:
+            await stored.more()
+
+
+@router.get(PREFIX + "/{response_id}")
+async def get_response(request: Request, response_id: str) -> Response:
+    """Return a response, or with `stream` the events of one that was made in the background."""
+    query = _query(request, ("include", "include[]", "stream", "starting_after", "include_obfuscation"))
+    _check_include(query)
+    stream = _flag(query, "stream")
+    obfuscated = _flag(query, "include_obfuscation")
+    after = _number(query, "starting_after", -1, 0, None)
+    for name in ("starting_after", "include_obfuscation"):
+        if name in query and not stream:
+            raise RequestError(f"{name} needs stream to be true", param=name)
+    stored = _store(request).get(_owner(request), response_id)
+    if not stream:
+        return _json(stored.resource())
+    if stored.events is None:
+        raise RequestError(
+            "stream: only the events of responses made with background and stream are kept", param="stream"
+        )
+    return EventStream(_follow(stored, after + 1, obfuscated), lambda: None)
+
+
+@router.delete(PREFIX + "/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget a response."""
+    _query(request, ())
+    store = _store(request)
+    store.delete(store.get(_owner(request), response_id))
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post(PREFIX + "/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """End a response that is made in the background, and return what there is of it."""
+    _query(request, ())
+    stored = _store(request).get(_owner(request), response_id)
+    if not stored.response["background"]:
+        raise RequestError("only responses made with background can be cancelled", param="response_id")
+    if not stored.finished:
+        stored.abort()
+        await stored.ended.wait()
+    return _json(stored.resource())
+
+
+@router.get(PREFIX + "/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """List the items of a response's request."""
+    query = _query(request, ("limit", "order", "after", "include", "include[]"))
+    _check_include(query)
+    limit = _number(query, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT)
+    order = query.get("order", ["desc"])[0]
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order must be one of asc, desc, got {echo(order)}", param="order")
+    stored = _store(request).get(_owner(request), response_id)
+    items = list(stored.items) if order == "asc" else list(reversed(stored.items))
+    if "after" in query:
+        after = query["after"][0]
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise NotFoundError(f"after: there is no item {echo(after)}", param="after", code="item_not_found")
+        items = items[places[-1] + 1 :]
+    data = items[:limit]
+    return _json(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else "",
+            "last_id": data[-1]["id"] if data else "",
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+@router.post(PREFIX + "/input_tokens", openapi_extra=body_schema(InputTokensRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that a response would have."""
+    body = await _parse(request, InputTokensRequest)
+    _, _, messages = _conversation(request, body)
+    try:
+        chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
+        chat = ChatCompletion(await model_context(request, body.model), chat_body, "count")
+        token_ids = await chat.render()
+    except RequestError as error:
+        raise told(error) from None
+    return _json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+
+@router.post(PREFIX + "/compact", include_in_schema=False)
+async def compact(request: Request) -> Response:
+    """Refuse: nothing here makes a conversation shorter but `truncation`."""
+    raise UnsupportedError(
+        "compaction is not supported by this server; truncation auto drops the first turns",
+        code="unsupported_operation",
+    )
+
+
+def _query(request: Request, known: Sequence[str]) -> dict[str, list[str]]:
+    """Return the query's parameters. Raises `RequestError` for one that nobody knows, or that comes twice."""
+    query: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in known:
+            raise unknown_field(name, known)
+        query.setdefault(name, []).append(value)
+    for name, values in query.items():
+        if len(values) > 1 and not name.startswith("include"):
+            raise RequestError(f"{name} must be given once", param=name)
+    return query
+
+
+def _check_include(query: dict[str, list[str]]) -> None:
+    """Raise for what responses do not have. Log-probabilities are in those that were made with them."""
+    check_include([*query.get("include", ()), *query.get("include[]", ())])
+
+
+def _flag(query: dict[str, list[str]], name: str) -> bool:
+    value = query.get(name, ["false"])[0]
+    if value not in ("true", "false"):
+        raise RequestError(f"{name} must be true or false, got {echo(value)}", param=name, code="invalid_type")
+    return value == "true"
+
+
+def _number(query: dict[str, list[str]], name: str, default: int, low: int, high: int | None) -> int:
+    if name not in query:
+        return default
+    text = query[name][0]
+    if not (text.isascii() and text.isdigit()) or len(text) > MAX_DIGITS:
+        raise RequestError(f"{name} must be an integer, got {echo(text)}", param=name, code="invalid_type")
+    value = int(text)
+    if value < low or (high is not None and value > high):
+        code = "integer_below_min_value" if value < low else "integer_above_max_value"
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} must be {bounds}, got {value}", param=name, code=code)
+    return value

@@ -1,0 +1,189 @@
+"""`ResponseRun`: one response from its start to its end, whoever reads it: a client, a stream, or nobody for now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.errors import ContextLengthError, QuireError, RequestError
+from quire.server.chat import ChatCompletion, ChoiceNews
+from quire.server.context import ModelContext
+from quire.server.errors import error_object
+from quire.server.responses.conversation import turns, without_beginning
+from quire.server.responses.events import OutputBuilder, StreamEvent, encode_event
+from quire.server.responses.resource import complete, fail, usage_object
+from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.responses.translate import told
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SHARE = 4  # of a context, one part in so many is left for the answer when a conversation is cut
+
+
+async def start_fitting(chat: ChatCompletion, request: Request, *, truncate: bool) -> None:
+    """Start a chat; with `truncate`, one that does not fit the context goes without its first turns."""
+    try:
+        await chat.start(request)
+        return
+    except ContextLengthError:
+        starts = turns(chat.messages) if truncate else []
+        if not starts:
+            raise
+    messages = chat.messages
+    most = chat.context.llm.max_model_len
+    room = min(getattr(chat.params, "max_tokens", None) or most // ANSWER_SHARE, most // 2)
+    low, high = 0, len(starts) - 1  # the first of `starts` from which on it fits; the last one is tried in any case
+    while low < high:
+        middle = (low + high) // 2
+        chat.messages = without_beginning(messages, starts[middle])
+        if await _fits(chat, most - room):
+            high = middle
+        else:
+            low = middle + 1
+    chat.messages = without_beginning(messages, starts[low])
+    await chat.start(request)
+
+
+async def _fits(chat: ChatCompletion, most: int) -> bool:
+    try:
+        return len(await chat.render()) <= most
+    except ContextLengthError:
+        return False
+
+
+class ResponseRun:
+    """One response on its way.
+
+    Args:
+        chat: started. stored: where the response is kept; it is the same object there. store: None keeps nothing.
+
+    Attributes:
+        error: what ended it, if it did not end by itself.
+    """
+
+    def __init__(self, chat: ChatCompletion, stored: StoredResponse, store: ResponseStore | None) -> None:
+        self.chat = chat
+        self.stored = stored
+        self.response = stored.response
+        self.error: QuireError | None = None
+        self._store = store
+        self._builder = OutputBuilder()
+        self._aborted = False
+        self._ended = False
+        stored.abort = self.abort
+        stored.output = lambda: self._builder.output
+        if store is not None:
+            store.add(stored)
+
+    def abort(self) -> None:
+        """End it as cancelled."""
+        self._aborted = True
+        self.chat.abort()
+
+    async def events(self) -> AsyncGenerator[list[StreamEvent], None]:
+        """Do it, and yield the events of a stream as they come. Whatever fails is an event, too."""
+        try:
+            first = "response.queued" if self.response["status"] == "queued" else "response.in_progress"
+            yield [self._lifecycle("response.created"), self._lifecycle(first)]
+            try:
+                async with contextlib.aclosing(self.chat.news()) as batches:
+                    async for news in batches:
+                        made = self._take(news[0])
+                        if made:
+                            yield made
+            except QuireError as error:
+                yield self._failed(error)
+        except (GeneratorExit, asyncio.CancelledError):
+            self._aborted = True
+            raise
+        finally:
+            self._end()
+
+    def close(self) -> None:
+        """Say that nobody reads the events any more, if anybody ever has."""
+        if not self._ended:
+            self._aborted = True
+            self._end()
+
+    def _take(self, news: ChoiceNews) -> list[StreamEvent]:
+        """Add what has come."""
+        made: list[StreamEvent] = []
+        if self.response["status"] == "queued":
+            self.response["status"] = "in_progress"
+            made.append(self._lifecycle("response.in_progress"))
+        logprobs = self.chat.extras(news.output)["logprobs"]
+        made += self._builder.add(news.events, [] if logprobs is None else logprobs["content"])
+        if news.output.finished:
+            complete(self.response, news.output.finish_reason)
+            made += self._builder.finish(complete=self.response["status"] == "completed")
+            made.append(self._final())
+        return made
+
+    def _failed(self, error: QuireError) -> list[StreamEvent]:
+        """Note what ended it. Who cancelled it knows why."""
+        self.error = error = told(error) if isinstance(error, RequestError) else error
+        if self._aborted:
+            return []
+        fail(self.response, error)
+        details = error_object(error)["error"]
+        made = self._builder.finish(complete=False)
+        shown = {name: details[name] for name in ("code", "message", "param")}
+        made.append(self._builder.event("error", **shown))
+        return [*made, self._final()]
+
+    def _final(self) -> StreamEvent:
+        self.response["output"] = self._builder.output
+        self.response["usage"] = usage_object(self.chat.usage)
+        return self._lifecycle(f"response.{self.response['status']}")
+
+    def _lifecycle(self, kind: str) -> StreamEvent:
+        return self._builder.event(kind, response={**self.response})
+
+    def _end(self) -> None:
+        """Say that it is over, however that came about: a client that goes away cancels its response."""
+        self._ended = True
+        if not self.stored.finished:
+            self._builder.finish(complete=False)
+            self.response["output"] = self._builder.output
+            self.response["usage"] = usage_object(self.chat.usage)
+            if self._aborted:
+                self.response["status"] = "cancelled"
+            else:
+                fail(self.response, QuireError("the server failed on this request"))
+        self.chat.close()
+        if self._store is not None:
+            self._store.finish(self.stored)
+
+
+async def in_background(run: ResponseRun, scope: Scope) -> None:
+    """Do a response that its client does not wait for.
+
+    Args:
+        scope: what `lease` returned.
+    """
+    stored = run.stored
+    with run.chat.context.server.open_request(scope):
+        try:
+            async with contextlib.aclosing(run.events()) as batches:
+                async for events in batches:
+                    if stored.events is not None:
+                        stored.events += [encode_event(event) for event in events]
+                    stored.note()
+        except Exception:  # task boundary: nobody else would hear of it
+            logger.exception("the response %s failed", stored.response_id)
+
+
+async def lease(context: ModelContext, request: Request) -> Scope:
+    """Keep a model loaded beyond the answer to the request; `open_request` lets go of it."""
+    await context.server.models.acquire(context.model)
+    return {"type": "http", "state": {**request.scope["state"], "models": [context.model]}}
+
+
+def spawn(run: ResponseRun, scope: Scope, store: ResponseStore) -> None:
+    """Do a response in a task of its own."""
+    store.keep_task(asyncio.create_task(in_background(run, scope), name=f"quire-{run.stored.response_id}"))

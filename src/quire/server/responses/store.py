@@ -1,0 +1,220 @@
+"""Responses kept in memory, each for the API key it was made with; bounded in number, bytes and age.
+
+They are gone with the process. When there is no room, the oldest response of the key that holds the most goes first, so
+that nobody can push out what others keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.errors import NotFoundError, RequestError, echo
+from quire.frontend.async_llm import text_size
+from quire.server.responses.items import Item
+from quire.server_config import ServerConfig
+
+FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+
+
+class StoredResponse:
+    """One response, perhaps still on its way.
+
+    Attributes:
+        response: the resource. earlier: the conversation before its own `items`. events: of its stream, encoded, if
+            they are kept; the place is the sequence number.
+        abort, output: end it, and tell what there is of it, while it is on its way.
+    """
+
+    def __init__(
+        self, owner: bytes, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item], *, events: bool
+    ) -> None:
+        self.owner = owner
+        self.response = response
+        self.earlier = earlier
+        self.items = items
+        self.events: list[bytes] | None = [] if events else None
+        self.abort: Callable[[], None] = lambda: None
+        self.output: Callable[[], list[Item]] = list
+        self.expires = 0.0
+        self.size = 0
+        self.ended = asyncio.Event()
+        self._news = asyncio.Event()
+
+    @property
+    def response_id(self) -> str:
+        """The response's id."""
+        return str(self.response["id"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.response["status"] in FINISHED
+
+    @property
+    def conversation(self) -> list[Item]:
+        """All that was said, the output included."""
+        return [*self.earlier, *self.items, *self.response["output"]]
+
+    def resource(self) -> dict[str, Any]:
+        """Return the response as it is now."""
+        return self.response if self.finished else {**self.response, "output": self.output()}
+
+    def measure(self) -> int:
+        """Return about how many bytes it takes. What it shares with others counts for each of them."""
+        events = sum([len(event) for event in self.events or ()])
+        return text_size([self.earlier, self.items]) + len(msgspec.json.encode(self.response)) + events
+
+    def note(self) -> None:
+        """Wake those who follow the events."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def more(self) -> None:
+        """Return when there is something new; what came before the call does not count."""
+        await self._news.wait()
+
+
+class _Shelf:
+    """What is kept for one key, oldest first, and the items by their ids."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.items: dict[str, tuple[str, Item]] = {}
+        self.size = 0
+
+
+class ResponseStore:
+    """All responses that are kept.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = config.max_stored_responses
+        self._most_bytes = config.max_stored_response_bytes
+        self._seconds = config.stored_response_ttl
+        self._clock = clock
+        self._shelves: dict[bytes, _Shelf] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_stored(self) -> int:
+        """Responses that are kept, unfinished ones included."""
+        return sum([len(shelf.responses) for shelf in self._shelves.values()])
+
+    @property
+    def size(self) -> int:
+        """Bytes that finished ones take."""
+        return sum([shelf.size for shelf in self._shelves.values()])
+
+    def add(self, stored: StoredResponse) -> None:
+        """Keep a response that has begun. Until it has ended, it stays."""
+        shelf = self._shelves.setdefault(stored.owner, _Shelf())
+        stored.expires = self._clock() + self._seconds
+        shelf.responses[stored.response_id] = stored
+        for item in stored.items:
+            shelf.items[item["id"]] = (stored.response_id, item)
+        self._make_room()
+
+    def finish(self, stored: StoredResponse) -> None:
+        """Note that a response has ended; it is kept from now on as long as there is room."""
+        stored.note()
+        stored.ended.set()
+        shelf = self._shelves.get(stored.owner)
+        if shelf is None or shelf.responses.get(stored.response_id) is not stored:
+            return  # deleted meanwhile
+        stored.expires = self._clock() + self._seconds
+        stored.size = stored.measure()
+        shelf.size += stored.size
+        for item in stored.response["output"]:
+            shelf.items[item["id"]] = (stored.response_id, item)
+        self._make_room()
+
+    def get(self, owner: bytes, response_id: str) -> StoredResponse:
+        """Return a response. Raises `NotFoundError` if this key has none of this id."""
+        self._expire()
+        shelf = self._shelves.get(owner)
+        stored = None if shelf is None else shelf.responses.get(response_id)
+        if stored is None:
+            raise NotFoundError(
+                f"there is no response {echo(response_id)}, or it is not stored any more",
+                param="response_id",
+                code="response_not_found",
+            )
+        return stored
+
+    def previous(self, owner: bytes, response_id: str) -> StoredResponse:
+        """Return a response to go on from. Raises `NotFoundError`, or `RequestError` if it has not ended."""
+        name = "previous_response_id"
+        try:
+            stored = self.get(owner, response_id)
+        except NotFoundError as error:
+            raise NotFoundError(f"{name}: {error.message}", param=name, code="previous_response_not_found") from None
+        if not stored.finished:
+            raise RequestError(f"{name}: this response has not ended yet", param=name)
+        return stored
+
+    def item(self, owner: bytes, item_id: str) -> Item | None:
+        """Return an item of any response of this key, None if there is none of this id."""
+        self._expire()
+        shelf = self._shelves.get(owner)
+        found = None if shelf is None else shelf.items.get(item_id)
+        return None if found is None else found[1]
+
+    def delete(self, stored: StoredResponse) -> None:
+        """Forget a response; one on its way is aborted."""
+        self._remove(stored)
+        if not stored.finished:
+            stored.abort()
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Hold on to a task that nobody waits for, until it is done."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _remove(self, stored: StoredResponse) -> None:
+        shelf = self._shelves[stored.owner]
+        del shelf.responses[stored.response_id]
+        shelf.size -= stored.size
+        for item in (*stored.items, *stored.response["output"]):
+            if shelf.items.get(item["id"], ("",))[0] == stored.response_id:
+                del shelf.items[item["id"]]
+        if not shelf.responses:
+            del self._shelves[stored.owner]
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for stored in [stored for stored in self._oldest() if stored.expires <= now]:
+            self._remove(stored)
+
+    def _oldest(self) -> Iterator[StoredResponse]:
+        """Yield the finished responses whose time may be over."""
+        for shelf in self._shelves.values():
+            for stored in shelf.responses.values():
+                if stored.finished:
+                    yield stored
+
+    def _make_room(self) -> None:
+        self._expire()
+        while self.num_stored > self._most:
+            if not self._drop(lambda shelf: len(shelf.responses)):
+                break
+        while self.size > self._most_bytes:
+            if not self._drop(lambda shelf: shelf.size):
+                break
+
+    def _drop(self, weight: Callable[[_Shelf], int]) -> bool:
+        """Forget the oldest finished response of the key that weighs the most; return whether there was one."""
+        for shelf in sorted(self._shelves.values(), key=weight, reverse=True):
+            for stored in shelf.responses.values():
+                if stored.finished:
+                    self._remove(stored)
+                    return True
+        return False

@@ -1,0 +1,255 @@
+"""From the fields of a request to those of a chat completion, and from errors about the latter back to the former."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.checks import INT64_MAX, check_int, check_object, missing
+from quire.errors import RequestError, UnsupportedError, echo, retold
+from quire.server.parsing import refuse_unless_harmless, validate
+from quire.server.protocol import ChatCompletionRequest, SamplingRequest
+from quire.server.responses.conversation import Message
+from quire.server.responses.protocol import (
+    CHAT_FIELDS,
+    MAX_PAIR_KEY,
+    MAX_PAIR_VALUE,
+    MAX_PAIRS,
+    ConversationRequest,
+    ResponseRequest,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_TOP_LOGPROBS = 20
+TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
+# Field of a tool -> the values that ask for nothing.
+TOOL_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("name", "schema", "strict", "description"),
+}
+PASSED_ON = (*(name for name in SamplingRequest.model_fields if name != "model"), *CHAT_FIELDS, "user")
+# What chat completions call a field, and what it is called here.
+NAMES = [
+    (re.compile(old), new)
+    for old, new in (
+        (r"messages\b.*", "input"),
+        (r"response_format\.json_schema\b", "text.format"),
+        (r"response_format\b", "text.format"),
+        (r"(tools\[\d+\])\.function\b", r"\1"),
+        (r"tool_choice\.allowed_tools\.tools\[(\d+)\]\.function\b", r"tool_choice.tools[\1]"),
+        (r"tool_choice\.allowed_tools\b", "tool_choice"),
+        (r"tool_choice\.function\b", "tool_choice"),
+        (r"reasoning_effort\b", "reasoning.effort"),
+        (r"max_completion_tokens\b", "max_output_tokens"),
+        (r"max_tokens\b", "max_output_tokens"),
+    )
+]
+
+
+def told(error: RequestError) -> RequestError:
+    """Return an error about a chat completion in the words of the request."""
+    if error.param is None:
+        return error
+    for pattern, new in NAMES:
+        found = pattern.match(error.param)
+        if found is not None:
+            param = found.expand(new) + error.param[found.end() :]
+            return retold(error, error.message.replace(error.param, param), param)
+    return error
+
+
+def chat_request(
+    body: ResponseRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
+) -> ChatCompletionRequest:
+    """Return the chat completion that a response is. Raises `RequestError`, in the words of either."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields |= _conversation_fields(body, ignore_unknown)
+    fields["stream"] = body.stream or body.background  # whoever looks sees how far it is
+    alternatives = _alternatives(body)
+    if alternatives is not None:
+        fields |= {"logprobs": True, "top_logprobs": alternatives}
+        fields["stream"] = True  # what comes step by step tells which tokens are those of the text
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = check_int("max_output_tokens", body.max_output_tokens, 1, INT64_MAX)
+    if body.max_tool_calls is not None:
+        check_int("max_tool_calls", body.max_tool_calls, 1, INT64_MAX)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.background and not body.store:
+        raise RequestError("background needs store to be true: nobody could ask for the answer", param="background")
+    _check_metadata(body.metadata)
+    return validate(ChatCompletionRequest, {"model": body.model, "messages": [*messages], **fields})
+
+
+def counted_request(
+    body: ConversationRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
+) -> ChatCompletionRequest:
+    """Return the chat completion whose prompt is counted."""
+    fields = {"parallel_tool_calls": body.parallel_tool_calls, **_conversation_fields(body, ignore_unknown)}
+    return validate(ChatCompletionRequest, {"model": "", "messages": [*messages], **fields})
+
+
+def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
+    """Return effort, tools, which of them to call, and the form of the text."""
+    fields: dict[str, Any] = {}
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+        for name, harmless in {
+            "summary": (),
+            "generate_summary": (),
+            "context": ("auto",),
+            "mode": ("standard",),
+        }.items():
+            _refuse("reasoning.", name, getattr(body.reasoning, name), harmless)
+    if body.text is not None:
+        _refuse("text.", "verbosity", body.text.verbosity, ("medium",))
+        if body.text.format is not None:
+            fields["response_format"] = _response_format(body.text.format, "text.format", ignore_unknown)
+    if body.tools is not None and body.tools != []:
+        fields["tools"] = _tools(body.tools, ignore_unknown)
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    elif body.tool_choice not in (None, "auto", "none"):
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    return fields
+
+
+def _refuse(where: str, name: str, value: Any, harmless: Sequence[Any]) -> None:
+    if value is None:
+        return
+    try:
+        refuse_unless_harmless(name, value, harmless)
+    except UnsupportedError as error:
+        raise UnsupportedError(where + error.message, param=where + name) from None
+
+
+def _response_format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+    kind = value.get("type")
+    if kind is None:
+        raise missing(f"{where}.type")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise RequestError(f"{where}.type must be one of {', '.join(FORMATS)}, got {echo(kind)}", param=f"{where}.type")
+    check_object(value, where, ("type", *FORMATS[kind]), ignore_unknown)
+    if kind != "json_schema":
+        return {"type": kind}
+    return {"type": kind, "json_schema": {name: item for name, item in value.items() if name != "type"}}
+
+
+def _tools(tools: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise RequestError(f"tools must be a list, got {echo(tools)}", param="tools", code="invalid_type")
+    return [_tool(tool, f"tools[{index}]", ignore_unknown) for index, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(tool)}", param=where, code="invalid_type")
+    kind = tool.get("type")
+    if kind is None:
+        raise missing(f"{where}.type")
+    if kind != "function":
+        place = f"{where}.type"
+        raise UnsupportedError(f"{place}: tools of the type {echo(kind)} are not supported by this server", param=place)
+    check_object(tool, where, (*TOOL_FIELDS, *TOOL_REFUSED), ignore_unknown)
+    for name, harmless in TOOL_REFUSED.items():
+        _refuse(f"{where}.", name, tool.get(name), harmless)
+    return {"type": "function", "function": {name: tool.get(name) for name in TOOL_FIELDS if name != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    where = "tool_choice"
+    match choice.get("type"):
+        case "function":
+            check_object(choice, where, ("type", "name"))
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "allowed_tools":
+            check_object(choice, where, ("type", "mode", "tools"))
+            tools = choice.get("tools")
+            if isinstance(tools, list):
+                tools = [_allowed(tool, f"{where}.tools[{index}]") for index, tool in enumerate(tools)]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+        case None:
+            raise missing(f"{where}.type")
+        case str() as kind:
+            raise UnsupportedError(
+                f"{where}.type: tools of the type {echo(kind)} are not supported by this server", param=f"{where}.type"
+            )
+        case kind:
+            raise RequestError(
+                f"{where}.type must be function or allowed_tools, got {echo(kind)}", param=f"{where}.type"
+            )
+
+
+def _allowed(tool: Any, where: str) -> dict[str, Any]:
+    tool = check_object(tool, where, ("type", "name"))
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{where}.type must be function, got {echo(tool['type'])}", param=f"{where}.type")
+    return {"type": "function", "function": {"name": tool.get("name")}}
+
+
+def check_include(include: Any) -> bool:
+    """Return whether log-probabilities are wanted. Raises `RequestError` for everything else."""
+    if include is None:
+        return False
+    if not isinstance(include, list):
+        raise RequestError(f"include must be a list, got {echo(include)}", param="include", code="invalid_type")
+    for index, name in enumerate(include):
+        where = f"include[{index}]"
+        if not isinstance(name, str):
+            raise RequestError(f"{where} must be a string, got {echo(name)}", param=where, code="invalid_type")
+        if name != LOGPROBS:
+            raise UnsupportedError(
+                f"{where}: {echo(name)} is not supported by this server; the only value accepted is {LOGPROBS}",
+                param=where,
+            )
+    return bool(include)
+
+
+def _alternatives(body: ResponseRequest) -> int | None:
+    """Return how many alternatives of each token are shown; None if no log-probabilities are."""
+    shown = check_include(body.include)
+    count = 0
+    if body.top_logprobs is not None:
+        count = check_int("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if count and not shown:
+        raise RequestError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
+    return count if shown else None
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is None:
+        return
+    where = "metadata"
+    if not isinstance(metadata, Mapping):
+        raise RequestError(f"{where} must be an object, got {echo(metadata)}", param=where, code="invalid_type")
+    if len(metadata) > MAX_PAIRS:
+        raise RequestError(
+            f"{where} may have at most {MAX_PAIRS} pairs, got {len(metadata)}",
+            param=where,
+            code="object_above_max_properties",
+        )
+    for key, value in metadata.items():
+        place = f"{where}.{echo(key)[1:-1]}"
+        _check_length(key, MAX_PAIR_KEY, f"the key {place}")
+        if not isinstance(value, str):
+            raise RequestError(f"{place} must be a string, got {echo(value)}", param=place, code="invalid_type")
+        _check_length(value, MAX_PAIR_VALUE, place)
+
+
+def _check_length(text: str, most: int, where: str) -> None:
+    if len(text) > most:
+        raise RequestError(
+            f"{where} must be at most {most} characters long, got {len(text)}",
+            param="metadata",
+            code="string_above_max_length",
+        )
