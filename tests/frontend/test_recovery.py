@@ -136,7 +136,10 @@ def test_streams_do_not_notice_a_death(kind: RequestOutputKind, when: int) -> No
         "a": ("hello", params(output_kind=kind)),
         "b": ("world", params(output_kind=kind, n=3, logprobs=2)),
         "c": ("again", params(output_kind=kind, stop=["a"], prompt_logprobs=1, max_tokens=200)),
-        "d": ("long", params(output_kind=kind, **({} if kind == RequestOutputKind.FINAL_ONLY else {"stream_interval": 5}))),
+        "d": (
+            "long",
+            params(output_kind=kind, **({} if kind == RequestOutputKind.FINAL_ONLY else {"stream_interval": 5})),
+        ),
     }
     expected = undisturbed(asks)
 
@@ -458,7 +461,7 @@ def tell(story: Story) -> tuple[int, int]:
 @given(stories())
 def test_the_innocent_complete_and_the_guilty_are_found(story: Story) -> None:
     deaths, condemned = tell(story)
-    assert deaths <= 3 * condemned
+    assert deaths <= (1 + 2 * condemned if condemned else 0)
 
 
 @settings(max_examples=20, deadline=None)

@@ -14,6 +14,9 @@ import msgspec
 from quire.engine.messages import AddRequest, ResumedSequence
 
 
+REST = "/rest"  # behind the id of a request, of which some sequences have begun: the others
+
+
 class Progress:
     """How far a sequence has come.
 
@@ -86,7 +89,7 @@ class Journal:
             name: request_id
             for request_id, entry in self._entries.items()
             for add in entry.adds
-            for name in (add.request_id, *add.sequence_ids)
+            for name in (add.request_id, add.request_id + REST, *add.sequence_ids)
         }
         return {owner.get(name, name) for name in engine_ids}
 
@@ -103,7 +106,7 @@ def _again(add: AddRequest, sequences: dict[str, Progress]) -> list[AddRequest]:
         resumed = [ResumedSequence([*item.token_ids], item.sampler_state) for item in (sequences[n] for n, _ in begun)]
         found.append(_with(add, begun, sampling_params=params, resumed=resumed))
     if fresh:
-        found.append(_with(add, fresh, request_id=f"{add.request_id}/rest" if begun else add.request_id))
+        found.append(_with(add, fresh, request_id=add.request_id + (REST if begun else "")))
     return found
 
 

@@ -1,8 +1,8 @@
 """`Court`: finds out which request kills engines, without ever condemning one that does not.
 
 After the first death everybody is let go on. Who is suspected twice, without having come well past the point where the
-engine died, is tried: alone in the engine, so that if it dies again there is no doubt. Nothing here waits or sends;
-`recovery.py` does.
+engine died, is tried: alone in the engine, so that if it dies again there is no doubt. For a minute after that, once is
+enough to be tried. Nothing here waits or sends; `recovery.py` does.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Court:
         self._suspicions: dict[str, _Suspicion] = {}
         self._quarantine: list[str] = []
         self._deaths: list[tuple[float, frozenset[str]]] = []
+        self._condemned_at: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -65,14 +66,16 @@ class Court:
         guilty = self._sole_culprit(suspects, tried)
         if guilty is not None:
             self._condemn(guilty)
+            self._condemned_at = now
         if tried is not None and tried in self._suspicions:
             self._quarantine.insert(0, tried)
-        last_chance = len(self._deaths) >= self._max_restarts
+        alarmed = self._condemned_at is not None and self._condemned_at > now - WINDOW_SECONDS
+        enough = 1 if alarmed or len(self._deaths) >= self._max_restarts else MOST_STRIKES
         for request_id in suspects:
             found = self._suspicions.get(request_id)
             if found is None or request_id in self._quarantine:
                 continue
-            if found.strikes >= MOST_STRIKES or last_chance:
+            if found.strikes >= enough:
                 self._quarantine.append(request_id)
         return guilty
 
