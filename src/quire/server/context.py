@@ -16,6 +16,7 @@ from quire.server.auth import ApiKeys
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.responses.store import ResponseStore
+from quire.server.timeline import Timelines
 
 
 class Abortable(Protocol):
@@ -32,7 +33,8 @@ class ServerContext:
         config: options, of which the server's own count here. models: all models.
         metrics: None where nobody counts.
         draining: set once the server has begun to shut down; new work is refused from then on.
-        generations: those that an engine works on, or that are being sent.
+        generations: those that an engine works on, or that are being sent. timelines: what is known of these and of
+            the last ones.
         responses: those that are kept for later.
     """
 
@@ -44,6 +46,7 @@ class ServerContext:
         self.draining = False
         self.generations: set[Abortable] = set()
         self.responses = ResponseStore(config.server)
+        self.timelines = Timelines()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -24,6 +24,7 @@ from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
+from quire.server.timeline import Visited
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -175,6 +176,7 @@ class Generation:
         self.created = int(time.time())
         self.streams: list[RequestStream] = []
         self.n = 1
+        self._visited: Visited | None = None
         self.form = requested_form(body, ignore_unknown=context.config.server.ignore_unknown_fields)
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
@@ -203,6 +205,7 @@ class Generation:
         self.n = self.body.n
         self.context.generations.add(self)
         digest = request.scope["state"].get("key_digest")
+        self._note_visit(request.scope["state"])
         salt = self.context.keys.salt(digest, self.body.cache_salt)
         tenant = self.context.keys.tenant(digest, self.body.user)
         try:
@@ -230,6 +233,20 @@ class Generation:
                 raise self.explain(error) from None
             raise
 
+    def _note_visit(self, state: dict[str, Any]) -> None:
+        """Take this up in the timelines, and where the request's log line and trace look for it."""
+        self._visited = Visited(
+            self.response_id,
+            state.get("request_id", ""),
+            self.body.request_id,
+            state.get("key_digest"),
+            self.model,
+            self.context.llm,
+            self.streams,
+        )
+        state.setdefault("visited", []).append(self._visited)
+        self.context.server.timelines.begin(self._visited)
+
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front in the words of the request."""
         error = _as_written(error)
@@ -243,6 +260,8 @@ class Generation:
         """Say that nobody waits for this any more."""
         self.context.generations.discard(self)
         self.abort()
+        if self._visited is not None:
+            self.context.server.timelines.end(self._visited)
 
     def check(self, completions: Sequence[CompletionOutput]) -> None:
         """Raise `QuireError` if a completion did not end by itself."""
