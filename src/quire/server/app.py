@@ -15,6 +15,7 @@ from quire.server.errors import on_http_exception, on_quire_error
 from quire.server.gate import Gate
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
+from quire.server.ollama import routes as ollama
 from quire.server.responses import routes as responses
 from quire.version import __version__
 
@@ -41,7 +42,7 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
     app.add_middleware(Gate, context=context)
     app.add_exception_handler(QuireError, on_quire_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    for module in (completions, chat, responses, anthropic, tokenize, timeline, models):
+    for module in (completions, chat, responses, anthropic, ollama, tokenize, timeline, models):
         app.include_router(module.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from quire.errors import RequestError, retold
 
-MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
+MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content\b(?:\[\d+\])?)?")
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class Words:
 
     Args:
         fields: regular expressions for fields of chats, and what is called so by the interface (may have groups).
-        places: where each message of the chat came from.
+        places: where each message of the chat came from: from another one, or from a field that is all content.
     """
 
     def __init__(self, fields: Mapping[str, str], places: Sequence[str] = ()) -> None:
@@ -44,7 +44,10 @@ class Words:
     def _place(self, text: str) -> str:
         def name(found: re.Match[str]) -> str:
             index = int(found[1])
-            return self._places[index] if index < len(self._places) else found[0]
+            if index >= len(self._places):
+                return found[0]
+            place = self._places[index]
+            return f"{place}.content" if found[2] and place.startswith("messages") else place
 
         return MESSAGE.sub(name, text)
 

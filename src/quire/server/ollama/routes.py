@@ -1,0 +1,118 @@
+"""POST /api/chat and /api/generate, and those of Ollama's routes that are not offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.chat import ChatCompletion
+from quire.server.chat_message import ChoiceReader, PlainParser
+from quire.server.completions import Completion
+from quire.server.context import ModelContext, context_of
+from quire.server.errors import JSON, HTTPProblem
+from quire.server.ollama import catalogue
+from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
+from quire.server.ollama.catalogue import named_model
+from quire.server.ollama.protocol import ChatRequest, GenerateRequest
+from quire.server.ollama.translate import chat_fields, check_keep_alive, completion_fields, words
+from quire.server.parsing import parse_request, validate
+from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body_schema
+from quire.server.retelling import Words
+from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
+
+# What of Ollama is not here: method, path, and why.
+NOT_OFFERED = (
+    ("POST", "/api/pull", "models are loaded from where the server was told to look; it fetches none"),
+    ("POST", "/api/push", "this server publishes no models"),
+    ("POST", "/api/create", "this server makes no models"),
+    ("POST", "/api/copy", "this server renames no models; --served-model-name gives one several names"),
+    ("DELETE", "/api/delete", "this server deletes no models"),
+    ("POST", "/api/embed", "no model of this server embeds texts"),
+    ("POST", "/api/embeddings", "no model of this server embeds texts"),
+)
+
+router = APIRouter()
+router.include_router(catalogue.router)
+
+
+@router.post("/api/chat", openapi_extra=body_schema(ChatRequest))
+async def chat(request: Request) -> Response:
+    """Answer a conversation, as Ollama does."""
+    clock = Clock()
+    server = context_of(request).config.server
+    body = await parse_request(
+        request, ChatRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
+    )
+    check_keep_alive(body.keep_alive)
+    with clock.loading():
+        context = await named_model(request, body.model)
+    if not body.messages and body.messages in (None, []):
+        return _json(loaded(context.name, in_message=True))
+    return await _chat(request, context, body, clock)
+
+
+@router.post("/api/generate", openapi_extra=body_schema(GenerateRequest))
+async def generate(request: Request) -> Response:
+    """Answer one prompt, as Ollama does."""
+    clock = Clock()
+    server = context_of(request).config.server
+    body = await parse_request(
+        request, GenerateRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
+    )
+    check_keep_alive(body.keep_alive)
+    with clock.loading():
+        context = await named_model(request, body.model)
+    if not body.prompt:
+        return _json(loaded(context.name, in_message=False))
+    if not body.raw:
+        return await _chat(request, context, body, clock)
+    told = words()
+    with told.telling():
+        fields = completion_fields(body, context.llm.max_model_len, server.ignore_unknown_fields)
+        completion = Completion(context, validate(CompletionRequest, fields))
+        await completion.start(request)
+    answer = Answer(completion, ChoiceReader(PlainParser()), clock, in_message=False)
+    return await _answered(request, answer, completion.close, told, stream=body.stream)
+
+
+async def _chat(request: Request, context: ModelContext, body: ChatRequest | GenerateRequest, clock: Clock) -> Response:
+    told = words() if isinstance(body, ChatRequest) else words(["system", "prompt"] if body.system else ["prompt"])
+    with told.telling():
+        fields = chat_fields(
+            body, context.llm.front_model, context.llm.max_model_len, context.config.server.ignore_unknown_fields
+        )
+        chat = ChatCompletion(context, validate(ChatCompletionRequest, fields))
+        await chat.start(request)
+    answer = Answer(chat, chat.reader(), clock, in_message=isinstance(body, ChatRequest))
+    return await _answered(request, answer, chat.close, told, stream=body.stream)
+
+
+async def _answered(request: Request, answer: Answer, close: Any, told: Words, *, stream: bool) -> Response:
+    if stream:
+        return LineStream(told.telling_of(answer.lines()), close)
+    try:
+        with told.telling():
+            return _json(await until_disconnect(request.receive, answer.whole()))
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        close()
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
+def _refuse(method: str, path: str, why: str) -> None:
+    async def refuse(request: Request) -> Response:
+        raise HTTPProblem(404, f"{path} is not offered: {why}", code="unsupported_endpoint", close=True)
+
+    router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+
+
+for _method, _path, _why in NOT_OFFERED:
+    _refuse(_method, _path, _why)
