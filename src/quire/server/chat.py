@@ -132,6 +132,7 @@ class ChatCompletion(Generation):
 
     async def start(self, request: Request) -> None:
         """Render the conversation and hand it to the engine."""
+        self.check_room()
         token_ids = await self.render()
         self.ask = self._ask(token_ids)
         if self.ask is not None:

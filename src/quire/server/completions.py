@@ -112,6 +112,7 @@ class Completion(Generation):
 
     async def start(self, request: Request) -> None:
         """Check the prompts and hand them to the engine."""
+        self.check_room()
         prompts = self.prompts
         if not self.body.add_special_tokens:
             prompts = [

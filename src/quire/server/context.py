@@ -42,7 +42,7 @@ class ServerContext:
         self.models = models
         self.config = config
         self.metrics = metrics
-        self.keys = ApiKeys(config.server.api_key)
+        self.keys = ApiKeys(config.server.api_key, config.server.api_key_file)
         self.draining = False
         self.generations: set[Abortable] = set()
         self.responses = ResponseStore(config.server)

@@ -50,7 +50,7 @@ async def prefixes(request: Request) -> Response:
 async def _show(request: Request, method: str, names: tuple[str, ...]) -> Response:
     context = context_of(request)
     arguments = _arguments(request, names)
-    if arguments.get("tokens") and len(context.config.server.api_key) > 1:
+    if arguments.get("tokens") and context.keys.several:
         raise HTTPProblem(
             403, "token ids are not shown where several API keys share the server", code="not_allowed", param="tokens"
         )

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import QuireError
 from quire.server.context import ServerContext
 from quire.server.errors import HTTPProblem, error_response, retry_headers, shorten, shutting_down
+from quire.server.limits import Quota, RateLimitError, set_deadline
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
@@ -23,6 +24,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
+FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # of them no limit of a key counts
 ALWAYS_SERVED = frozenset({"/health", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
 
 
@@ -48,6 +50,8 @@ class Gate:
             else:
                 logger.exception("request %s failed", visit.request_id)
                 problem = QuireError(str(error))
+            if isinstance(problem, RateLimitError):
+                self._context.note_rejection("rate_limit")
             if not visit.status:
                 await error_response(problem)(scope, receive, visit.send)
         finally:
@@ -56,7 +60,10 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, visit: _Visit) -> None:
         context = self._context
         _check_head(scope)
-        scope["state"]["key_digest"] = context.keys.check(scope["method"], scope["path"], scope["headers"])
+        digest = context.keys.check(scope["method"], scope["path"], scope["headers"])
+        scope["state"]["key_digest"] = digest
+        quota = scope["state"]["quota"] = visit.quota = context.keys.quota(digest)
+        set_deadline(scope, context.config.server.request_timeout)
         if scope["path"] in ALWAYS_SERVED:
             await self._app(scope, receive, visit.send)
             return
@@ -69,8 +76,12 @@ class Gate:
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
-        with context.open_request(scope):
-            await self._app(scope, receive, visit.send)
+        if quota is None or scope["method"] in FREE_METHODS:
+            with context.open_request(scope):
+                await self._app(scope, receive, visit.send)
+        else:
+            with quota.running(), context.open_request(scope):
+                await self._app(scope, receive, visit.send)
 
     def _note(self, scope: Scope, visit: _Visit) -> None:
         """Count and log a request that is over."""
@@ -94,11 +105,12 @@ class Gate:
 
 
 class _Visit:
-    """One request: its id, and the status of its answer once there is one."""
+    """One request: its id, the status of its answer once there is one, and what its key may still have, if limited."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.started = time.perf_counter()
         self.status = 0
+        self.quota: Quota | None = None
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
         self.request_id = given[0].decode() if valid else str(uuid.uuid4())
@@ -110,6 +122,8 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self.quota is not None:
+                message["headers"] += self.quota.headers()
         await self._send(message)
 
 

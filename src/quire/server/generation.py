@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checks import INT64_MAX, check_int
 from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
 from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageAsk
@@ -22,6 +23,7 @@ from quire.sampling_rules import with_recommended
 from quire.server.context import ModelContext
 from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
+from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of, timed_out
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
 from quire.server.timeline import Visited
@@ -31,6 +33,7 @@ MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 16
 THREAD_CHARS = 65536
+CHARS_PER_TOKEN = 4
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
@@ -160,6 +163,12 @@ def check_budget(num_prompts: int, params: Params, field: str = "n", *, vocab_si
         )
 
 
+def estimate_tokens(prompt: Prompt) -> int:
+    """Return about how many tokens a prompt has, without tokenizing it; of token ids exactly."""
+    content = prompt.get("prompt", prompt.get("prompt_token_ids", ())) if isinstance(prompt, Mapping) else prompt
+    return -(-len(content) // CHARS_PER_TOKEN) if isinstance(content, str) else len(content)
+
+
 class Generation:
     """The sequences of one HTTP request, and what stays the same in everything that is said about them.
 
@@ -177,12 +186,25 @@ class Generation:
         self.streams: list[RequestStream] = []
         self.n = 1
         self._visited: Visited | None = None
+        self._deadline: Deadline | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._expired = False
+        self._quota: Quota | None = None
+        self._reserved = 0
         self.form = requested_form(body, ignore_unknown=context.config.server.ignore_unknown_fields)
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
             raise UnsupportedError(
                 f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
             )
+
+    def check_room(self) -> None:
+        """Raise `OverloadedError` for a queue that is full; to be asked before anything is rendered or tokenized."""
+        try:
+            self.context.llm.check_room()
+        except OverloadedError:
+            self.context.note_rejection("queue_full")
+            raise
 
     async def submit(
         self,
@@ -209,10 +231,12 @@ class Generation:
         salt = self.context.keys.salt(digest, self.body.cache_salt)
         tenant = self.context.keys.tenant(digest, self.body.user)
         try:
+            prompts = list(prompts)
+            self._limit(request, prompts, params)
             for prompt, param in prompts:
                 # Ids within the engine are unique, even if clients choose the same one twice.
                 internal_id = f"{self.response_id}-{len(self.streams)}-{uuid.uuid4().hex[:12]}"
-                stream = await self.context.llm.submit(
+                submission = self.context.llm.submit(
                     prompt,
                     params,
                     internal_id,
@@ -221,17 +245,48 @@ class Generation:
                     tenant=tenant,
                     param=param,
                     ask=ask,
+                    within=None if self._deadline is None else self._deadline.left,
                 )
-                self.streams.append(stream)
+                self.streams.append(await self._in_time(submission))
                 if len(self.streams) % YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # many prompts must not hold up everyone else
         except BaseException as error:
-            if isinstance(error, OverloadedError):
-                self.context.note_rejection("queue_full")
+            if isinstance(error, OverloadedError | RateLimitError):
+                self.context.note_rejection("rate_limit" if isinstance(error, RateLimitError) else "queue_full")
             self.close()
             if isinstance(error, RequestError):
                 raise self.explain(error) from None
             raise
+
+    def _limit(self, request: Request, prompts: Sequence[tuple[Prompt, str]], params: Params) -> None:
+        """Set the clock that ends this request, and take what its key may have of tokens."""
+        state = request.scope["state"]
+        rules = self.context.keys.rules(state.get("key_digest"))
+        if rules is not None and rules.min_priority is not None:
+            check_int("priority", self.body.priority, rules.min_priority, INT64_MAX)
+        self._deadline = deadline_of(request, self.context.config.server.request_timeout, self.body.timeout)
+        if self._deadline is not None:
+            self._alarm = asyncio.get_running_loop().call_later(self._deadline.left, self._expire)
+        self._quota = state.get("quota")
+        if self._quota is not None:
+            num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
+            each = params.beam_width if isinstance(params, BeamSearchParams) else params.num_sequences
+            longest = params.max_tokens or self.context.llm.max_model_len
+            num_tokens = num_prompt_tokens + len(prompts) * each * min(longest, self.context.llm.max_model_len)
+            self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.abort()
+
+    async def _in_time(self, submission: Coroutine[Any, Any, RequestStream]) -> RequestStream:
+        if self._deadline is None:
+            return await submission
+        try:
+            async with asyncio.timeout(self._deadline.left):
+                return await submission
+        except TimeoutError:
+            raise timed_out(self._deadline.seconds) from None
 
     def _note_visit(self, state: dict[str, Any]) -> None:
         """Take this up in the timelines, and where the request's log line and trace look for it."""
@@ -262,6 +317,12 @@ class Generation:
         self.abort()
         if self._visited is not None:
             self.context.server.timelines.end(self._visited)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._quota is not None:
+            quota, self._quota = self._quota, None
+            used = sum([len(stream.prompt_token_ids) + stream.num_generated_tokens for stream in self.streams])
+            quota.settle(self._reserved, used)
 
     def check(self, completions: Sequence[CompletionOutput]) -> None:
         """Raise `QuireError` if a completion did not end by itself."""
@@ -270,6 +331,8 @@ class Generation:
                 error = completion.error
                 raise self.explain(error) if isinstance(error, RequestError) else error
             if completion.finish_reason == "abort":
+                if self._deadline is not None and self._expired:
+                    raise timed_out(self._deadline.seconds)
                 raise shutting_down() if self.context.draining else aborted()
 
     def head(self, kind: str) -> dict[str, Any]:

@@ -1,44 +1,140 @@
-"""Bounds on what a connection may do before a request is complete: size of its head, and time to send it.
+"""Bounds on connections: how many, how large a head and how long for it, how long with an answer that nobody reads.
 
-Uvicorn's fast parser knows neither, so that one client could hold any number of connections, or send a header of any
-length, without ever making a request.
+Uvicorn's fast parser knows none of them, so that one client could hold any number of connections, or send a header of
+any length, without ever making a request. What is unsent of an answer is bounded by the transport, which makes its
+writers wait from 64 KB on, and by the kernel's buffer for the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import time
 import uuid
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.server.errors import HTTPProblem, error_body, status_of
+from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
+
+logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
+LEFTOVER_SECONDS = 2.0
+SLOW_CLIENT_SECONDS = 60.0
+SEND_BUFFER = 2**17
+LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
 MAX_URL_BYTES = 32768
-REASONS = {400: "Bad Request", 408: "Request Timeout", 414: "URI Too Long", 431: "Request Header Fields Too Large"}
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    414: "URI Too Long",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+MOST_CONNECTIONS = 65536
+LEAST_CONNECTIONS = 8
+
+
+def default_connections() -> int:
+    """Return how many connections the limit of open files leaves, with some files for everything else."""
+    try:
+        import resource
+    except ImportError:  # not on every platform
+        return MOST_CONNECTIONS
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, files - max(files // 8, 40)))
+
+
+def tune_listener(listener: socket.socket) -> None:
+    """Set what all connections of a listening socket inherit: a bounded buffer, and probes of silent peers."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    if listener.family in (socket.AF_INET, socket.AF_INET6):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in LONG_SILENCE.items():
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`."""
+    """One connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        max_connections: beyond so many, a new one is told so and closed; no task begins for it.
+    """
+
+    last_complaint = -LOG_SECONDS  # of too many connections, by all of them
+
+    def __init__(self, *args: Any, max_connections: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
         self._head_bytes = 0
         self._in_head = True
         self.url = b""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock: a connection that sends nothing is closed too."""
         super().connection_made(transport)
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            self._complain()
+            self._refuse(
+                HTTPProblem(503, "there are too many connections", code="engine_overloaded", headers=retry_headers(1.0))
+            )
+            return
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self._stop_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Let writers wait, and watch whether the client reads at all."""
+        super().pause_writing()
+        self._watch_writes()
+
+    def on_response_complete(self) -> None:
+        """Be ready for the next request, unless this one's answer is not read, or its body does not end."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._watch_writes()
+        if self.cycle.more_body and self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(LEFTOVER_SECONDS, self._on_leftover)
+
+    def _watch_writes(self) -> None:
+        if self._write_timer is None:
+            self._unsent = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(SLOW_CLIENT_SECONDS, self._on_slow_client)
+
+    def _on_slow_client(self) -> None:
+        """Cut off a client that has read nothing, and watch on while it reads."""
+        self._write_timer = None
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent >= self._unsent:
+            logger.warning("a client read nothing for %g s; it is cut off", SLOW_CLIENT_SECONDS)
+            self.transport.abort()
+        elif unsent:
+            self._watch_writes()
+
+    def _on_leftover(self) -> None:
+        self._head_timer = None
+        self.transport.close()
+
+    def _complain(self) -> None:
+        now = time.monotonic()
+        if now - BoundedHttpProtocol.last_complaint >= LOG_SECONDS:
+            BoundedHttpProtocol.last_complaint = now
+            logger.warning("there are more than %d connections; new ones are refused", self._max_connections)
 
     def data_received(self, data: bytes) -> None:
         """Count what belongs to a head, then parse."""
@@ -66,6 +162,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Be ready for the next head."""
         super().on_message_complete()
+        if self.cycle.response_complete:
+            self.cycle.more_body = False
+            self._stop_timer()
         self._in_head = True
 
     def send_400_response(self, msg: str) -> None:
@@ -94,8 +193,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             request_id = str(uuid.uuid4())
             path = self.url.partition(b"?")[0].decode("latin-1")
             body = error_body(problem, path, request_id)
+            more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
             head = (
-                f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{more}"
                 f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)

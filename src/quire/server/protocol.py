@@ -139,6 +139,7 @@ class SamplingRequest(RequestModel):
 
     stream: bool = False
     priority: int = 0
+    timeout: float | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=REQUEST_ID_PATTERN)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_KEY_LENGTH, pattern=SALT_PATTERN)] | None = None
 

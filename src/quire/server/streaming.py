@@ -24,7 +24,7 @@ from quire.server.errors import error_event, error_response
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-SLOW_CLIENT_SECONDS = 60.0
+KEEP_ALIVE = b": keep-alive\n\n"
 MERGE_SLOTS = 64
 CLIENT_CLOSED = 499  # nginx's number for it; only the log sees it
 
@@ -98,18 +98,23 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, R
 class EventStream(Response):
     """A response of server-sent events.
 
+    A client that reads slowly holds up its own stream only: nothing is taken from `events` while more than a little is
+    unsent. One that reads nothing is cut off by the connection; see `http`.
+
     Args:
         events: complete events, `data: ...` with the blank line behind; several may come in one piece.
         close: called at the end, however it came about.
     """
 
     media_type = "text/event-stream"
+    keep_alive = KEEP_ALIVE  # what is sent while there are no events; b"" for kinds of streams without comments
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes away."""
@@ -117,36 +122,102 @@ class EventStream(Response):
             await until_disconnect(receive, self._send_all(scope, receive, send))
         except ClientGoneError:
             logger.debug("the client of a stream went away")
-        except TimeoutError:  # without an end of the answer, the HTTP layer cuts the connection
-            logger.warning("a client read nothing for %g s; its stream is cut off", SLOW_CLIENT_SECONDS)
         finally:
             self._close()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        pulse = self._pulse(scope, send)
         try:
             async with contextlib.aclosing(self._events):
                 async for data in self._events:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await _send_body(send, data)
-        except (TimeoutError, OSError):
+                    if pulse is not None:
+                        await pulse.pause()
+                    if not self._started:
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    if pulse is not None:
+                        pulse.go_on()
+        except OSError:
             raise
         except Exception as error:  # the boundary of the request: the client must hear of it
             if not isinstance(error, QuireError):
                 logger.exception("a stream failed")
                 error = QuireError(str(error))
-            if not started:
+            if pulse is not None:
+                await pulse.pause()
+            if not self._started:
                 await error_response(error)(scope, receive, send)
                 return
-            await _send_body(send, error_event(error, scope))
+            await send({"type": "http.response.body", "body": error_event(error, scope), "more_body": True})
+        finally:
+            if pulse is not None:
+                pulse.stop()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-async def _send_body(send: Send, data: bytes) -> None:
-    async with asyncio.timeout(SLOW_CLIENT_SECONDS):
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+    def _pulse(self, scope: Scope, send: Send) -> _Pulse | None:
+        app = scope.get("app")
+        if app is None or not self.keep_alive:
+            return None
+        seconds = app.state.context.config.server.sse_keep_alive_interval
+
+        async def beat() -> None:
+            if not self._started:
+                await self._start(send)
+            await send({"type": "http.response.body", "body": self.keep_alive, "more_body": True})
+
+        return _Pulse(seconds, beat) if seconds > 0 else None
+
+
+class _Pulse:
+    """Calls `beat` whenever nothing else was sent for so many seconds, and never while something is being sent.
+
+    What a stream pays for it is a look at the clock per event: the timer is not set anew, but looks at what time it
+    should have been.
+    """
+
+    def __init__(self, seconds: float, beat: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._seconds = seconds
+        self._beat = beat
+        self._loop = asyncio.get_running_loop()
+        self._latest = self._loop.time()
+        self._busy = False
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(seconds, self._on_time)
+
+    async def pause(self) -> None:
+        """Return when nothing is being sent; nothing will be until `go_on`."""
+        self._busy = True
+        if self._beating is not None:
+            await self._beating
+
+    def go_on(self) -> None:
+        """Something has just been sent."""
+        self._busy = False
+        self._latest = self._loop.time()
+
+    def stop(self) -> None:
+        """Never send anything again."""
+        self._timer.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def _on_time(self) -> None:
+        now = self._loop.time()
+        if not self._busy and self._beating is None and now >= self._latest + self._seconds:
+            self._beating = self._loop.create_task(self._beat())
+            self._beating.add_done_callback(self._on_beat)
+            self._latest = now
+        left = self._latest + self._seconds - now
+        self._timer = self._loop.call_later(left if left > 0 else self._seconds, self._on_time)
+
+    def _on_beat(self, task: asyncio.Task[None]) -> None:
+        self._beating = None
+        if not task.cancelled() and task.exception() is not None:
+            logger.debug("a comment could not be sent: %s", task.exception())
 
 
 async def last_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]:
