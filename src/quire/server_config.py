@@ -39,6 +39,7 @@ class ServerConfig:
     )
     ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
     disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
+    disable_playground: bool = option(False, "Do not serve the page at / with a chat and a live picture of the engine.")
     enable_debug_endpoints: bool = option(
         False, "Serve /debug/blocks and /debug/prefixes, which show what the KV cache holds and for whom."
     )

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import chat, completions, debug, models, timeline, tokenize
+from quire.server import chat, completions, debug, models, playground, timeline, tokenize
 from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
 from quire.server.errors import on_http_exception, on_quire_error
@@ -46,4 +46,6 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
         app.include_router(module.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)
+    if not config.server.disable_playground:
+        app.include_router(playground.make_router())
     return app

@@ -15,10 +15,11 @@ from quire.errors import ConfigError
 from quire.server.errors import HTTPProblem
 from quire.server.key_file import digest_of, read_keys
 from quire.server.limits import KeyRules, Quota
+from quire.server.playground_files import PATHS as PLAYGROUND_PATHS
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health"}) | PLAYGROUND_PATHS
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 
 

@@ -16,6 +16,8 @@ from quire.errors import QuireError
 from quire.server.context import ServerContext
 from quire.server.errors import HTTPProblem, error_response, retry_headers, shorten, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
+from quire.server.playground_files import PATHS as PLAYGROUND_PATHS
+from quire.server.playground_files import STATE_PATH
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
@@ -25,7 +27,9 @@ MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
 FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # of them no limit of a key counts
-ALWAYS_SERVED = frozenset({"/health", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+ALWAYS_SERVED = PLAYGROUND_PATHS | frozenset(
+    {"/health", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect", STATE_PATH}
+)
 
 
 class Gate:
@@ -91,7 +95,7 @@ class Gate:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             self._context.metrics.on_http(route, method, visit.status or 499, seconds)
-        if not self._context.config.server.disable_access_log and path not in ("/health", "/metrics"):
+        if not self._context.config.server.disable_access_log and path not in ("/health", "/metrics", STATE_PATH):
             client = scope.get("client")
             access_logger.info(
                 "%s %s %s %d %.1f ms %s",

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 
 from quire.frontend.stats import FinishedRequest
+from quire.server.recent import RecentPast
 from quire.step import SchedulerStats
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ModelMetrics:
 
     def __init__(self, model_name: str, rejections: Iterable[str] = ()) -> None:
         self.model_name = model_name
+        self.recent = RecentPast()
         self._labels = (model_name, ENGINE)
         self._metrics: list[MetricWrapperBase] = []
         self._llm: AsyncLLM | None = None
@@ -142,6 +144,7 @@ class ModelMetrics:
 
     def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
         """Count the tokens of a step."""
+        self.recent.on_step(stats, num_prompt_tokens, num_generation_tokens)
         if num_prompt_tokens:
             self._prompt_tokens.inc(num_prompt_tokens)
         if num_generation_tokens:
@@ -155,10 +158,12 @@ class ModelMetrics:
 
     def on_first_token(self, seconds: float) -> None:
         """Note the time to a first token."""
+        self.recent.on_first_token(seconds)
         self._first_token.observe(seconds)
 
     def on_next_token(self, seconds: float) -> None:
         """Note the time between two tokens."""
+        self.recent.on_next_token(seconds)
         self._next_token.observe(seconds)
 
     def on_finished(self, request: FinishedRequest) -> None:

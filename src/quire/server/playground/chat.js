@@ -1,0 +1,310 @@
+// The chat: sends the conversation, streams the answer in, and lets the user stop, repeat and change it.
+
+import { ApiError, postStream } from "./api.js";
+import { Conversation, applyDelta } from "./conversation.js";
+import { $, button, el, showFieldError } from "./dom.js";
+import { MessageView } from "./message.js";
+import { SettingsError } from "./settings.js";
+import { asCurl, asPython, showSnippet } from "./snippets.js";
+
+const SUGGESTIONS = ["What is Quire?", "What is 27 + 48?", "Reverse the word \"stone\".", "What is the opposite of black?"];
+const NEAR = 80; // pixels from the end within which new text scrolls along
+
+export class Chat {
+  /** `onActivity(requestId)` is told of each request that begins and ends (null). */
+  constructor(settings, onActivity) {
+    this.settings = settings;
+    this.onActivity = onActivity;
+    this.conversation = new Conversation();
+    this.running = null;
+    this.views = [];
+    this.list = $("messages");
+    this.prompt = $("prompt");
+    this.listen();
+    this.draw();
+  }
+
+  listen() {
+    $("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
+    this.prompt.addEventListener("input", () => this.fit());
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.submit();
+      }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.stop();
+    });
+    $("stop-button").addEventListener("click", () => this.stop());
+    $("clear").addEventListener("click", () => this.clear());
+    $("as-curl").addEventListener("click", () => this.show("This request with curl", asCurl));
+    $("as-python").addEventListener("click", () => this.show("This request in Python", asPython));
+  }
+
+  fit() {
+    this.prompt.style.height = "auto";
+    this.prompt.style.height = `${this.prompt.scrollHeight}px`;
+  }
+
+  draw() {
+    this.views = this.conversation.messages.map((message, place) => this.viewOf(message, place));
+    this.list.replaceChildren(...(this.views.length ? this.views.map((view) => view.root) : [this.welcome()]));
+    this.toEnd();
+  }
+
+  viewOf(message, place) {
+    const last = place === this.conversation.messages.length - 1;
+    return new MessageView(message, {
+      edit: message.role === "user" ? (text) => this.edit(place, text) : null,
+      regenerate: message.role === "assistant" && last ? () => this.regenerate(place) : null,
+      answer: message.role === "assistant" && last ? (call, text) => this.answer(call, text) : null,
+    });
+  }
+
+  welcome() {
+    return el("div", { class: "welcome" },
+      el("h2", { text: "Ask the model something" }),
+      el("p", { text: "While it answers, its requests and blocks appear in the picture of the engine." }),
+      el("div", { class: "suggestions" }, ...SUGGESTIONS.map((text) => button(text, () => {
+        this.prompt.value = text;
+        this.submit();
+      }))));
+  }
+
+  clear() {
+    this.stop();
+    this.conversation.cut(0);
+    this.draw();
+    this.fail("");
+    this.prompt.focus();
+  }
+
+  submit() {
+    const text = this.prompt.value.trim();
+    if (!text || this.running) return;
+    if (!this.ready()) return;
+    this.conversation.add({ role: "user", content: text });
+    this.prompt.value = "";
+    this.fit();
+    this.draw();
+    this.generate();
+  }
+
+  edit(place, text) {
+    if (!text.trim() || this.running) return;
+    this.conversation.cut(place);
+    this.conversation.add({ role: "user", content: text.trim() });
+    this.draw();
+    this.generate();
+  }
+
+  regenerate(place) {
+    if (this.running) return;
+    this.conversation.cut(place);
+    this.draw();
+    this.generate();
+  }
+
+  /** Say what a function returned; the model goes on once all calls of the message are answered. */
+  answer(call, text) {
+    if (this.running) return;
+    const { messages } = this.conversation;
+    const caller = messages.findLastIndex((message) => message.role === "assistant");
+    this.conversation.add({ role: "tool", tool_call_id: call.id, content: text });
+    const answered = new Set(messages.slice(caller + 1).map((message) => message.tool_call_id));
+    const left = messages[caller].tool_calls.some((item) => !answered.has(item.id));
+    const view = this.viewOf(messages.at(-1), messages.length - 1);
+    this.list.append(view.root);
+    if (!left) {
+      this.draw();
+      this.generate();
+    }
+  }
+
+  /** Return the request that would be sent now. Raises `SettingsError`. */
+  request() {
+    const { messages, places } = this.conversation.forRequest(this.settings.system);
+    const body = { model: $("model").value, messages, ...this.settings.fields() };
+    return { body: { ...body, stream: true, stream_options: { include_usage: true } }, places };
+  }
+
+  ready() {
+    try {
+      this.settings.fields();
+      return true;
+    } catch (error) {
+      if (error instanceof SettingsError) return false;
+      throw error;
+    }
+  }
+
+  show(title, write) {
+    if (!this.ready()) return;
+    const { body } = this.request();
+    const text = this.prompt.value.trim();
+    if (text) body.messages.push({ role: "user", content: text });
+    if (!body.messages.length) body.messages.push({ role: "user", content: "Hello!" });
+    showSnippet(title, write(body));
+  }
+
+  stop() {
+    if (this.running) this.running.abort();
+  }
+
+  async generate() {
+    if (!this.ready()) return;
+    const { body, places } = this.request();
+    const id = `page-${[...crypto.getRandomValues(new Uint8Array(6))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+    const message = this.conversation.add({ role: "assistant", content: "" });
+    this.draw();
+    const view = this.views.at(-1);
+    view.streaming = true;
+    this.fail("");
+    showFieldError($("model"), "");
+    const abort = this.busy(new AbortController());
+    this.onActivity(id);
+    const clock = new Clock();
+    try {
+      for await (const chunk of postStream("v1/chat/completions", { ...body, request_id: id }, abort.signal)) {
+        this.take(message, chunk, clock);
+        this.refresh(view);
+      }
+    } catch (error) {
+      if (abort.signal.aborted) message.finish = "stopped";
+      else this.explain(error, message, places);
+    } finally {
+      this.busy(null);
+      this.onActivity(null);
+    }
+    message.stats = clock.stats();
+    if (!message.content && !message.tool_calls && message.error === undefined && !message.finish) message.finish = "stop";
+    this.conversation.save();
+    if (this.conversation.messages.includes(message)) this.draw();
+    // A text without content is read out from here, when it is complete.
+    this.list.removeAttribute("aria-busy");
+  }
+
+  take(message, chunk, clock) {
+    const choice = chunk.choices?.[0];
+    if (choice) {
+      const before = (message.content || "").length + (message.reasoning || "").length + (message.tool_calls ? 1 : 0);
+      applyDelta(message, choice.delta || {});
+      const after = (message.content || "").length + (message.reasoning || "").length + (message.tool_calls ? 1 : 0);
+      if (after > before || choice.finish_reason) clock.token();
+      if (choice.finish_reason) message.finish = choice.finish_reason;
+    }
+    if (chunk.usage) clock.usage = chunk.usage;
+  }
+
+  /** Redraw a message that streams, at most once a frame. */
+  refresh(view) {
+    if (view.queued) return;
+    view.queued = true;
+    requestAnimationFrame(() => {
+      view.queued = false;
+      const atEnd = this.isAtEnd();
+      view.update();
+      if (atEnd) this.toEnd();
+    });
+  }
+
+  busy(abort) {
+    this.running = abort;
+    $("send").hidden = Boolean(abort);
+    $("stop-button").hidden = !abort;
+    if (abort) this.list.setAttribute("aria-busy", "true");
+    const focused = document.activeElement;
+    if (focused === $("send") || focused === $("stop-button") || focused === document.body) this.prompt.focus();
+    return abort;
+  }
+
+  /** Show an error where it belongs: at the field that is to blame, or else at the answer that failed. */
+  explain(error, message, places) {
+    if (!(error instanceof ApiError)) {
+      message.error = error instanceof TypeError ? "The server cannot be reached." : `The answer could not be read: ${error.message}`;
+      return;
+    }
+    const told = message.content || message.tool_calls || message.reasoning;
+    const { param } = error;
+    const index = /^messages\[(\d+)\]/.exec(param);
+    const place = index ? places[Number(index[1])] : undefined;
+    let shown = false;
+    if (place === -1) shown = this.settings.showError("system", error.message);
+    else if (param === "model") {
+      showFieldError($("model"), error.message);
+      shown = true;
+    } else if (param) shown = this.settings.showError(param, error.message);
+    if (shown && !told) {
+      this.withdraw(message);
+      return;
+    }
+    message.error = error.message;
+  }
+
+  /** Take back an answer that never began, and give the user the text to send again. */
+  withdraw(message) {
+    const { messages } = this.conversation;
+    const place = messages.indexOf(message);
+    const asked = messages[place - 1];
+    if (asked?.role === "user" && !this.prompt.value) {
+      this.prompt.value = asked.content;
+      this.fit();
+      this.conversation.cut(place - 1);
+    } else {
+      this.conversation.cut(place);
+    }
+    this.draw();
+    this.fail("Nothing was sent: one of the settings is not accepted.");
+  }
+
+  fail(text) {
+    $("chat-error").textContent = text;
+    $("chat-error").hidden = !text;
+  }
+
+  get scroller() {
+    return this.list.scrollHeight > this.list.clientHeight + 1 ? this.list : document.scrollingElement;
+  }
+
+  isAtEnd() {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
+    return scrollHeight - scrollTop - clientHeight < NEAR;
+  }
+
+  toEnd() {
+    if (this.views.length) this.scroller.scrollTop = this.scroller.scrollHeight;
+  }
+}
+
+/** When the tokens of one answer came. */
+class Clock {
+  constructor() {
+    this.began = performance.now();
+    this.first = null;
+    this.last = null;
+    this.usage = null;
+  }
+
+  token() {
+    this.last = performance.now();
+    this.first ??= this.last;
+  }
+
+  stats() {
+    if (this.first === null && !this.usage) return undefined;
+    const stats = {};
+    if (this.first !== null) stats.first = (this.first - this.began) / 1000;
+    if (this.usage) {
+      stats.tokens = this.usage.completion_tokens;
+      stats.prompt = this.usage.prompt_tokens;
+      stats.cached = this.usage.prompt_tokens_details?.cached_tokens || 0;
+      const seconds = (this.last - this.first) / 1000;
+      if (stats.tokens > 1 && seconds > 0) stats.rate = (stats.tokens - 1) / seconds;
+    }
+    return stats;
+  }
+}
