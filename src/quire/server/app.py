@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import chat, completions, debug, models, playground, timeline, tokenize
+from quire.server import chat, completions, debug, models, playground, pooling, timeline, tokenize
 from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
 from quire.server.errors import on_http_exception, on_quire_error
@@ -42,7 +42,7 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
     app.add_middleware(Gate, context=context)
     app.add_exception_handler(QuireError, on_quire_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    for module in (completions, chat, responses, anthropic, ollama, tokenize, timeline, models):
+    for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models):
         app.include_router(module.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)
