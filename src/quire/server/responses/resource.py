@@ -43,7 +43,6 @@ def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) 
         "top_logprobs": body.top_logprobs or 0,
         "top_p": float(getattr(params, "top_p", 1.0)),
         "truncation": body.truncation,
-        "usage": None,
         "metadata": body.metadata or {},
     }
     for name in ("user", "safety_identifier", "prompt_cache_key"):  # the schema knows no null in the first
