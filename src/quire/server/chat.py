@@ -231,7 +231,7 @@ class ChatCompletion(Generation):
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.body.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
-        return answer
+        return self.add_metrics(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events: the role, the message bit by bit, the reason of the end; then usage."""
@@ -248,8 +248,9 @@ class ChatCompletion(Generation):
                     data += event(chunk_usage.put({**head, "choices": [choice]}))
             if data:
                 yield data
-        if chunk_usage.at_end:
-            yield event({**head, "choices": [], "usage": self.usage.as_json()})
+        last = chunk_usage.last(self, head)
+        if last is not None:
+            yield event(last)
         yield DONE
 
     def _first_chunks(self) -> list[dict[str, Any]]:

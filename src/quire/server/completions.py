@@ -136,7 +136,7 @@ class Completion(Generation):
                 choices.append(part)
             if not self.only_prompt:
                 usage.add(index, output)
-        return {**self.head("text_completion"), "choices": choices, "usage": usage.as_json()}
+        return self.add_metrics({**self.head("text_completion"), "choices": choices, "usage": usage.as_json()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events."""
@@ -160,8 +160,9 @@ class Completion(Generation):
                     data += event(chunk_usage.put({**head, "choices": [part]}))
             if data:
                 yield data
-        if chunk_usage.at_end:
-            yield event({**head, "choices": [], "usage": usage.as_json()})
+        last = chunk_usage.last(self, head)
+        if last is not None:
+            yield event(last)
         yield DONE
 
 

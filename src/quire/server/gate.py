@@ -115,6 +115,7 @@ class _Visit:
         self.started = time.perf_counter()
         self.status = 0
         self.quota: Quota | None = None
+        self.timed = scope["method"] == "POST"
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
         self.request_id = given[0].decode() if valid else str(uuid.uuid4())
@@ -126,6 +127,9 @@ class _Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self.timed and not any(value.startswith(b"text/event-stream") for _, value in message["headers"]):
+                milliseconds = 1000 * (time.perf_counter() - self.started)
+                message["headers"].append((b"openai-processing-ms", b"%.3f" % milliseconds))
             if self.quota is not None:
                 message["headers"] += self.quota.headers()
         await self._send(message)

@@ -27,6 +27,7 @@ from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of, ti
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
 from quire.server.timeline import Visited
+from quire.server.timings import answer_metrics
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -339,6 +340,11 @@ class Generation:
         """Return what every answer and every chunk begins with."""
         return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
 
+    def add_metrics(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Add to an answer, or to the last chunk of one, where its time went, if the request asked for that."""
+        metrics = answer_metrics(self.streams) if self.body.include_metrics else None
+        return answer if metrics is None else {**answer, "metrics": metrics}
+
     async def answer(self, request: Request, build: Callable[[list[RequestOutput]], dict[str, Any]]) -> Response:
         """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client goes away."""
         try:
@@ -403,3 +409,10 @@ class ChunkUsage:
         elif self.at_end:
             chunk["usage"] = None
         return chunk
+
+    def last(self, generation: Generation, head: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the chunk without choices that comes last, if there is anything to say in one."""
+        chunk = generation.add_metrics({**head, "choices": []})
+        if self.at_end:
+            chunk["usage"] = self.usage.as_json()
+        return chunk if "usage" in chunk or "metrics" in chunk else None

@@ -162,6 +162,7 @@ class GenerationRequest(SamplingRequest):
     response_format: SkipValidation[dict[str, Any] | None] = None
 
     use_beam_search: bool = False
+    include_metrics: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

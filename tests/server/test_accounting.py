@@ -1,0 +1,117 @@
+"""Usage that adds up, and times that do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from quire.frontend.stats import FinishedRequest
+from tests.helpers.fake_engine import fake_async_llm
+from tests.helpers.live_server import LiveServer, MakeServer, server_config
+
+NAMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
+TEXT = {"model": "fake", "prompt": "abc", "max_tokens": 5, "ignore_eos": True}
+ROUTES = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
+
+
+def chunks_of(server: LiveServer, path: str, body: dict[str, Any]) -> list[Any]:
+    lines = server.http.post(path, json={**body, "stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_an_answer_tells_its_times_if_asked_to(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    answer = server.http.post(path, json={**body, "include_metrics": True})
+    metrics = answer.json()["metrics"]
+    assert set(metrics) == NAMES
+    assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
+    assert metrics["mean_itl_ms"] * 4 == pytest.approx(metrics["generation_time_ms"], abs=0.01)
+    total = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
+    assert total <= float(answer.headers["openai-processing-ms"]) + 1
+    assert "metrics" not in server.http.post(path, json=body).json()
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_stream_tells_them_in_its_last_chunk(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    *others, last = chunks_of(server, path, {**body, "include_metrics": True})
+    assert last["choices"] == [] and set(last["metrics"]) == NAMES and "usage" not in last
+    assert all("metrics" not in chunk and chunk["choices"] for chunk in others)
+    last = chunks_of(server, path, {**body, "include_metrics": True, "stream_options": {"include_usage": True}})[-1]
+    assert set(last["metrics"]) == NAMES and last["usage"]["completion_tokens"] == 5
+    assert chunks_of(server, path, body)[-1]["choices"]
+
+
+def test_several_sequences_have_no_times_of_their_own(server: LiveServer) -> None:
+    for more in ({"n": 2}, {"prompt": ["a", "b"]}):
+        answer = server.http.post("/v1/completions", json={**TEXT, **more, "include_metrics": True})
+        assert answer.status_code == 200 and "metrics" not in answer.json()
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"echo": True}, {"n": 2, "best_of": 4}, {"max_tokens": 1}])
+def test_usage_adds_up(server: LiveServer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
+    if path != "/v1/completions" and not more.keys() <= {"n", "max_tokens"}:
+        more = {}
+    body = {**body, **more}
+    usage = server.http.post(path, json=body).json()["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+    assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+    assert usage["completion_tokens"] == body["max_tokens"] * body.get("best_of", body.get("n", 1))
+    if "best_of" not in body:
+        streamed = chunks_of(server, path, {**body, "stream_options": {"include_usage": True}})[-1]["usage"]
+        assert streamed == usage
+
+
+def test_only_whole_answers_say_how_long_they_took(server: LiveServer) -> None:
+    assert float(server.http.post("/v1/completions", json=TEXT).headers["openai-processing-ms"]) > 0
+    assert "openai-processing-ms" not in server.http.post("/v1/completions", json={**TEXT, "stream": True}).headers
+    assert "openai-processing-ms" not in server.http.get("/v1/models").headers
+
+
+class Listener:
+    """Keeps what it is told of finished requests."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+
+    def on_step(self, *args: object) -> None:
+        """Not of interest."""
+
+    on_first_token = on_next_token = on_step
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        """Keep it."""
+        self.finished.append(request)
+
+
+def test_the_parts_are_the_whole() -> None:
+    listener = Listener()
+
+    async def run() -> None:
+        llm, _ = fake_async_llm(config=server_config(), listeners=[listener])
+        async with llm:
+            for number in range(20):
+                async for _ in await llm.submit("abc" * number + "x"):
+                    pass
+
+    asyncio.run(run())
+    assert len(listener.finished) == 20
+    for request in listener.finished:
+        assert request.queue_seconds is not None
+        assert request.prefill_seconds is not None
+        assert request.decode_seconds is not None
+        parts = request.queue_seconds + request.prefill_seconds + request.decode_seconds
+        assert parts == pytest.approx(request.e2e_seconds, abs=1e-6)
+        assert request.stage == "decode"
+
+
+def test_timelines_and_usage_agree(make_server: MakeServer) -> None:
+    server = make_server()
+    answer = server.http.post("/v1/completions", json={**TEXT, "n": 2}).json()
+    told = server.http.get(f"/requests/{answer['id']}").json()
+    assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert told["completion_tokens"] == answer["usage"]["completion_tokens"]
