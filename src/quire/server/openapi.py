@@ -1,0 +1,125 @@
+"""The description of the server at /openapi.json: FastAPI's, made true to what every route answers.
+
+Routes read their bodies themselves, so FastAPI knows neither that streams exist nor which errors there are. The errors
+of a route have the shape of its family (`errors`), and which statuses may come follows from what every request passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from quire.server.auth import OPEN_PATHS
+from quire.server.errors import JSON, Family, family_of
+
+METHODS = ("get", "post", "put", "patch", "delete", "head", "options")
+# Statuses that any request may get before a route sees it, and what they mean.
+ANYWHERE = {
+    "400": "The request is malformed; the error names the field.",
+    "401": "No API key was sent, or one that is not valid.",
+    "403": "The key may not do this.",
+    "408": "The request did not arrive in time.",
+    "413": "The body is too large.",
+    "414": "The URL is too long.",
+    "429": "A limit of the key is exceeded; Retry-After says for how long.",
+    "431": "The headers are too large.",
+    "500": "The server failed on this request.",
+    "503": "Not now: overloaded, loading, or shutting down; Retry-After says when to come back.",
+}
+WITH_NAMES = {"404": "There is no such model or object."}
+WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415": "The body is not plain JSON."}
+WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
+PROBES = {"503": "Not able to serve; the body says why."}
+STREAMS = {
+    "/v1/completions": "text/event-stream",
+    "/v1/chat/completions": "text/event-stream",
+    "/v1/responses": "text/event-stream",
+    "/v1/responses/{response_id}": "text/event-stream",
+    "/v1/messages": "text/event-stream",
+    "/api/chat": "application/x-ndjson",
+    "/api/generate": "application/x-ndjson",
+}
+ERRORS: Mapping[Family, tuple[str, dict[str, Any]]] = {
+    Family.OPENAI: (
+        "Error",
+        {
+            "type": "object",
+            "required": ["error"],
+            "additionalProperties": False,
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "required": ["message", "type", "param", "code"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "message": {"type": "string"},
+                        "type": {"type": "string"},
+                        "param": {"type": ["string", "null"]},
+                        "code": {"type": "string"},
+                    },
+                }
+            },
+        },
+    ),
+    Family.ANTHROPIC: (
+        "MessagesError",
+        {
+            "type": "object",
+            "required": ["type", "error", "request_id"],
+            "properties": {
+                "type": {"const": "error"},
+                "request_id": {"type": ["string", "null"]},
+                "error": {
+                    "type": "object",
+                    "required": ["type", "message"],
+                    "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                },
+            },
+        },
+    ),
+    Family.OLLAMA: (
+        "ApiError",
+        {
+            "type": "object",
+            "required": ["error"],
+            "additionalProperties": False,
+            "properties": {"error": {"type": "string"}},
+        },
+    ),
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Return the description of all routes of `app`, which is made once."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    components = found.setdefault("components", {})
+    components["schemas"] = dict(ERRORS.values())
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in found["paths"].items():
+        for method in METHODS:
+            if method in operations:
+                _complete(path, operations[method])
+    app.openapi_schema = found
+    return found
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Say which statuses an operation answers with, and who may ask."""
+    name = ERRORS[family_of(path)][0]
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if path in STREAMS:
+        responses["200"].setdefault("content", {JSON: {"schema": {}}})[STREAMS[path]] = {"schema": {"type": "string"}}
+    if path in OPEN_PATHS:
+        responses.update({status: {"description": text} for status, text in PROBES.items()})
+    statuses = ANYWHERE | (WITH_BODY if "requestBody" in operation else WITH_NAMES if "{" in path else {})
+    for status, text in statuses.items():
+        content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        responses.setdefault(status, {"description": text, "content": content})
+    if path not in OPEN_PATHS:
+        operation["security"] = [{"key": []}]
