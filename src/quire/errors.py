@@ -11,7 +11,7 @@
       GenerationError           the engine gave up one request         500  exit 1
       OverloadedError           queues are full; try again later           503
       EngineAsleepError         the engine was put to sleep                503
-      EngineDeadError           the engine process is gone                 503
+      EngineDeadError           the engine process is gone                 503  exit 70
 
 Status codes and exit codes stand here and nowhere else. Rendering to JSON lives in `server.errors`.
 """
@@ -133,6 +133,7 @@ class EngineDeadError(QuireError):
     """
 
     http_status = 503
+    exit_code = 70  # EX_SOFTWARE of sysexits.h
     default_code = "engine_unavailable"
 
     def __init__(self, message: str, *, suspects: Sequence[str] = ()) -> None:

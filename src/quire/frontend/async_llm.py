@@ -549,6 +549,11 @@ class AsyncLLM:
         return self._client.stalled
 
     @property
+    def replaceable(self) -> bool:
+        """Whether an engine that dies or hangs is replaced."""
+        return self._client.replaceable
+
+    @property
     def num_restarts(self) -> int:
         """How often the engine was replaced."""
         return self._client.num_restarts

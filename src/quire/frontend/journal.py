@@ -13,7 +13,6 @@ import msgspec
 
 from quire.engine.messages import AddRequest, ResumedSequence
 
-
 REST = "/rest"  # behind the id of a request, of which some sequences have begun: the others
 
 

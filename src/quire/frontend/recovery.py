@@ -78,6 +78,11 @@ class SupervisedClient:
         return self._up.is_set() and not self.recovering
 
     @property
+    def replaceable(self) -> bool:
+        """Whether there may be another engine after this one."""
+        return self._max_restarts > 0
+
+    @property
     def num_condemned(self) -> int:
         """Requests that were ended because they had killed engines."""
         return self._court.num_condemned

@@ -1,0 +1,99 @@
+"""What probes ask: is the server alive, can it serve, how much has it to do. Nothing here asks an engine anything.
+
+Alive is a server that gets on by itself: one that loads, drains, or replaces its engine is. Ready is one that requests
+should be sent to now; those that come all the same while an engine is being replaced wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.context import ServerContext, context_of
+from quire.server.errors import JSON
+
+router = APIRouter()
+
+REASONS = {
+    "loading": "the model is being loaded",
+    "draining": "the server is shutting down",
+    "restarting": "the engine died and is being replaced; requests wait",
+    "stalled": "the engine does not react",
+    "dead": "the engine is gone and is not replaced",
+}
+
+
+def readiness(context: ServerContext) -> str:
+    """Return "ok", or the first of the words of `REASONS` that is true of the server or one of its models."""
+    if context.draining:
+        return "draining"
+    if context.models.fatal:
+        return "dead"
+    if context.models.loading:
+        return "loading"
+    llms = [model.llm for model in context.models.models]
+    if any(llm.recovering for llm in llms):
+        return "restarting"
+    return "stalled" if any(llm.stalled for llm in llms) else "ok"
+
+
+def liveness(context: ServerContext) -> str:
+    """Return "ok"; or "dead" or "stalled" if nobody but who started the server can help."""
+    if context.models.fatal:
+        return "dead"
+    stuck = any(model.llm.stalled and not model.llm.replaceable for model in context.models.models)
+    return "stalled" if stuck else "ok"
+
+
+@router.head("/livez", include_in_schema=False)
+@router.get("/livez")
+async def livez(request: Request) -> Response:
+    """Say whether the server gets on by itself: 200, or 503 with dead or stalled."""
+    return _answer(liveness(context_of(request)), explain=True)
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
+@router.head("/readyz", include_in_schema=False)
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """Say whether requests should be sent here: 200, or 503 with loading, draining, restarting, stalled or dead."""
+    return _answer(readiness(context_of(request)), explain=True)
+
+
+@router.head("/healthz", include_in_schema=False)
+@router.get("/healthz")
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """As /readyz, under older names, and without the reason."""
+    return _answer(readiness(context_of(request)))
+
+
+@router.post("/ping")
+@router.head("/ping", include_in_schema=False)
+@router.get("/ping")
+async def ping(request: Request) -> Response:
+    """As /health, for SageMaker."""
+    return _answer(readiness(context_of(request)))
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Return how many requests are being worked on."""
+    return _json({"server_load": context_of(request).num_open})
+
+
+def _answer(status: str, *, explain: bool = False) -> Response:
+    if status == "ok":
+        return _json({"status": "ok"})
+    body = {"status": status, "reason": REASONS[status]} if explain else {"status": status}
+    return _json(body, 503)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
