@@ -19,6 +19,9 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
 
 HEADER = struct.Struct(">I")
 MOST_BYTES = 1 << 28  # of one frame; a step's news with all log-probabilities of a long prompt is a tenth of that
@@ -28,20 +31,30 @@ _READS = 8  # at a time: what comes after that waits until the event loop has se
 _WAIT_SECONDS = 1.0  # how often an engine that waits gives a sign of life
 
 
+T = TypeVar("T")
+
+
 class ChannelError(Exception):
     """What came over the channel is not what the other end would send."""
 
 
 class Frames:
-    """Cuts a stream of bytes into frames, whatever the pieces in which it arrives."""
+    """Cuts a stream of bytes into frames, whatever the pieces in which it arrives.
+
+    Attributes:
+        error: set once a frame claimed to be too long; nothing comes after those before it.
+    """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._rest = bytearray()
         self._needed = 0  # length of `_rest` below which there is no use in looking at it
+        self.error: ChannelError | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the frames that are complete with `data`. Raises `ChannelError` if one claims to be too long."""
+        """Return the frames that are complete with `data`."""
+        if self.error is not None:
+            return []
         if self._rest:
             self._rest += data
             if len(self._rest) < self._needed:
@@ -53,7 +66,8 @@ class Frames:
         while end - start >= HEADER.size:
             (size,) = HEADER.unpack_from(data, start)
             if size > self._most_bytes:
-                raise ChannelError(f"a frame of {size} bytes was announced; {self._most_bytes} are allowed")
+                self.error = ChannelError(f"a frame of {size} bytes was announced; {self._most_bytes} are allowed")
+                return frames
             self._needed = HEADER.size + size
             if end - start < self._needed:
                 break
@@ -69,6 +83,14 @@ def framed(payload: bytes) -> bytes:
     if len(payload) > MOST_BYTES:
         raise ChannelError(f"a message of {len(payload)} bytes is too long; {MOST_BYTES} are allowed")
     return HEADER.pack(len(payload)) + payload
+
+
+def message(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    """Return the message in a frame. Raises `ChannelError` if it is none."""
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ChannelError(str(error)) from None
 
 
 class FrontEnd:
@@ -89,7 +111,6 @@ class FrontEnd:
         self._writing = False  # whether the event loop was asked to tell when there is room
         self._deaf = False  # whether the engine takes nothing any more
         self._ended = False
-        self._error: ChannelError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def attach(self) -> None:
@@ -124,8 +145,8 @@ class FrontEnd:
         Raises `ChannelError` if that cannot be cut into frames.
         """
         while not self._frames:
-            if self._error is not None:
-                raise self._error
+            if self._cut.error is not None:
+                raise self._cut.error
             if self._ended:
                 return None
             assert self._loop is not None and self._waiter is None, "one reader, after attach()"
@@ -167,10 +188,8 @@ class FrontEnd:
         if count == 0:
             self._end()
             return False
-        try:
-            self._frames.extend(self._cut.feed(bytes(self._buffer[:count])))
-        except ChannelError as error:
-            self._error = error
+        self._frames.extend(self._cut.feed(bytes(self._buffer[:count])))
+        if self._cut.error is not None:
             self._end()
             return False
         self._wake()
@@ -286,6 +305,8 @@ class EngineEnd:
         poll.poll(max(1, int(seconds * 1000)))
 
     def _read(self) -> None:
+        if self._cut.error is not None:  # what came before it has been taken
+            raise self._cut.error
         try:
             count = self._socket.recv_into(self._buffer)
         except (BlockingIOError, InterruptedError):
@@ -295,6 +316,8 @@ class EngineEnd:
         if count == 0:
             raise EOFError("the front is gone")
         self._frames.extend(self._cut.feed(bytes(self._buffer[:count])))
+        if self._cut.error is not None and not self._frames:
+            raise self._cut.error
 
     def _flush(self) -> None:
         try:

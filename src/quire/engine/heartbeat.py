@@ -144,7 +144,7 @@ class Allowances:
     def seconds(self, num_tokens: int) -> float:
         """Return how long a step of so many tokens may take."""
         size = num_tokens.bit_length()
-        for smaller in range(size, -1, -1):
+        for smaller in range(size, min(size, 1) - 1, -1):  # steps without tokens say nothing of others
             slowest = self._slowest.get(smaller)
             if slowest is not None:
                 return max(self._least, self._slower * slowest * (1 << (size - smaller)))
@@ -153,8 +153,7 @@ class Allowances:
     def note(self, num_tokens: int, seconds: float) -> None:
         """Learn that a step took so long."""
         size = num_tokens.bit_length()
-        if seconds > self._slowest.get(size, 0.0):
-            self._slowest[size] = seconds
+        self._slowest[size] = max(self._slowest.get(size, 0.0), seconds)
 
 
 class Unwatched:

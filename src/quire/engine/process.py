@@ -25,7 +25,7 @@ import msgspec
 
 from quire.child_process import die_with_parent, start_module
 from quire.config import CONFIG_GROUPS, EngineConfig
-from quire.engine.channel import ChannelError, EngineEnd, FrontEnd
+from quire.engine.channel import ChannelError, EngineEnd, FrontEnd, message
 from quire.engine.heartbeat import Heartbeat, LifeSigns, Watch, anonymous_file, create_heartbeat
 from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import ConfigError, EngineDeadError, QuireError
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
 _REAP_SECONDS = 2.0  # for an engine that has closed its end to end altogether
-_DUMP_SECONDS = 0.5
+_DUMP_SECONDS = 0.4
 _DUMP_PIECE_SECONDS = 0.05
 _MOST_DUMPED = 1 << 17  # bytes
 _DUMP_SIGNAL = signal.SIGUSR1
@@ -108,15 +108,16 @@ class ProcessClient:
         self._channel.attach()
         # The end of the channel says the same, unless a process that the engine has started holds it open.
         asyncio.wrap_future(self._exit).add_done_callback(self._ended)
-        message = await self._next()
-        if isinstance(message, Failed):
+        said = await self._next()
+        if isinstance(said, Failed):
             await self.close()
-            if message.exit_code == 2:
-                raise ConfigError(message.message, param=message.param)
-            raise EngineDeadError(message.message)
-        assert isinstance(message, Ready), message
+            if said.exit_code == 2:
+                raise ConfigError(said.message, param=said.param)
+            raise EngineDeadError(said.message)
+        if not isinstance(said, Ready):
+            raise await self._malformed(f"{type(said).__name__} before it is ready")
         self._ready = True
-        return message
+        return said
 
     def send(self, message: ToEngine) -> None:
         """Send without waiting; messages keep their order. Lost silently if the engine is gone: `receive` says so."""
@@ -125,12 +126,12 @@ class ProcessClient:
 
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for news. Raises `EngineDeadError` once the process has ended or its loop has failed."""
-        message = await self._next()
-        if isinstance(message, Failed):
-            raise self._died(message.message)
-        if isinstance(message, Ready):
-            raise await self._malformed("it says twice that it is ready")
-        return message
+        said = await self._next()
+        if isinstance(said, Failed):
+            raise self._died(said.message)
+        if isinstance(said, Ready):
+            raise await self._malformed("it is ready a second time")
+        return said
 
     async def _next(self) -> FromEngine:
         if self._dead is not None:
@@ -139,8 +140,8 @@ class ProcessClient:
         try:
             data = await self._channel.receive()
             if data is not None:
-                return self._decoder.decode(data)
-        except (ChannelError, msgspec.DecodeError, UnicodeDecodeError) as error:
+                return message(self._decoder, data)
+        except ChannelError as error:
             raise await self._malformed(str(error)) from None
         raise self._died(f"the engine process ended with exit code {await self._exit_code()}")
 
@@ -264,7 +265,7 @@ def serve(
 
     def receive(wait: bool) -> ToEngine | None:
         data = channel.receive(wait)
-        return None if data is None else decoder.decode(data)
+        return None if data is None else message(decoder, data)
 
     def send(message: FromEngine) -> None:
         channel.send(encoder.encode(message))
@@ -287,7 +288,7 @@ def serve(
     except EOFError:
         logger.warning("the front is gone; the engine ends")
         return 1
-    except (ChannelError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ChannelError as error:
         logger.error("the engine got what is no message, and ends: %s", error)
         return fail(f"the engine got what is no message: {error}")
     except QuireError as error:

@@ -1,0 +1,364 @@
+"""Signs of life: what an engine's loop writes, and what its front makes of it, in a time that only the test passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.heartbeat import (
+    CALL_SECONDS,
+    LEAST_SECONDS,
+    UNKNOWN_SECONDS,
+    Allowances,
+    Heartbeat,
+    LifeSigns,
+    Watch,
+    create_heartbeat,
+)
+from quire.engine.loop import run
+from quire.engine.messages import AbortRequests, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from quire.executor.null import NullExecutor
+from quire.sampling_params import SamplingParams
+from quire.step import ModelOutput, SchedulerOutput
+
+
+class Time:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def memory() -> Iterator[Heartbeat]:
+    fd, made = create_heartbeat()
+    os.close(fd)
+    yield made
+    made.close()
+
+
+def request(request_id: str, *, max_tokens: int = 3, sequences: int = 1) -> AddRequest:
+    names = [request_id] if sequences == 1 else [f"{request_id}-{number}" for number in range(sequences)]
+    return AddRequest(
+        request_id=request_id,
+        sequence_ids=names,
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, n=sequences),
+        arrival_time=0.0,
+        seeds=[0] * sequences,
+        stop_ids=[],
+        max_tokens=max_tokens,
+    )
+
+
+# ---- memory ----
+
+
+def test_two_mappings_of_one_descriptor_see_the_same_and_it_has_no_name() -> None:
+    fd, ours = create_heartbeat()
+    theirs = Heartbeat(fd)
+    assert os.fstat(fd).st_nlink == 0
+    os.close(fd)
+    theirs.work(12.5, 8.0, 7)
+    theirs.name(["a", "b"])
+    assert ours.read() == (12.5, 12.5, 8.0, 7)
+    assert ours.request_ids() == ["a", "b"]
+    theirs.close()
+    ours.close()
+
+
+@given(st.lists(st.text(max_size=20), max_size=30), st.lists(st.text(max_size=20), max_size=30))
+def test_names_are_any_texts_and_the_last_ones_count(first: list[str], second: list[str]) -> None:
+    fd, memory = create_heartbeat()
+    os.close(fd)
+    memory.name(first)
+    memory.name(second)
+    assert memory.request_ids() == second
+    memory.close()
+
+
+def test_of_too_many_names_some_are_kept(memory: Heartbeat) -> None:
+    names = [f"request-{number}" for number in range(50_000)]
+    memory.name(names)
+    kept = memory.request_ids()
+    assert len(kept) > 1000
+    assert kept == names[: len(kept)]
+
+
+def test_names_half_written_are_not_seen(memory: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.name(["old"])
+    numbers = memory._numbers
+
+    class Dying:
+        """Ends the engine at the last of the stores."""
+
+        def __getitem__(self, place: int) -> int:
+            return numbers[place]
+
+        def __setitem__(self, place: int, value: int) -> None:
+            if place == 4:
+                raise KeyboardInterrupt
+            numbers[place] = value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_numbers", Dying())
+        with pytest.raises(KeyboardInterrupt):
+            memory.name(["new"])
+    assert memory.request_ids() == ["old"]
+
+
+def test_memory_full_of_nonsense_names_nobody(memory: Heartbeat) -> None:
+    memory.name(["a"])
+    for nonsense in (b"\xff" * 4096, b"cos\nsystem\n(S'x'\ntR." * 100):
+        memory._bytes[: len(nonsense)] = nonsense
+        assert memory.request_ids() == []
+        assert Watch(memory, Time()).stalled_for() >= 0.0
+
+
+# ---- how long a step may take ----
+
+
+def test_a_step_of_which_nothing_is_known_may_take_two_minutes() -> None:
+    allowed = Allowances()
+    assert allowed.seconds(1) == UNKNOWN_SECONDS
+    allowed.note(1000, 1.0)
+    assert allowed.seconds(1) == UNKNOWN_SECONDS, "larger steps say nothing of smaller ones"
+
+
+def test_a_step_may_take_twenty_times_as_long_as_the_slowest_of_its_size() -> None:
+    allowed = Allowances()
+    allowed.note(100, 2.0)
+    allowed.note(100, 0.1)
+    allowed.note(65, 1.0)
+    assert [allowed.seconds(tokens) for tokens in (64, 100, 127)] == [40.0] * 3
+    assert allowed.seconds(128) == 80.0, "twice the size"
+    assert allowed.seconds(1023) == 320.0
+    assert allowed.seconds(63) == UNKNOWN_SECONDS
+
+
+def test_a_step_may_always_take_eight_seconds() -> None:
+    allowed = Allowances()
+    allowed.note(0, 0.0)
+    assert allowed.seconds(0) == LEAST_SECONDS
+    assert allowed.seconds(1) == UNKNOWN_SECONDS, "a step without tokens says nothing of others"
+    allowed.note(4, 0.0001)
+    assert allowed.seconds(4) == allowed.seconds(4000) == LEAST_SECONDS
+
+
+# ---- stalls ----
+
+
+def test_an_engine_that_loads_is_not_stalled(memory: Heartbeat) -> None:
+    clock = Time()
+    watch = Watch(memory, clock)
+    for _ in range(1000):
+        clock.now += 3.0
+        assert watch.stalled_for() == 0.0
+
+
+def test_an_idle_engine_is_never_stalled(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    signs.idle()
+    for _ in range(3600):
+        clock.now += 1.0
+        signs.waiting()
+        assert watch.stalled_for() == 0.0
+    for _ in range(20):  # now it is stopped
+        clock.now += 1.0
+        stalled = watch.stalled_for()
+    assert stalled == 20.0 - LEAST_SECONDS
+
+
+def test_a_step_is_stalled_after_its_allowance_and_no_more_when_it_ends(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+
+    def step(seconds: float) -> list[float]:
+        signs.stepping()
+        signs.planned(["a"], lambda: ["a"], 64, known=True)
+        seen = []
+        while seconds > 0:
+            clock.now += min(1.0, seconds)
+            seconds -= 1.0
+            seen.append(watch.stalled_for())
+        signs.stepped()
+        seen.append(watch.stalled_for())
+        return seen
+
+    assert not any(step(UNKNOWN_SECONDS - 10.0))  # the first one
+    signs._allowances = Allowances()
+    assert not any(step(0.5))
+    stuck = step(12.0)
+    assert stuck == [0.0] * 10 + [1.0, 2.0, 0.0]  # 20 x 0.5 s are allowed
+    assert not any(step(100.0)), "one has been that slow and was alive"
+
+
+def test_a_wait_for_the_disk_is_not_judged_by_tokens(memory: Heartbeat) -> None:
+    clock = Time()
+    allowances = Allowances()
+    allowances.note(0, 0.001)
+    signs, watch = LifeSigns(memory, allowances, clock), Watch(memory, clock)
+    signs.planned([], list, 0, known=False)
+    for _ in range(50):
+        clock.now += 2.0
+        assert watch.stalled_for() == 0.0
+    signs.stepped()
+    assert allowances.seconds(0) == LEAST_SECONDS, "nothing was learnt from it"
+
+
+def test_messages_have_their_time_too(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+
+    def stalled_after(message: ToEngine, seconds: float) -> float:
+        signs.applying(message)
+        for _ in range(int(seconds)):
+            clock.now += 1.0
+            stalled = watch.stalled_for()
+        signs.applied()
+        assert watch.stalled_for() == 0.0
+        return stalled
+
+    assert stalled_after(request("a"), LEAST_SECONDS + 3) == 3.0
+    assert stalled_after(AbortRequests(["a"]), LEAST_SECONDS + 3) == 3.0
+    assert stalled_after(Call(1, "wake_up"), CALL_SECONDS - 1) == 0.0
+
+
+def test_time_in_which_nobody_looked_counts_for_five_seconds(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    signs.idle()
+    assert watch.stalled_for() == 0.0
+    clock.now += 3600.0  # the whole machine slept
+    assert watch.stalled_for() == 0.0
+    clock.now += 2.0
+    assert watch.stalled_for() == 0.0
+    clock.now += 2.0
+    assert watch.stalled_for() == 1.0, "5 + 2 + 2 seconds of silence"
+    signs.waiting()
+    assert watch.stalled_for() == 0.0
+
+
+def test_an_engine_that_ends_is_not_stalled(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    signs.idle()
+    signs.end()
+    clock.now += 100.0
+    assert watch.stalled_for() == 0.0
+
+
+def test_what_it_does_is_described_for_a_log(memory: Heartbeat) -> None:
+    clock = Time()
+    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    signs.planned(["x"], lambda: [f"r{number}" for number in range(100)], 7, known=True)
+    clock.now += 1.5
+    told = watch.describe()
+    assert (told["doing"], told["seconds"], told["num_tokens"], told["num_requests"]) == ("a step", 1.5, 7, 100)
+    assert told["request_ids"][:2] == ["r0", "r1"] and len(told["request_ids"]) == 20
+
+
+# ---- the loop ----
+
+
+class Death(BaseException):
+    """As if the process had been killed here."""
+
+
+class DyingExecutor(NullExecutor):
+    """Dies in a step that begins a prompt in `fatal`; notes what is said of each step before it runs."""
+
+    def __init__(self, memory: Heartbeat) -> None:
+        super().__init__()
+        self.memory = memory
+        self.fatal: set[str] = set()
+        self.seen: list[list[str]] = []
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        self.seen.append(self.memory.request_ids())
+        if any(new.sequence_id in self.fatal for new in step.new_sequences):
+            raise Death
+        return super().execute(step)
+
+
+def serve(memory: Heartbeat, folder: Path, messages: list[ToEngine], fatal: str = "") -> DyingExecutor:
+    executor = DyingExecutor(memory)
+    executor.fatal = {fatal}
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    core = EngineCore(config, executor=executor)
+    waiting = list(messages)
+    sent: list[FromEngine] = []
+
+    def receive(wait: bool) -> ToEngine | None:
+        return waiting.pop(0) if waiting else Shutdown() if wait else None
+
+    run(core, receive, sent.append, signs=LifeSigns(memory))
+    return executor
+
+
+def test_each_step_names_its_requests_before_it_runs_and_an_idle_engine_none(memory: Heartbeat, folder: Path) -> None:
+    executor = serve(memory, folder, [request("a", max_tokens=2), request("b", max_tokens=3, sequences=2)])
+    assert executor.seen[0] == ["a", "b"], "requests, not sequences, and each once"
+    assert executor.seen[1:3] == [["a", "b"], ["b"]]
+    assert memory.request_ids() == []
+    _, began, _, _ = memory.read()
+    assert began == 0.0
+
+
+def test_after_a_death_in_a_step_those_in_it_are_known(memory: Heartbeat, folder: Path) -> None:
+    with pytest.raises(Death):
+        serve(memory, folder, [request("a"), request("bad"), request("c")], fatal="bad")
+    assert memory.request_ids() == ["a", "bad", "c"]
+
+
+def test_after_a_death_in_a_message_only_its_request_is_suspected(
+    memory: Heartbeat, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = EngineCore.add
+
+    def dying(core: EngineCore, message: AddRequest) -> None:
+        if message.request_id == "bad":
+            raise Death
+        add(core, message)
+
+    monkeypatch.setattr(EngineCore, "add", dying)
+    with pytest.raises(Death):
+        serve(memory, folder, [request("a"), request("b"), request("bad")])
+    assert memory.request_ids() == ["bad"]
+
+
+def test_after_a_death_in_planning_all_that_could_be_the_reason_are_known(
+    memory: Heartbeat, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core_step = EngineCore.step
+    steps = []
+
+    def dying(core: EngineCore) -> object:
+        steps.append(None)
+        if len(steps) == 1:
+            monkeypatch.setattr(type(core.scheduler), "schedule", lambda self: (_ for _ in ()).throw(Death()))
+        return core_step(core)
+
+    monkeypatch.setattr(EngineCore, "step", dying)
+    with pytest.raises(Death):
+        serve(memory, folder, [request("a"), request("b")])
+    assert memory.request_ids() == ["a", "b"]
+
+
+def test_a_loop_that_nobody_watches_tells_nobody(folder: Path) -> None:
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    core = EngineCore(config, executor=NullExecutor())
+    messages: list[ToEngine] = [request("a"), Shutdown()]
+    run(core, lambda wait: messages.pop(0), lambda message: None)
+    assert core.on_plan is None
