@@ -13,9 +13,8 @@ import uvicorn
 
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.server.app import build_app
-from quire.server.http import BoundedHttpProtocol
+from quire.server.listen import bind, url_of, uvicorn_config
 from quire.server.metrics import Metrics
-from quire.server.run import bind, url_of
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_async_llm
 
 T = TypeVar("T")
@@ -43,20 +42,10 @@ class LiveServer:
         self.app = build_app(self.llm, config, self.metrics)
         self.context = self.app.state.context
         self.listener = bind("127.0.0.1", 0)
-        self.url = url_of(self.listener, tls=False)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self.app,
-                http=BoundedHttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        self.url = url_of(self.listener, tls=config.server.ssl_certfile is not None)
+        settings = uvicorn_config(self.app, config.server, farewell_seconds=1.0)
+        self.tls = settings.ssl
+        self._server = uvicorn.Server(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(start)), daemon=True)

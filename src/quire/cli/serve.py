@@ -56,6 +56,8 @@ def check_server(config: EngineConfig) -> None:
     files = {
         "ssl_certfile": config.server.ssl_certfile,
         "ssl_keyfile": config.server.ssl_keyfile,
+        "ssl_ca_certs": config.server.ssl_ca_certs,
+        "api_key_file": config.server.api_key_file,
         "chat_template": config.model.chat_template,
     }
     for option, path in files.items():
@@ -64,7 +66,8 @@ def check_server(config: EngineConfig) -> None:
             raise ConfigError(f"{option}: {path!r} {reason}", param=option)
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
-    check_address(config.server.host, config.server.port)
+    if config.server.uds is None:
+        check_address(config.server.host, config.server.port)
 
 
 def check_certificate(certfile: str, keyfile: str | None) -> None:

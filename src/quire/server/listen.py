@@ -1,0 +1,159 @@
+"""Where a server listens: an address or a Unix socket, with TLS or without, and what uvicorn is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from quire.errors import AddressInUseError, ConfigError
+from quire.server.http import BoundedHttpProtocol, default_connections, tune_listener
+from quire.server_config import ServerConfig
+
+BACKLOG = 2048
+LONGEST_PATH = 107  # what fits into the kernel's address of a Unix socket
+CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
+
+@contextlib.contextmanager
+def listening(server: ServerConfig) -> Iterator[socket.socket]:
+    """Listen while the block runs.
+
+    Raises:
+        AddressInUseError: somebody else listens there. ConfigError: nobody can.
+    """
+    if server.uds is None:
+        with bind(server.host, server.port) as listener:
+            yield listener
+        return
+    with bind_unix(server.uds) as listener:
+        made = os.stat(server.uds)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                found = os.stat(server.uds)
+                if (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
+                    os.unlink(server.uds)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Connections made before anybody accepts them wait."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host: {host!r} is not an address: {error}", param="host") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tune_listener(listener)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(f"address already in use: {host}:{port}", param="port") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="host") from None
+    return listener
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Return a Unix socket that listens and that only its owner may connect to; one that nobody serves is replaced."""
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise ConfigError(f"uds: a path may have at most {LONGEST_PATH} bytes", param="uds")
+    check_unix(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        tune_listener(listener)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"uds: cannot listen on {path!r}: {error.strerror}", param="uds") from None
+    finally:
+        os.umask(mask)
+    return listener
+
+
+def check_unix(path: str) -> None:
+    """Raise `ConfigError` if at `path` there is something else than nothing or a socket that nobody serves."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"uds: cannot listen on {path!r}: {error.strerror}", param="uds") from None
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"uds: {path!r} exists and is no socket", param="uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            pass  # not ours to connect to, or so busy that it does not accept
+    raise AddressInUseError(f"address already in use: {path}", param="uds")
+
+
+def url_of(listener: socket.socket, *, tls: bool) -> str:
+    """Return the address of a listening socket as a URL, with the port it really has."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
+
+
+def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: float) -> uvicorn.Config:
+    """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
+    limit = server.max_connections or default_connections()
+    options = uvicorn.Config(
+        app,
+        http=functools.partial(BoundedHttpProtocol, max_connections=limit),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=server.timeout_keep_alive,
+        timeout_graceful_shutdown=int(farewell_seconds),
+        backlog=BACKLOG,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_ca_certs=server.ssl_ca_certs,
+        ssl_cert_reqs=CERT_REQS[server.ssl_cert_reqs],
+    )
+    try:
+        options.load()
+    except OSError as error:
+        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None
+    if options.ssl is not None:
+        options.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return options
+
+
+def reload_certificate(context: ssl.SSLContext, server: ServerConfig) -> None:
+    """Have new connections get the certificate that is in the file now. Raises `ConfigError` and changes nothing."""
+    assert server.ssl_certfile is not None
+    try:
+        # In a context of its own first: the one in use must not be left with half of a pair.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+    except OSError as error:
+        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None
