@@ -156,6 +156,25 @@ class ServerConfig:
         secret=True,
     )  # fmt: skip
 
+    # What is written down of requests.
+    log_format: str = option(
+        "text", "Lines of the log for people, or an object of JSON each.", choices=("text", "json")
+    )
+    disable_access_log_for: list[str] = option(
+        [],
+        "Paths of which no request is logged, such as /health,/metrics; may be repeated. Probes never are.",
+        metavar="PATH",
+    )
+    enable_log_requests: bool = option(False, "Log the prompts and parameters of requests, which may be private.")
+    max_log_len: int | None = option(
+        None, "Most characters and token ids of a prompt that are logged; default 1000.", low=0, high=2**31 - 1
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send traces of requests there, such as http://localhost:4318/v1/traces; needs quire[otel].",
+        metavar="URL",
+    )
+
     def check(self) -> None:
         """Check what must hold between these options; raise `ConfigError` naming both."""
         if self.uds is not None:

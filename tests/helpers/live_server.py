@@ -15,6 +15,7 @@ from quire.config import SERVER_GROUPS, EngineConfig
 from quire.server.app import build_app
 from quire.server.listen import bind, url_of, uvicorn_config
 from quire.server.metrics import Metrics
+from quire.server.model_entry import served_names
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_async_llm
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class LiveServer:
     def __init__(self, *, llm: dict[str, Any] | None = None, start: bool = True, **options: Any) -> None:
         config = server_config(**options)
         self.metrics = Metrics()
-        listeners = [self.metrics.model(config.model.served_model_name[0])]
+        listeners = [self.metrics.model(served_names(config)[0])]
         self.llm, self.client = fake_async_llm(config=config, listeners=listeners, **(llm or {}))
         self.app = build_app(self.llm, config, self.metrics)
         self.context = self.app.state.context

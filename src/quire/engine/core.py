@@ -22,6 +22,7 @@ from quire.engine.recorder import FlightRecorder, ShowTimeline
 from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor.base import Executor
+from quire.kernels.memory import resident_memory
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.base import BaseScheduler
@@ -185,7 +186,7 @@ class EngineCore:
             result = self.executor.execute(plan)
             outputs = self.scheduler.update_from_output(plan, result)
         except Exception:
-            logger.error("a step failed; the last ones were:\n%s", "\n".join(self.recorder.last()))
+            logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._compiling.release(self.scheduler)
         news = self.snapshot(refused + outputs)
@@ -215,9 +216,10 @@ class EngineCore:
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
         """Run an operation between steps, and return what there is to tell, JSON-like.
 
-        "reset_prefix_cache", "stats" and "check_integrity" take no arguments; "blocks" is a picture of the queues and
-        the block manager (`ShowBlocks`), "prefixes" the radix tree of what is cached (`ShowPrefixes`), "timeline" what
-        happened to a request (`ShowTimeline`); "sleep" frees memory until "wake_up" (`Sleep`).
+        "reset_prefix_cache", "stats", "memory" (bytes of this process) and "check_integrity" take no arguments;
+        "blocks" is a picture of the queues and the block manager (`ShowBlocks`), "prefixes" the radix tree of what is
+        cached (`ShowPrefixes`), "timeline" what happened to a request (`ShowTimeline`); "sleep" frees memory until
+        "wake_up" (`Sleep`).
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -237,6 +239,8 @@ class EngineCore:
             return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
         if method == "timeline":
             return self.recorder.timeline(_convert(arguments, ShowTimeline))
+        if method == "memory":
+            return {"resident": resident_memory()}
         if method == "sleep":
             return self._sleep(_convert(arguments, Sleep).level)
         if method == "wake_up":

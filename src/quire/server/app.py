@@ -8,22 +8,25 @@ from starlette.exceptions import HTTPException
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import chat, completions, debug, models, playground, pooling, timeline, tokenize
+from quire.server import chat, completions, debug, health, models, playground, pooling, timeline, tokenize
 from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
+from quire.server.cors import CrossOrigin
 from quire.server.errors import on_http_exception, on_quire_error
 from quire.server.gate import Gate
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.ollama import routes as ollama
+from quire.server.openapi import describe
 from quire.server.responses import routes as responses
 from quire.version import __version__
 
 
-def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = None) -> FastAPI:
+def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics | None = None) -> FastAPI:
     """Return the application. Until `llm` is started, everything but health, version and metrics answers 503.
 
     Args:
+        llm: the only model's engine, or several models. config: of which the server's options count.
         metrics: of them, those of the model must be a listener of `llm`; without it there is no /metrics.
     """
     docs = not config.server.disable_fastapi_docs
@@ -34,15 +37,20 @@ def build_app(llm: AsyncLLM, config: EngineConfig, metrics: Metrics | None = Non
         redoc_url=None,
         openapi_url="/openapi.json" if docs else None,
         redirect_slashes=False,
+        root_path=config.server.root_path.rstrip("/"),
     )
-    context = ServerContext(ModelPool([ServedModel(config, llm)]), config, metrics)
-    if metrics is not None:
+    pool = llm if isinstance(llm, ModelPool) else ModelPool([ServedModel(config, llm)])
+    context = ServerContext(pool, config, metrics)
+    if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.add_middleware(Gate, context=context)
+    if config.server.allowed_origins:
+        app.add_middleware(CrossOrigin, server=config.server)
     app.add_exception_handler(QuireError, on_quire_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models):
+    for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models, health):
         app.include_router(module.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)

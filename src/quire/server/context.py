@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,10 +14,15 @@ from starlette.types import Scope
 from quire.config import EngineConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
+from quire.server.errors import HTTPProblem
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.responses.store import ResponseStore
+from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 from quire.server.timeline import Timelines
+
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
+ADMIN_MODEL_PATH = re.compile(r"/v1/models/.+/(load|unload)", re.DOTALL)
 
 
 class Abortable(Protocol):
@@ -43,6 +49,7 @@ class ServerContext:
         self.config = config
         self.metrics = metrics
         self.keys = ApiKeys(config.server.api_key, config.server.api_key_file)
+        self._admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
         self.generations: set[Abortable] = set()
         self.responses = ResponseStore(config.server)
@@ -50,6 +57,10 @@ class ServerContext:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def keys_for(self, method: str, path: str) -> ApiKeys:
+        """Return the keys that are good for a route: those that operate models may have keys of their own."""
+        return self._admin_keys if is_admin_route(method, path) else self.keys
 
     def note_rejection(self, reason: str) -> None:
         """Count a request that is turned away: one of `metrics.REJECTIONS`."""
@@ -86,23 +97,24 @@ class ServerContext:
         await self._idle.wait()
 
 
+def is_admin_route(method: str, path: str) -> bool:
+    """Whether a request would operate models rather than use them."""
+    return path in ADMIN_PATHS or (method == "POST" and ADMIN_MODEL_PATH.fullmatch(path) is not None)
+
+
 class ModelContext:
     """A server, as a request sees it that is about one model, which is loaded.
 
     Attributes:
-        server: what all requests share. model: the model; its engine and options are `llm` and `config`.
-        name: what the answer calls the model.
+        server: what all requests share. model: the model. llm: its engine, from which the request is answered even if
+            the model gets another one meanwhile. name: what the answer calls the model.
     """
 
     def __init__(self, server: ServerContext, model: ServedModel, name: str) -> None:
         self.server = server
         self.model = model
+        self.llm: AsyncLLM = model.llm
         self.name = name
-
-    @property
-    def llm(self) -> AsyncLLM:
-        """The model's engine."""
-        return self.model.llm
 
     @property
     def config(self) -> EngineConfig:
@@ -138,11 +150,23 @@ def context_of(request: Request) -> ServerContext:
 async def model_context(request: Request, name: str | None) -> ModelContext:
     """Return the context of the model called so (None: the first one), which stays loaded until the answer is complete.
 
+    It may have to be loaded first, which ends if the client goes away.
+
     Raises:
         NotFoundError: there is no such model. QuireError: it cannot be loaded.
     """
     server = context_of(request)
     model = server.models.first if name is None else server.models.find(name)
-    await server.models.acquire(model)
-    request.scope["state"].setdefault("models", []).append(model)
+
+    async def acquire() -> None:
+        await server.models.acquire(model)
+        request.scope["state"].setdefault("models", []).append(model)
+
+    if model.open:
+        await acquire()
+    else:
+        try:
+            await until_disconnect(request.receive, acquire())
+        except ClientGoneError:
+            raise HTTPProblem(CLIENT_CLOSED, "the client has gone", code="client_closed") from None
     return ModelContext(server, model, name if name in model.names else model.names[0])

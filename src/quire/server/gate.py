@@ -12,24 +12,26 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire import logs
 from quire.errors import QuireError
+from quire.server.access_log import log_visit, unlogged_paths
+from quire.server.auth import OPEN_PATHS, PROBES
 from quire.server.context import ServerContext
-from quire.server.errors import HTTPProblem, error_response, retry_headers, shorten, shutting_down
+from quire.server.errors import HTTPProblem, error_response, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
-from quire.server.playground_files import PATHS as PLAYGROUND_PATHS
 from quire.server.playground_files import STATE_PATH
 
 logger = logging.getLogger(__name__)
-access_logger = logging.getLogger("quire.access")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
 FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # of them no limit of a key counts
-ALWAYS_SERVED = PLAYGROUND_PATHS | frozenset(
-    {"/health", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect", STATE_PATH}
+ALWAYS_SERVED = OPEN_PATHS | frozenset(
+    {"/load", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect", STATE_PATH}
 )
+UNLOGGED = PROBES | frozenset({"/load", "/metrics", STATE_PATH})
 
 
 class Gate:
@@ -38,6 +40,7 @@ class Gate:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
         self._context = context
+        self._unlogged = unlogged_paths(context.config.server.disable_access_log_for, UNLOGGED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -46,6 +49,7 @@ class Gate:
                 await send({"type": "websocket.close", "code": 1008})
             return
         visit = _Visit(scope, send)
+        logs.request_id.set(visit.request_id)
         try:
             await self._admit(scope, receive, visit)
         except Exception as error:  # the boundary of the request
@@ -64,7 +68,8 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, visit: _Visit) -> None:
         context = self._context
         _check_head(scope)
-        digest = context.keys.check(scope["method"], scope["path"], scope["headers"])
+        keys = context.keys_for(scope["method"], scope["path"])
+        digest = keys.check(scope["method"], scope["path"], scope["headers"])
         scope["state"]["key_digest"] = digest
         quota = scope["state"]["quota"] = visit.quota = context.keys.quota(digest)
         set_deadline(scope, context.config.server.request_timeout)
@@ -74,8 +79,8 @@ class Gate:
         if context.draining:
             context.note_rejection("shutting_down")
             raise _closing(shutting_down())
-        await context.models.first.llm.check_health()
-        if not context.models.first.llm.ready:
+        await context.models.check_health()
+        if context.models.loading:
             context.note_rejection("loading")
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
@@ -95,17 +100,8 @@ class Gate:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             self._context.metrics.on_http(route, method, visit.status or 499, seconds)
-        if not self._context.config.server.disable_access_log and path not in ("/health", "/metrics", STATE_PATH):
-            client = scope.get("client")
-            access_logger.info(
-                "%s %s %s %d %.1f ms %s",
-                client[0] if client else "-",
-                scope["method"],
-                shorten(path, 200),
-                visit.status or 499,
-                1000 * seconds,
-                visit.request_id,
-            )
+        if not self._context.config.server.disable_access_log and path not in self._unlogged:
+            log_visit(self._context, scope, visit.request_id, visit.status or 499, seconds)
 
 
 class _Visit:

@@ -1,46 +1,70 @@
-"""`ModelPool`: the models of a server, and which of them are loaded. What requests ask of one is not known here."""
+"""`ModelPool`: the models of a server, and which of them are loaded. What requests ask of one is not known here.
+
+At most so many models are in memory at a time. A request for another one has it loaded; where there is no room, the
+model goes that nobody has used for longest. While all are in use, those that wait are served in order of arrival: the
+model whose last request came first takes no more until it has been exchanged, so that nobody waits for ever. A model
+with answers under way is never unloaded, a pinned one never at all. Everything here happens on one event loop.
+"""
 
 from __future__ import annotations
 
-import os
+import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from quire.config import EngineConfig
-from quire.errors import NotFoundError, echo
+from quire.engine.advice import size_text
+from quire.errors import NotFoundError, OverloadedError, QuireError, echo
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.sleeping import check_level
+from quire.server.errors import HTTPProblem, shutting_down
+from quire.server.model_entry import served_names
+from quire.server.served_model import ServedModel
 
+__all__ = ["ModelPool", "ServedModel", "served_names"]
 
-class ServedModel:
-    """One model.
+logger = logging.getLogger(__name__)
 
-    Attributes:
-        config, llm: its options and its engine. names: under which it is offered, the first one is its own.
-        created: when the server came to offer it [Unix seconds]. num_users: answers under way that need it.
-    """
-
-    def __init__(self, config: EngineConfig, llm: AsyncLLM) -> None:
-        self.config = config
-        self.llm = llm
-        self.names = served_names(config)
-        self.created = int(time.time())
-        self.num_users = 0
-        self._accepted = {*self.names, config.model.model} if not config.model.served_model_name else {*self.names}
-
-    def answers_to(self, name: str) -> bool:
-        """Whether requests may call it so."""
-        return name in self._accepted
+WATCH_SECONDS = 0.5
+MOST_STAY_SECONDS = 30.0
 
 
 class ModelPool:
     """All models of one server, in the order of its options; the first one is what the server was started for.
 
     Args:
-        models: at least one, no two with the same name.
+        models: at least one, no two with the same name. Those that are loaded at start, and the pinned ones, must not
+            be more than `max_loaded`.
+        max_loaded: most models in memory at a time; None: all of them.
+        load_timeout: seconds that loading may take, and that anybody waits for it.
+        idle_timeout: seconds without requests after which a model gives up memory; 0: never. unload_idle: all of its
+            memory, unless it is pinned, rather than that of the KV cache.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        max_loaded: int | None = None,
+        load_timeout: float = 300.0,
+        idle_timeout: float = 0.0,
+        unload_idle: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.models = list(models)
+        self._max_loaded = max_loaded or len(self.models)
+        self._load_timeout = load_timeout
+        self._idle_timeout = idle_timeout
+        self._unload_idle = unload_idle
+        self._clock = clock
+        self._queue: list[ServedModel] = []  # wanted and not usable, in the order of their first waiting requests
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._closing = False
+
+    # ---- which there are ----
 
     @property
     def first(self) -> ServedModel:
@@ -61,19 +85,313 @@ class ModelPool:
             f"the model {echo(name)} does not exist; this server has {', '.join(self.names)}", param="model"
         )
 
+    @property
+    def loading(self) -> bool:
+        """Whether a model that is to be loaded at start has never been ready so far."""
+        return any(model.at_start and not model.was_ready for model in self.models)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a model is gone without which the server has no purpose."""
+        return any(model.vital and model.llm.errored and model.task is None for model in self.models)
+
+    async def check_health(self) -> None:
+        """Raise what ended a model without which the server has no purpose."""
+        for model in self.models:
+            if model.vital and model.task is None:
+                await model.llm.check_health()
+
+    # ---- the life of the pool ----
+
+    async def start(self) -> None:
+        """Load the models that are to be there from the beginning. Raises what kept the first one from loading."""
+        wanted = [model for model in self.models if model.at_start]
+        outcomes = await asyncio.gather(*[self._get(model) for model in wanted])
+        for model, outcome in zip(wanted, outcomes, strict=True):
+            if outcome is None:
+                self.release(model)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        self._watcher = asyncio.create_task(self._watch(), name="quire-models")
+
+    async def close(self) -> None:
+        """End all engines. Those who wait are told that the server is shutting down."""
+        self._closing = True
+        self.abort_waiting()
+        tasks = [*self._tasks, *([self._watcher] if self._watcher is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*[model.llm.close() for model in self.models])
+
+    def abort_waiting(self) -> None:
+        """Send everybody away who waits for a model."""
+        for model in self.models:
+            model.settle(shutting_down())
+
+    # ---- users ----
+
     async def acquire(self, model: ServedModel) -> None:
-        """Have a model ready, and keep it so until `release`. Raises `QuireError` if it cannot be loaded."""
-        await model.llm.check_health()
-        model.num_users += 1
+        """Have a model ready, and keep it so until `release`. May be cancelled.
+
+        Raises:
+            OverloadedError: too many wait for it, or it takes too long. HTTPProblem: it cannot be loaded.
+        """
+        if model.open and not self._closing:
+            self._grant(model)
+            return
+        if model.vital:
+            await model.llm.check_health()
+        model.note_death(self._clock())
+        if self._closing:
+            raise shutting_down()
+        wait = model.retry_at - self._clock()
+        if model.error is not None and wait > 0:
+            raise model.unavailable(model.error, wait)
+        if len(model.waiters) >= model.most_waiting:
+            raise OverloadedError(
+                f"{len(model.waiters)} requests wait for the model {model.names[0]} to be loaded; try again later",
+                retry_after=5.0,
+            )
+        error = await self._get(model)
+        if error is not None:
+            told = isinstance(error, HTTPProblem | OverloadedError)
+            raise error if told else model.unavailable(error, model.backoff)
 
     def release(self, model: ServedModel) -> None:
         """Say that an answer that needed it is complete."""
         model.num_users -= 1
+        assert model.num_users >= 0, "released more often than acquired"
+        model.last_used = self._clock()
+        if self._queue:
+            self.advance()
+
+    def _grant(self, model: ServedModel) -> None:
+        model.num_users += 1
+        model.last_used = model.last_acquired = self._clock()
+
+    async def _get(self, model: ServedModel) -> QuireError | None:
+        """Wait until a model is ready, and be one of its users; return what is wrong if it cannot be."""
+        waiter: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
+        model.waiters.append(waiter)
+        if model not in self._queue:
+            self._queue.append(model)
+        self.advance()
+        try:
+            await asyncio.wait([waiter], timeout=self._patience(model))
+        except asyncio.CancelledError:
+            if waiter.done() and waiter.result() is None:
+                self.release(model)
+            model.leave(waiter)
+            raise
+        if waiter.done():
+            return waiter.result()
+        model.leave(waiter)
+        self.advance()
+        return OverloadedError(
+            f"the model {model.names[0]} was not ready within {self._load_timeout:g} s; try again later",
+            retry_after=10.0,
+        )
+
+    def _patience(self, model: ServedModel) -> float | None:
+        """Return the seconds that loading may take; None: any."""
+        return None if model.vital else self._load_timeout
+
+    # ---- who is to be loaded, and who has to go ----
+
+    def advance(self) -> None:
+        """Begin what can be done for those who wait."""
+        if self._closing:
+            return
+        for model in self.models:
+            model.leaving = False
+        free = self._max_loaded - sum(model.in_memory for model in self.models)
+        coming = sum(model.action == "unloading" for model in self.models)
+        for model in list(self._queue):
+            if model.task is None and model.open:
+                for _ in range(model.settle(None)):
+                    self._grant(model)
+            if not model.waiters:
+                self._queue.remove(model)
+            elif model.task is not None or model.leaving:
+                continue  # it is being loaded already, or has to go first, and will be looked at again
+            elif model.in_memory or free > 0:
+                free -= not model.in_memory
+                self._begin(model, "loading", self._load(model))
+            elif coming > 0:
+                coming -= 1
+            else:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Begin to unload a model, or have one take no more requests, if there is one that may go."""
+        able = [model for model in self.models if model.may_go]
+        idle = [model for model in able if not model.in_use]
+        if idle:
+            victim = min(idle, key=lambda model: model.last_used)
+            self._begin(victim, "unloading", self._unload(victim))
+        elif able:
+            victim = min(able, key=lambda model: model.last_acquired)
+            # A model that takes long to load stays for as long, or else loading would be all that happens.
+            stay = victim.ready_at + min(victim.load_seconds, MOST_STAY_SECONDS) - self._clock()
+            victim.leaving = stay <= 0
+            if stay > 0:
+                asyncio.get_running_loop().call_later(stay, self.advance)
+
+    def _begin(self, model: ServedModel, action: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background as the only one that changes this model."""
+        assert model.task is None
+
+        async def run() -> None:
+            try:
+                await work
+            finally:
+                model.task, model.action = None, ""
+                if not self._closing:
+                    self.advance()
+
+        model.action = action
+        model.task = self._spawn(run(), f"quire-{action}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _load(self, model: ServedModel) -> None:
+        started = self._clock()
+        waking = model.llm.is_sleeping
+        try:
+            async with asyncio.timeout(self._patience(model)):
+                await (model.llm.wake_up() if waking else self._start(model))
+        except TimeoutError:
+            self._fail(model, QuireError(f"it was not loaded within {self._load_timeout:g} s", code="timeout"))
+        except QuireError as error:
+            self._fail(model, error)
+        except Exception as error:  # task boundary: whoever waits must hear of it
+            logger.exception("the model %s failed to load", model.names[0])
+            self._fail(model, QuireError(f"{type(error).__name__} while loading"))
+        else:
+            model.note_ready(self._clock(), self._clock() - started)
+            size = await _resident(model.llm)
+            done = "awake" if waking else "loaded"
+            logger.info("model %s: %s after %.2f s, %s", model.names[0], done, self._clock() - started, size)
+
+    async def _start(self, model: ServedModel) -> None:
+        if model.llm.errored:
+            await self._renew(model)
+        await model.llm.start()
+
+    async def _renew(self, model: ServedModel) -> None:
+        """End a model's engine, and have another one in its place, not started."""
+        assert model.remake is not None, "asked before"
+        await model.llm.close()
+        model.llm = model.remake()
+        model.on_sleep(0)
+
+    def _fail(self, model: ServedModel, error: QuireError) -> None:
+        if not model.vital:  # of which the server itself will tell, with its last words
+            logger.error("model %s: cannot be loaded: %s", model.names[0], error.message)
+        model.note_failure(error, self._clock())
+        model.settle(error)
+
+    async def _unload(self, model: ServedModel) -> None:
+        started = self._clock()
+        size = await _resident(model.llm)
+        await self._renew(model)
+        model.backoff = 0.0  # it was in good health
+        logger.info("model %s: unloaded after %.2f s, %s freed", model.names[0], self._clock() - started, size)
+
+    async def _sleep(self, model: ServedModel, level: int) -> None:
+        started = self._clock()
+        try:
+            freed = await model.llm.sleep(level)
+        except QuireError as error:
+            logger.warning("model %s: cannot sleep: %s", model.names[0], error.message)
+            return
+        model.on_sleep(level)
+        seconds = self._clock() - started
+        logger.info("model %s: asleep (%d) after %.2f s, %s freed", model.names[0], level, seconds, size_text(freed))
+
+    # ---- models that nobody uses ----
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Put idle models away, and load again what must be there and has died; to be called now and then."""
+        now = self._clock()
+        for model in self.models:
+            if model.task is not None or model.waiters:
+                continue
+            if model.llm.errored and model.remake is not None and not model.vital:
+                model.note_death(now)
+                if model.pinned and model.at_start and now >= model.retry_at:
+                    self._spawn(self._revive(model), "quire-revive")
+            elif self._idle_timeout and model.may_rest and now - model.last_used >= self._idle_timeout:
+                self._put_away(model)
+        if self._queue:
+            self.advance()  # engines may have ended, or work that no user answers for
+
+    async def _revive(self, model: ServedModel) -> None:
+        if await self._get(model) is None:
+            self.release(model)
+
+    def _put_away(self, model: ServedModel) -> None:
+        if self._unload_idle and not model.pinned and model.remake is not None:
+            self._begin(model, "unloading", self._unload(model))
+        elif not model.llm.is_sleeping:
+            self._begin(model, "going to sleep", self._sleep(model, 1))
+
+    # ---- by hand ----
+
+    async def load(self, model: ServedModel) -> None:
+        """Have a model loaded, or awake, now, however often it has failed. Raises as `acquire`."""
+        model.retry_at = 0.0
+        await self.acquire(model)
+        self.release(model)
+
+    async def unload(self, model: ServedModel) -> None:
+        """Free all memory of a model until somebody needs it, also of a pinned one.
+
+        Raises `HTTPProblem` while it is used, and where it could not be loaded again.
+        """
+        await self._quiet(model)
+        if model.remake is None:
+            raise HTTPProblem(409, "this server cannot unload its model", code="not_allowed")
+        if model.in_memory:
+            self._begin(model, "unloading", self._unload(model))
+            await _ended(model)
+
+    async def sleep(self, model: ServedModel, level: int) -> None:
+        """Have a model sleep until somebody needs it. Raises `HTTPProblem` while it is used, or not loaded."""
+        check_level(level)
+        await self._quiet(model)
+        if not model.in_memory:
+            raise HTTPProblem(409, f"the model {model.names[0]} is not loaded", code="model_not_loaded")
+        self._begin(model, "going to sleep", self._sleep(model, level))
+        await _ended(model)
+
+    async def _quiet(self, model: ServedModel) -> None:
+        """Wait until nothing is being done to a model. Raises `HTTPProblem` if it is used then."""
+        await _ended(model)
+        if model.in_use or model.waiters:
+            raise HTTPProblem(409, f"the model {model.names[0]} is in use; try again later", code="model_in_use")
 
 
-def served_names(config: EngineConfig) -> list[str]:
-    """Return the names of the model: those given, or the model's own, of a folder only the last part."""
-    if config.model.served_model_name:
-        return list(config.model.served_model_name)
-    model = config.model.model
-    return [os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model]
+async def _ended(model: ServedModel) -> None:
+    while model.task is not None:
+        await asyncio.wait([model.task])
+
+
+async def _resident(llm: AsyncLLM) -> str:
+    """Return the memory of an engine's process in words."""
+    try:
+        async with asyncio.timeout(1.0):
+            return size_text(int((await llm.call("memory"))["resident"]))
+    except (QuireError, TimeoutError, KeyError):
+        return "unknown memory"

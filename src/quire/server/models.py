@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, health, version, metrics."""
+"""The routes that generate nothing and are not for probes: models, version, metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List the names of the model."""
+    """List the models, each under all of its names, and say which are loaded."""
     context = context_of(request)
     data = [_model(model, name) for model in context.models.models for name in model.names]
     return _json({"object": "list", "data": data})
@@ -40,24 +40,9 @@ def _model(model: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "quire",
         "root": model.names[0],
         "parent": None,
-        "max_model_len": model.llm.max_model_len,
+        "status": {"value": model.status},
+        **({} if model.max_model_len is None else {"max_model_len": model.max_model_len}),
     }
-
-
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """Say whether requests are served: 200 {"status": "ok"}, or 503 with loading, draining or dead."""
-    context = context_of(request)
-    if context.models.first.llm.errored:
-        status = "dead"
-    elif context.draining:
-        status = "draining"
-    elif not context.models.first.llm.ready:
-        status = "loading"
-    else:
-        return _json({"status": "ok"})
-    return Response(msgspec.json.encode({"status": status}), 503, media_type=JSON)
 
 
 @router.get("/version")

@@ -1,101 +1,79 @@
 """`run_server`: the life of a server process, from the bound socket to the exit code.
 
 The address is bound first, so that a port in use is known at once. Then HTTP comes up, and the engine beside it: while
-the model loads, /health answers 503 {"status": "loading"}. Standard output gets two lines that programs can wait for:
+the model loads, /readyz answers 503 {"status": "loading"}. Standard output gets two lines that programs can wait for:
 
     listening url=http://127.0.0.1:8000
     ready url=http://127.0.0.1:8000 model=quire-demo
 
 SIGTERM or SIGINT: new requests are refused, running ones may end until the shutdown timeout, then the rest is aborted.
-A second signal does not wait. If the engine dies, so does the server, with its exit code.
+A second signal does not wait. An engine that dies is replaced, unless it dies too often: then the server ends, with an
+exit code that says so. systemd is told of all this, if it wants to know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import dataclasses
 import ipaddress
 import logging
-import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
-from fastapi import FastAPI
 
 from quire.config import EngineConfig
-from quire.errors import AddressInUseError, ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
 from quire.server.context import ServerContext
-from quire.server.http import BoundedHttpProtocol
+from quire.server.create_pool import MakeLLM, create_pool
+from quire.server.fairness import with_key_weights
+from quire.server.health import liveness
+from quire.server.listen import listening, url_of, uvicorn_config
 from quire.server.metrics import Metrics, StatsLog
-from quire.server.model_pool import served_names
-from quire.server_config import ServerConfig
+from quire.server.model_entry import ModelEntry
+from quire.server.sd_notify import notify, watchdog_seconds
+from quire.server.watch import watch_files
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
 STATS_SECONDS = 10.0
 WATCH_SECONDS = 0.25
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
-
 
 def make_async_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
     """Return the engine that the config describes."""
     return AsyncLLM(config, listeners=listeners)
 
 
-def run_server(config: EngineConfig, make_llm: MakeLLM = make_async_llm) -> int:
+def run_server(
+    config: EngineConfig, make_llm: MakeLLM = make_async_llm, entries: Sequence[ModelEntry] | None = None
+) -> int:
     """Serve until told to stop; return the exit code.
 
     Args:
-        make_llm: where the engine comes from.
+        config: of the server, and of its model unless there are `entries` of several.
+        make_llm: where engines come from.
 
     Raises:
         AddressInUseError, ConfigError: the address cannot be used.
         QuireError: the engine could not start, or died.
     """
+    config = with_key_weights(config)
     with (
-        bind(config.server.host, config.server.port) as listener,
+        listening(config.server) as listener,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
     ):
-        return runner.run(_Life(config, listener, make_llm).live())
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Connections made before anybody accepts them wait."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"host: {host!r} is not an address: {error}", param="host") from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUseError(f"address already in use: {host}:{port}", param="port") from None
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="host") from None
-    return listener
-
-
-def url_of(listener: socket.socket, *, tls: bool) -> str:
-    """Return the address of a listening socket as a URL, with the port it really has."""
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if tls else 'http'}://{shown}:{port}"
+        models = [
+            dataclasses.replace(entry, config=with_key_weights(entry.config))
+            for entry in entries or [ModelEntry(config=config)]
+        ]
+        return runner.run(_Life(config, listener, make_llm, models).live())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -114,43 +92,22 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
-    options = uvicorn.Config(
-        app,
-        http=BoundedHttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=server.timeout_keep_alive,
-        timeout_graceful_shutdown=int(FAREWELL_SECONDS),
-        backlog=BACKLOG,
-        ssl_certfile=server.ssl_certfile,
-        ssl_keyfile=server.ssl_keyfile,
-    )
-    try:
-        options.load()
-    except OSError as error:
-        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None
-    return options
-
-
 class _Life:
     """One server process."""
 
-    def __init__(self, config: EngineConfig, listener: socket.socket, make_llm: MakeLLM) -> None:
+    def __init__(
+        self, config: EngineConfig, listener: socket.socket, make_llm: MakeLLM, entries: Sequence[ModelEntry]
+    ) -> None:
         self.config = config
         self.listener = listener
-        self.stats_log = StatsLog()
+        self.stats_logs = [StatsLog() for _ in entries]
         metrics = Metrics()
-        self.llm = make_llm(config, [metrics.model(served_names(config)[0]), self.stats_log])
-        app = build_app(self.llm, config, metrics)
+        pool = create_pool(entries, config.server, make_llm, metrics, self.stats_logs)
+        app = build_app(pool, config, metrics)
         self.context: ServerContext = app.state.context
-        self.http = _Uvicorn(_uvicorn_config(app, config.server))
+        options = uvicorn_config(app, config.server, farewell_seconds=FAREWELL_SECONDS)
+        self.http = _Uvicorn(options)
+        self.watch = watch_files(config.server, self.context.keys, options.ssl)
         self.url = url_of(listener, tls=config.server.ssl_certfile is not None)
         self.num_signals = 0
         self.signalled = asyncio.Event()
@@ -162,21 +119,25 @@ class _Life:
         tasks = [asyncio.create_task(self.http.serve(sockets=[self.listener]), name="quire-http")]
         if not self.config.server.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="quire-stats"))
+        tasks.append(asyncio.create_task(self._reassure_systemd(), name="quire-sd-watchdog"))
+        tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
         self._announce(f"listening url={self.url}")
         self._warn_if_open()
         try:
             if await self._start():
                 self._announce(f"ready url={self.url} model={self.context.models.first.names[0]}")
+                notify("READY=1")
                 await self._until_stopped(tasks[0])
                 await self._drain(self.config.server.shutdown_timeout)
         finally:
             self.context.draining = True
+            notify("STOPPING=1")
             self.http.should_exit = True
-            await asyncio.gather(tasks[0], return_exceptions=True)
+            closing = asyncio.ensure_future(self.context.models.close())  # beside HTTP: each takes a moment
             for task in tasks[1:]:
                 task.cancel()
-            await asyncio.gather(*tasks[1:], return_exceptions=True)
-            await self.llm.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await closing
         return 0
 
     def _take_signals(self) -> None:
@@ -186,6 +147,8 @@ class _Life:
                 loop.add_signal_handler(number, self._on_signal)
             except NotImplementedError:  # Windows
                 signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            loop.add_signal_handler(signal.SIGHUP, lambda: self.watch.look(force=True))
 
     def _on_signal(self) -> None:
         self.num_signals += 1
@@ -194,8 +157,8 @@ class _Life:
             self.impatient.set()
 
     async def _start(self) -> bool:
-        """Start the engine. Returns False if a signal came first; raises `QuireError` if it cannot start."""
-        start = asyncio.ensure_future(self.llm.start())
+        """Load what is to be there from the start. Returns False if a signal came first; raises `QuireError`."""
+        start = asyncio.ensure_future(self.context.models.start())
         signalled = asyncio.ensure_future(self.signalled.wait())
         await asyncio.wait((start, signalled), return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -215,19 +178,21 @@ class _Life:
             if http.done():
                 http.result()
                 raise RuntimeError("the HTTP server ended by itself")
-            if self.llm.errored:
+            if self.context.models.fatal:
                 logger.error("the engine is gone; the server stops")
                 await self._wait_idle(FAREWELL_SECONDS)  # clients get their errors first
-                await self.llm.check_health()
+                await self.context.models.check_health()
 
     async def _drain(self, seconds: float) -> None:
-        """Refuse new requests, let the others end for so long, then abort them."""
+        """Refuse new requests, let the others end for so long, then abort them. An engine that dies is replaced."""
         self.context.draining = True
+        notify("STOPPING=1")
         if self.context.num_open:
             logger.info("shutting down: %d requests may end within %g s", self.context.num_open, seconds)
         await self._wait_idle(seconds)
         if self.context.num_open:
             logger.warning("aborting %d requests", self.context.num_open)
+            self.context.models.abort_waiting()
             for generation in list(self.context.generations):
                 generation.abort()
             await self._wait_idle(FAREWELL_SECONDS)
@@ -243,9 +208,18 @@ class _Life:
     async def _log_stats(self) -> None:
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            line = self.stats_log.line(self.llm.stats)
-            if line is not None:
-                logger.info(line)
+            for model, log in zip(self.context.models.models, self.stats_logs, strict=True):
+                line = log.line(model.llm.stats)
+                if line is not None:
+                    logger.info("%s%s", f"{model.names[0]}: " if len(self.stats_logs) > 1 else "", line)
+
+    async def _reassure_systemd(self) -> None:
+        """Tell systemd that the server lives, as often as it wants to know it, while that is so."""
+        seconds = watchdog_seconds()
+        while seconds is not None:
+            if liveness(self.context) == "ok":
+                notify("WATCHDOG=1")
+            await asyncio.sleep(seconds / 3)
 
     def _announce(self, line: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads standard output
@@ -253,6 +227,8 @@ class _Life:
             sys.stdout.flush()
 
     def _warn_if_open(self) -> None:
+        if self.listener.family == socket.AF_UNIX or self.context.keys.required:
+            return
         host = self.listener.getsockname()[0]
-        if not self.config.server.api_key and not ipaddress.ip_address(host.split("%")[0]).is_loopback:
+        if not ipaddress.ip_address(host.split("%")[0]).is_loopback:
             logger.warning("listening on %s without an API key: whoever reaches this port can use the model", host)

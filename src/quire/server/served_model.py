@@ -1,0 +1,187 @@
+"""`ServedModel`: one model of a server, loaded or not, and who waits for it. What becomes of it the pool decides."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
+from quire.server.errors import HTTPProblem, retry_headers
+from quire.server.model_entry import accepted_names, served_names
+
+FIRST_BACKOFF_SECONDS = 1.0
+MOST_BACKOFF_SECONDS = 300.0
+SOON_SECONDS = 60.0  # a model that dies within so long after loading is as one that could not be loaded
+PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+)+/?")
+
+
+class ServedModel:
+    """One model.
+
+    Args:
+        config: its options, and the server's. llm: its engine, which need not be started.
+        pinned, at_start: as in `ModelEntry`. vital: without it the server has no purpose; it is never loaded again
+            after it died.
+        remake: makes another engine in the place of one that was closed; without it, it can be neither unloaded nor
+            loaded again, so that it is vital.
+        max_model_len: its context length [tokens], if it is known without loading it.
+        on_sleep: told of the level at which it sleeps.
+
+    Attributes:
+        names: under which it is offered, the first one is its own. created: when the server came to offer it [Unix
+            seconds]. num_users: answers under way that need it. waiters: those that wait for it, in order; each gets
+            None once it is one of the users, or what is wrong.
+        task: what is being done to it, if anything, and `action` in a word. leaving: it takes no more users.
+        last_used, last_acquired, ready_at: [clock seconds]. load_seconds: how long loading took.
+        error: why it could not be loaded, or died; nobody tries again before `retry_at`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        llm: AsyncLLM,
+        *,
+        pinned: bool = True,
+        at_start: bool = True,
+        vital: bool = False,
+        remake: Callable[[], AsyncLLM] | None = None,
+        max_model_len: int | None = None,
+        on_sleep: Callable[[int], None] = lambda level: None,
+    ) -> None:
+        self.config = config
+        self.llm = llm
+        self.names = served_names(config)
+        self.created = int(time.time())
+        self.pinned, self.at_start, self.vital = pinned, at_start, vital or remake is None
+        self.remake = remake
+        self.on_sleep = on_sleep
+        self.num_users = 0
+        self.waiters: deque[asyncio.Future[QuireError | None]] = deque()
+        self.task: asyncio.Task[None] | None = None
+        self.action = ""
+        self.leaving = False
+        self.last_used = self.last_acquired = self.ready_at = self.load_seconds = 0.0
+        self.error: QuireError | None = None
+        self.retry_at = self.backoff = 0.0
+        self._accepted = accepted_names(config)
+        self._max_model_len = max_model_len
+        self._was_ready = False
+
+    def answers_to(self, name: str) -> bool:
+        """Whether requests may call it so."""
+        return name in self._accepted
+
+    # ---- how it is ----
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes users now."""
+        llm = self.llm
+        return llm.ready and not llm.is_sleeping and not self.leaving and self.task is None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it has, or is getting, memory."""
+        return self.task is not None or self.llm.ready
+
+    @property
+    def in_use(self) -> bool:
+        """Whether answers are under way, also such that nobody waits for."""
+        return self.num_users > 0 or self.llm.num_unfinished > 0
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether it is in memory, and nobody has any use for it now."""
+        return self.in_memory and self.task is None and not self.in_use and not self.waiters
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it could make room for another one, perhaps once its users are gone."""
+        awaited = self.pinned or self.remake is None or self.leaving or self.waiters
+        return self.in_memory and self.task is None and not awaited
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it has been loaded at any time."""
+        self._was_ready = self._was_ready or self.llm.ready
+        return self._was_ready
+
+    @property
+    def status(self) -> str:
+        """In a word, as /v1/models has it: loaded, loading, sleeping, failed or unloaded."""
+        if self.action == "loading" or (self.at_start and not self.was_ready and not self.llm.errored):
+            return "loading"
+        if self.llm.ready and self.action != "unloading":
+            return "sleeping" if self.llm.is_sleeping else "loaded"
+        return "failed" if self.error is not None or (self.llm.errored and self.task is None) else "unloaded"
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Its context length [tokens]; None if nobody knows it yet."""
+        if self.llm.ready:
+            self._max_model_len = self.llm.max_model_len
+        return self._max_model_len
+
+    @property
+    def most_waiting(self) -> int:
+        """Most requests that may wait for it to be loaded."""
+        limits = self.config.scheduler
+        return limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+
+    # ---- what happens to it ----
+
+    def note_ready(self, now: float, seconds: float) -> None:
+        """Note that it was loaded, or woken up, which took so long."""
+        self.ready_at = self.last_used = now
+        self.load_seconds = seconds
+        self.error = None
+        self.on_sleep(0)
+
+    def note_failure(self, error: QuireError, now: float) -> None:
+        """Note that it could not be loaded; each time in a row doubles the time until the next try."""
+        self.error = error
+        self.backoff = min(max(2 * self.backoff, FIRST_BACKOFF_SECONDS), MOST_BACKOFF_SECONDS)
+        self.retry_at = now + self.backoff
+
+    def note_death(self, now: float) -> None:
+        """Look whether its engine has died since it was loaded. Dying soon counts as a failure to load."""
+        if self.error is None and self.llm.errored and self.task is None:
+            error = QuireError("its engine has died")
+            if now - self.ready_at < SOON_SECONDS:
+                self.note_failure(error, now)
+            else:
+                self.error, self.backoff, self.retry_at = error, 0.0, now
+
+    def settle(self, outcome: QuireError | None) -> int:
+        """Give all who wait this outcome; return how many there were."""
+        count = 0
+        while self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(outcome)
+                count += 1
+        return count
+
+    def leave(self, waiter: asyncio.Future[QuireError | None]) -> None:
+        """Wait no more."""
+        if waiter in self.waiters:
+            self.waiters.remove(waiter)
+
+    def unavailable(self, error: QuireError, seconds: float) -> HTTPProblem:
+        """Return the answer for clients while it cannot be loaded: the reason, but no path of this machine."""
+        message = f"the model {self.names[0]} cannot be loaded: {self._without_paths(error.message)}"
+        headers = retry_headers(max(1.0, seconds))
+        return HTTPProblem(503, message, code="model_unavailable", param="model", headers=headers)
+
+    def _without_paths(self, text: str) -> str:
+        given = self.config.model.model
+        for path in (os.path.abspath(os.path.expanduser(given)), given):
+            if os.sep in path:
+                text = text.replace(path, self.names[0])
+        return PATH.sub(lambda found: os.path.basename(found[0].rstrip("/")), text)
