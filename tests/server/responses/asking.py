@@ -126,6 +126,4 @@ def without_ids(value: Any) -> Any:
 
 def text_of(response: dict[str, Any]) -> str:
     """Return the text of a response."""
-    return "".join(
-        part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]
-    )
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])

@@ -149,6 +149,7 @@ async def _encoded(run: ResponseRun, obfuscated: bool) -> AsyncGenerator[bytes, 
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:
     """Yield the kept events from number `start` on, till the end of the response."""
     assert stored.events is not None
+    yield b""  # the head of the answer; there may be nothing else
     while True:
         new = stored.events[start:]
         if new:

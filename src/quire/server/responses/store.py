@@ -81,11 +81,11 @@ class StoredResponse:
 
 
 class _Shelf:
-    """What is kept for one key, oldest first, and the items by their ids."""
+    """What is kept for one key, oldest first, and the items by their own ids and those of the responses they are in."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.items: dict[str, tuple[str, Item]] = {}
+        self.items: dict[str, dict[str, Item]] = {}
         self.size = 0
 
 
@@ -120,7 +120,7 @@ class ResponseStore:
         stored.expires = self._clock() + self._seconds
         shelf.responses[stored.response_id] = stored
         for item in stored.items:
-            shelf.items[item["id"]] = (stored.response_id, item)
+            shelf.items.setdefault(item["id"], {})[stored.response_id] = item
         self._make_room()
 
     def finish(self, stored: StoredResponse) -> None:
@@ -134,7 +134,7 @@ class ResponseStore:
         stored.size = stored.measure()
         shelf.size += stored.size
         for item in stored.response["output"]:
-            shelf.items[item["id"]] = (stored.response_id, item)
+            shelf.items.setdefault(item["id"], {})[stored.response_id] = item
         self._make_room()
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
@@ -165,8 +165,8 @@ class ResponseStore:
         """Return an item of any response of this key, None if there is none of this id."""
         self._expire()
         shelf = self._shelves.get(owner)
-        found = None if shelf is None else shelf.items.get(item_id)
-        return None if found is None else found[1]
+        found = {} if shelf is None else shelf.items.get(item_id, {})
+        return next(reversed(found.values()), None)
 
     def delete(self, stored: StoredResponse) -> None:
         """Forget a response; one on its way is aborted."""
@@ -184,8 +184,10 @@ class ResponseStore:
         del shelf.responses[stored.response_id]
         shelf.size -= stored.size
         for item in (*stored.items, *stored.response["output"]):
-            if shelf.items.get(item["id"], ("",))[0] == stored.response_id:
-                del shelf.items[item["id"]]
+            places = shelf.items.get(item["id"], {})
+            places.pop(stored.response_id, None)
+            if not places:
+                shelf.items.pop(item["id"], None)
         if not shelf.responses:
             del self._shelves[stored.owner]
 

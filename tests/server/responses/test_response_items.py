@@ -1,0 +1,258 @@
+"""Input items: what they become in the prompt, and how bad ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.live_server import LiveServer
+from tests.server.checks import check_error
+from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, family_server, refused, says
+from tests.server.responses.spec import check
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[LiveServer]:
+    live = family_server()
+    yield live
+    live.close()
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "dark"}
+
+
+def prompt_of(server: LiveServer) -> str:
+    """Return the text the engine was last given."""
+    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
+    assert server.llm.tokenizer is not None
+    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def same_prompt(server: LiveServer, messages: list[dict[str, Any]], **body: Any) -> None:
+    """Check that a response is made from the same prompt as a chat of these messages."""
+    ask(server, **body)
+    ours = prompt_of(server)
+    tools = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in (LOOK, LEAVE)]
+    chat = {"model": "fake", "messages": messages, **({"tools": tools} if "tools" in body else {})}
+    answer = server.http.post("/v1/chat/completions", json=chat)
+    assert answer.status_code == 200, answer.text
+    assert prompt_of(server) == ours
+
+
+def test_items_become_the_messages_of_a_chat(family: LiveServer) -> None:
+    says(family, "hello")
+    user = {"role": "user", "content": "hi"}
+    same_prompt(family, [user], input="hi")
+    same_prompt(family, [{"role": "system", "content": "x"}, user], input=[user], instructions="x")
+    system = [{"type": "text", "text": text} for text in ("x", "y")]
+    body = {"input": [{"role": "developer", "content": "y"}, user], "instructions": "x"}
+    same_prompt(family, [{"role": "system", "content": system}, user], **body)
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    same_prompt(
+        family, [{"role": "user", "content": texts}], input=[{"type": "message", "role": "user", "content": parts}]
+    )
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "yes"}]}
+    same_prompt(family, [user, {"role": "assistant", "content": "yes"}, user], input=[user, said, user])
+
+
+def test_calls_reasoning_and_outputs_become_messages(family: LiveServer) -> None:
+    says(family, "hello")
+    user = {"role": "user", "content": "hi"}
+    items = [
+        user,
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "I look"},
+        CALL,
+        {**CALL, "call_id": "c2", "name": "leave"},
+        OUTPUT,
+        {**OUTPUT, "call_id": "c2", "output": [{"type": "input_text", "text": "gone"}]},
+    ]
+    functions = [{"name": "look", "arguments": "{}"}, {"name": "leave", "arguments": "{}"}]
+    calls = [{"id": f"c{index + 1}", "function": function} for index, function in enumerate(functions)]
+    messages = [
+        user,
+        {"role": "assistant", "reasoning": "hm", "content": "I look", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "dark"},
+        {"role": "tool", "tool_call_id": "c2", "content": "gone"},
+    ]
+    same_prompt(family, messages, input=items, tools=[LOOK, LEAVE])
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "code"),
+    [
+        (5, "input", "invalid_type"),
+        ([], "input", "empty_array"),
+        (["a"], "input[0]", "invalid_type"),
+        ([{}], "input[0].type", "missing_required_parameter"),
+        ([{"type": "mcp_call"}], "input[0].type", "unsupported_parameter"),
+        ([{"type": "what"}], "input[0].type", "invalid_value"),
+        ([{"role": "tool", "content": "a"}], "input[0].role", "invalid_value"),
+        ([{"role": "user"}], "input[0].content", "missing_required_parameter"),
+        ([{"role": "user", "content": []}], "input[0].content", "empty_array"),
+        ([{"role": "user", "content": "a", "naem": "b"}], "input[0].naem", "unknown_parameter"),
+        ([{"role": "assistant", "content": "a", "phase": "commentary"}], "input[0].phase", "unsupported_parameter"),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
+            "input[0].content[1].type",
+            "unsupported_content_type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "output_text", "text": "a"}]}],
+            "input[0].content[0].type",
+            "invalid_value",
+        ),
+        ([{"role": "user", "content": "a"}, OUTPUT], "input[1].call_id", "invalid_value"),
+        ([CALL, CALL], "input[1].call_id", "invalid_value"),
+        ([{**CALL, "name": "a b"}], "input[0].name", "invalid_value"),
+        ([{**CALL, "namespace": "x"}], "input[0].namespace", "unsupported_parameter"),
+        ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output[0].type", "unsupported_content_type"),
+        ([{"type": "reasoning", "encrypted_content": "x"}], "input[0].encrypted_content", "unsupported_parameter"),
+        ([{"type": "reasoning", "content": [{"type": "a", "text": ""}]}], "input[0].content[0].type", "invalid_value"),
+        ([{"id": "msg_nobody"}], "input[0].id", "item_not_found"),
+        ([{"role": "user", "content": "x" * 5000}], "input", "context_length_exceeded"),
+    ],
+)
+def test_bad_items(family: LiveServer, value: Any, param: str, code: str) -> None:
+    check_error(refused(family, input=value), 400, code, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "missing_required_parameter"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strnig"}}}},
+            "text.format.schema",
+            "invalid_json_schema",
+        ),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "invalid_value"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
+        ({"tools": [LOOK, {"type": "function"}]}, "tools[1].name", "missing_required_parameter"),
+        ({"tools": [LOOK, LOOK]}, "tools[1].name", "invalid_value"),
+        ({"tools": [{**LOOK, "output_schema": {}}]}, "tools[0].output_schema", "unsupported_parameter"),
+        (
+            {"tools": [LEAVE, {**LOOK, "strict": True, "parameters": {"properties": {"a": {"type": "x"}}}}]},
+            "tools[1].parameters",
+            "invalid_function_parameters",
+        ),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "invalid_value"),
+        ({"tools": [LOOK], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "unsupported_parameter"),
+        (
+            {"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
+            "tool_choice.mode",
+            "invalid_value",
+        ),
+        (
+            {"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
+            "tool_choice.tools[0].name",
+            "invalid_value",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value"),
+        ({"max_tokens": 5}, "max_tokens", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "integer_above_max_value"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]", "unsupported_parameter"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+        ({"metadata": {str(index): "" for index in range(17)}}, "metadata", "object_above_max_properties"),
+        ({"metadata": {"a" * 65: ""}}, "metadata", "string_above_max_length"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "string_above_max_length"),
+        ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
+        ({"stream_options": {}}, "stream_options", "invalid_value"),
+        ({"background": True, "store": False}, "background", "invalid_value"),
+        ({"temperature": 3}, "temperature", "decimal_above_max_value"),
+        ({"input": None}, "input", "missing_required_parameter"),
+        ({"inptu": "a"}, "inptu", "unknown_parameter"),
+    ],
+)
+def test_bad_fields(family: LiveServer, body: dict[str, Any], param: str, code: str) -> None:
+    error = check_error(refused(family, **body), 400, code, param)
+    assert not {"response_format", "max_completion_tokens", "messages"} & set(error["message"].split())
+
+
+def test_unknown_fields_can_be_ignored_at_any_depth() -> None:
+    live = family_server(ignore_unknown_fields=True)
+    try:
+        ask(
+            live,
+            what=1,
+            input=[{"role": "user", "what": 1, "content": [{"type": "input_text", "text": "a", "what": 1}]}],
+            tools=[{**LOOK, "what": 1}],
+            text={"format": {"type": "text", "what": 1}},
+        )
+    finally:
+        live.close()
+
+
+def test_input_items_are_listed_page_by_page(family: LiveServer) -> None:
+    says(family, "hello")
+    items = [{"role": "user", "content": f"number {index}"} for index in range(5)]
+    made = ask(family, input=[*items, CALL, OUTPUT], tools=[LOOK])["id"]
+
+    def page(**query: Any) -> dict[str, Any]:
+        answer = family.http.get(f"{PATH}/{made}/input_items", params=query)
+        assert answer.status_code == 200, answer.text
+        check("ResponseItemList", answer.json())
+        found: dict[str, Any] = answer.json()
+        return found
+
+    whole = page(order="asc")["data"]
+    assert [item["content"][0]["text"] for item in whole[:5]] == [item["content"] for item in items]
+    assert [item["type"] for item in whole[5:]] == ["function_call", "function_call_output"]
+    assert page()["data"] == whole[::-1]
+    assert page()["has_more"] is False
+    collected: list[Any] = []
+    query: dict[str, Any] = {"order": "asc", "limit": 3}
+    while True:
+        part = page(**query)
+        collected += part["data"]
+        assert (part["first_id"], part["last_id"]) == (part["data"][0]["id"], part["data"][-1]["id"])
+        if not part["has_more"]:
+            break
+        query["after"] = part["last_id"]
+    assert collected == whole
+    check_error(family.http.get(f"{PATH}/{made}/input_items?after=x"), 404, "item_not_found", "after")
+    check_error(family.http.get(f"{PATH}/{made}/input_items?limit=0"), 400, "integer_below_min_value", "limit")
+    check_error(family.http.get(f"{PATH}/{made}/input_items?limt=1"), 400, "unknown_parameter", "limt")
+
+
+def test_items_can_be_named_instead_of_sent_again(family: LiveServer) -> None:
+    says(family, "hello")
+    first = ask(family, input=[{"role": "user", "content": "one", "id": "msg_mine"}])
+    answer = first["output"][0]["id"]
+    named = [{"type": "item_reference", "id": "msg_mine"}, {"id": answer}]
+    second = ask(family, input=[*named, {"role": "user", "content": "two"}])
+    assert "one" in prompt_of(family)
+    assert "hello" in prompt_of(family)
+    family.http.delete(f"{PATH}/{second['id']}")
+    ask(family, input=named, store=False)  # the first response still has them
+    family.http.delete(f"{PATH}/{first['id']}")
+    check_error(refused(family, input=[{"id": answer}]), 400, "item_not_found", "input[0].id")
+
+
+def test_conversations_that_are_too_long_lose_their_first_turns_if_that_is_asked_for(family: LiveServer) -> None:
+    says(family, "hello")
+    turns = [
+        {"role": role, "content": f"{role}{index} " + "x" * 400}
+        for index in range(12)
+        for role in ("user", "assistant")
+    ]
+    items = [{"role": "system", "content": "be brief"}, *turns, {"role": "user", "content": "last"}]
+    check_error(refused(family, input=items), 400, "context_length_exceeded", "input")
+    check_error(refused(family, input=items, truncation="disabled"), 400, "context_length_exceeded", "input")
+    response = ask(family, input=items, truncation="auto", max_output_tokens=500)
+    prompt = prompt_of(family)
+    assert "be brief" in prompt and "last" in prompt and "assistant11" in prompt
+    assert "user0 " not in prompt
+    first = prompt.split("<|im_start|>")[2]
+    assert first.startswith("user\nuser")
+    assert response["usage"]["input_tokens"] <= 4096 - 500
+    assert response["usage"]["input_tokens"] > 4096 - 500 - 2 * 450
+    check_error(refused(family, input="x" * 5000, truncation="auto"), 400, "context_length_exceeded", "input")
