@@ -50,3 +50,12 @@ def test_there_is_nothing_of_what_does_not_happen(server: LiveServer) -> None:
     for path, operations in description(server)["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"], path
+
+
+def test_a_method_that_is_not_allowed_is_told_which_are(server: LiveServer) -> None:
+    answer = server.http.request("OPTIONS", "/v1/responses/resp_1")
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "DELETE"}
+    answer = server.http.get("/v1/responses/input_tokens")
+    assert answer.status_code in (404, 405)
+    assert set(server.http.request("PUT", "/ping").headers["allow"].split(", ")) >= {"GET", "POST"}

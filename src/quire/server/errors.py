@@ -21,6 +21,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import GenerationError, OverloadedError, QuireError, echo
@@ -30,6 +31,7 @@ MAX_PARAM = 200
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 8 * 2**20
 JSON = "application/json"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class HTTPProblem(QuireError):
@@ -256,10 +258,21 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
             405,
             f"the method {request.method} is not allowed here ({where})",
             code="method_not_supported",
-            headers=error.headers,
+            headers={"Allow": ", ".join(_methods_of(request))},
         )
     elif error.status_code == 404:
         problem = HTTPProblem(404, f"unknown URL ({where})", code="unknown_url")
     else:
         problem = HTTPProblem(error.status_code, f"bad request ({where})", code="invalid_request")
     return error_response(problem)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods that the path of a request may be asked with, by whichever routes it has."""
+    scope = dict(request.scope)
+    found = []
+    for method in METHODS:
+        scope["method"] = method
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+            found.append(method)
+    return found

@@ -33,7 +33,11 @@ WITH_NAMES = {"404": "There is no such model or object."}
 WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415": "The body is not plain JSON."}
 WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
 PROBES = {"503": "Not able to serve; the body says why."}
-STREAMS = {
+# Of what is not JSON, or not always: the other types of whole answers and of streams.
+TYPES = {
+    "/metrics": "text/plain",
+    "/debug/blocks": "text/plain",
+    "/debug/prefixes": "text/plain",
     "/v1/completions": "text/event-stream",
     "/v1/chat/completions": "text/event-stream",
     "/v1/responses": "text/event-stream",
@@ -99,27 +103,33 @@ def describe(app: FastAPI) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     components = found.setdefault("components", {})
     components["schemas"] = dict(ERRORS.values())
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    locked = app.state.context.keys.required
+    if locked:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in found["paths"].items():
         for method in METHODS:
             if method in operations:
                 _complete(path, operations[method])
+                if locked and path not in OPEN_PATHS:
+                    operations[method]["security"] = [{"key": []}]
     app.openapi_schema = found
     return found
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Say which statuses an operation answers with, and who may ask."""
+    """Say which statuses an operation answers with."""
     name = ERRORS[family_of(path)][0]
+    if "requestBody" in operation:  # a null field is an absent one, also where it is unknown
+        body = operation["requestBody"]["content"][JSON]["schema"]
+        if body.get("additionalProperties") is False:
+            body["additionalProperties"] = {"type": "null"}
     responses = operation["responses"]
     responses.pop("422", None)
-    if path in STREAMS:
-        responses["200"].setdefault("content", {JSON: {"schema": {}}})[STREAMS[path]] = {"schema": {"type": "string"}}
+    if path in TYPES:
+        responses["200"].setdefault("content", {JSON: {"schema": {}}})[TYPES[path]] = {"schema": {"type": "string"}}
     if path in OPEN_PATHS:
         responses.update({status: {"description": text} for status, text in PROBES.items()})
     statuses = ANYWHERE | (WITH_BODY if "requestBody" in operation else WITH_NAMES if "{" in path else {})
     for status, text in statuses.items():
         content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         responses.setdefault(status, {"description": text, "content": content})
-    if path not in OPEN_PATHS:
-        operation["security"] = [{"key": []}]
