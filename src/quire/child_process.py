@@ -19,9 +19,9 @@ _LOOK_SECONDS = 0.5
 
 
 def start_module(
-    module: str, *, on_exit: Callable[[int], None] = lambda code: None, **options: Any
+    module: str, *arguments: str, on_exit: Callable[[int], None] = lambda code: None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module PID`, PID being this process; the package is found also where it is not installed.
+    """Start `python -m module PID ARGUMENTS`, PID being this process; the package is found if not installed, too.
 
     The child is to call `die_with_parent` first. It is reaped as soon as it ends; nobody has to wait for it.
 
@@ -35,7 +35,8 @@ def start_module(
 
     def keep() -> None:
         try:
-            process = subprocess.Popen([sys.executable, "-m", module, str(os.getpid())], env=environment, **options)
+            command = [sys.executable, "-m", module, str(os.getpid()), *arguments]
+            process = subprocess.Popen(command, env=environment, **options)
         except BaseException as error:  # thread boundary: it is for the caller
             started.set_exception(error)
             return

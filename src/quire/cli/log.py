@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
-FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+from quire import logs
 
 
-def setup_logging(level: str) -> None:
-    """Send records of at least `level` ("debug", "info", "warning", "error") to standard error."""
-    logging.basicConfig(level=level.upper(), format=FORMAT, datefmt=DATE_FORMAT)
-    if level != "debug":
-        # They tell of every HTTP request and compiled function; of interest only to who asked for everything.
-        for name in ("numba", "httpcore", "httpx", "urllib3", "filelock", "asyncio"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+def setup_logging(level: str, style: str = logs.TEXT) -> None:
+    """Send records of at least `level` ("debug", "info", "warning", "error") to standard error, as text or JSON."""
+    logs.setup(level, style)

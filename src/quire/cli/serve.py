@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that needs no model, then serve until told to stop; return the exit code."""
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
     check_server(config)
-    setup_logging(config.server.log_level)
+    setup_logging(config.server.log_level, config.server.log_format)
     from quire.server.run import run_server  # heavy: only once the options are known to be good
 
     return run_server(config)

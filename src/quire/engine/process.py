@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire import logs
 from quire.child_process import die_with_parent, start_module
 from quire.config import CONFIG_GROUPS, EngineConfig
 from quire.engine.channel import ChannelError, EngineEnd, FrontEnd, message
@@ -90,7 +91,7 @@ class ProcessClient:
                 )
             finally:
                 os.close(beat)
-        options = {**inherited, "log_level": self._config.server.log_level, "options": _wire(self._config)}
+        options = {**inherited, "log": logs.settings(), "options": _wire(self._config)}
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: `start` says so
             self._process.stdin.write(json.dumps(options).encode())
@@ -307,9 +308,7 @@ def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
-    logging.basicConfig(
-        level=started["log_level"].upper(), format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
-    )
+    logs.setup(**started["log"], process="engine")
     # The front puts into its log what is written there: at the signal, or at a crash.
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])

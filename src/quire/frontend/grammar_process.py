@@ -7,18 +7,21 @@ ends with its parent.
 
 from __future__ import annotations
 
+import logging
 import resource
 import signal
 import sys
-import traceback
 
 import msgspec
 
+from quire import logs
 from quire.child_process import die_with_parent
 from quire.errors import RequestError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.frontend.grammar_jobs import FAULT, Answer, FormJob, Job, read_frame, write_frame
 from quire.structured.compile import checked, compile_form
+
+logger = logging.getLogger(__name__)
 
 MEMORY = 1 << 30  # bytes of address space; about 200 MiB of it are the interpreter and its libraries
 
@@ -42,13 +45,14 @@ def answer_to(job: Job) -> Answer:
     except MemoryError:
         return Answer(error="compiling it takes too much memory", code="grammar_too_complex")
     except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the request
-        traceback.print_exc()
+        logger.exception("compiling a grammar failed")
         return Answer(error=f"compiling a grammar failed: {type(error).__name__}", code=FAULT)
 
 
 def main() -> None:
     """Answer jobs until standard input ends; an empty message says that it is ready."""
     die_with_parent(int(sys.argv[1]))  # also in the middle of a job
+    logs.setup(*sys.argv[2:4], process="grammar")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     write_frame(sys.stdout.buffer, b"")

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from quire import logs
 from quire.child_process import start_module
 from quire.errors import OverloadedError, QuireError, RequestError
 from quire.frontend.grammar_jobs import FAULT, Answer, Job, read_frame, write_frame
@@ -153,6 +154,7 @@ class _Process:
     def __init__(self) -> None:
         self._process = start_module(
             "quire.frontend.grammar_process",
+            *logs.settings().values(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

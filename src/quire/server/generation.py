@@ -20,6 +20,7 @@ from quire.frontend.processor import Params, Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
+from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
 from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
@@ -35,6 +36,7 @@ MAX_ENTRIES = 8192
 YIELD_EVERY = 16
 THREAD_CHARS = 65536
 CHARS_PER_TOKEN = 4
+LOGGED_CHARS = 1000
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
@@ -249,6 +251,9 @@ class Generation:
                     within=None if self._deadline is None else self._deadline.left,
                 )
                 self.streams.append(await self._in_time(submission))
+                if self.context.config.server.enable_log_requests:
+                    most = self.context.config.server.max_log_len
+                    log_prompt(self.response_id, self.streams[-1], params, LOGGED_CHARS if most is None else most)
                 if len(self.streams) % YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # many prompts must not hold up everyone else
         except BaseException as error:

@@ -1,0 +1,81 @@
+"""What the log says of single requests: a line for each, and, only if asked for, what was in them.
+
+Never an API key: of keys the log knows names. Never a prompt, unless the operator wants that (`--enable-log-requests`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.types import Scope
+
+from quire.frontend.request_stream import RequestStream
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.server.errors import shorten
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+    from quire.server.timeline import Visited
+
+logger = logging.getLogger("quire.access")
+request_logger = logging.getLogger("quire.requests")
+
+MAX_PATH = 200
+MAX_METHOD = 20
+MAX_PARAMS = 2000
+
+
+def unlogged_paths(given: Iterable[str], always: Iterable[str] = ()) -> frozenset[str]:
+    """Return the paths of `--disable-access-log-for`, each item of which may be several with commas, and `always`."""
+    return frozenset([*always, *(path for item in given for path in item.split(",") if path)])
+
+
+def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    """Write the line of a request that is over."""
+    state = scope["state"]
+    client = scope.get("client")
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "client": client[0] if client else "-",
+        "method": shorten(scope["method"], MAX_METHOD),
+        "path": shorten(scope["path"], MAX_PATH),
+        "status": status,
+        "ms": round(1000 * seconds, 1),
+    }
+    text = "{client} {method} {path} {status} {ms:.1f} ms {request_id}".format(**fields)
+    rules = context.keys.rules(state.get("key_digest"))
+    if rules is not None:
+        fields["key"] = rules.name
+        text += f" key={rules.name}"
+    visited: list[Visited] = state.get("visited", [])
+    if visited:
+        timings = [timing for visit in visited for timing in visit.timings]
+        fields["response_id"] = visited[-1].response_id
+        fields["prompt_tokens"] = sum(timing.num_prompt_tokens for timing in timings)
+        fields["completion_tokens"] = sum(timing.num_tokens for timing in timings)
+        text += f" tokens={fields['prompt_tokens']}+{fields['completion_tokens']}"
+    logger.info("%s", text, extra={"fields": fields})
+
+
+def log_prompt(response_id: str, stream: RequestStream, params: SamplingParams | BeamSearchParams, most: int) -> None:
+    """Write what was asked for: the prompt, at most `most` characters and tokens of it, and the parameters."""
+    prompt = stream.state.prompt
+    token_ids = stream.prompt_token_ids
+    fields = {
+        "response_id": response_id,
+        "prompt": None if prompt is None else prompt[:most],
+        "prompt_token_ids": token_ids[:most],
+        "num_prompt_tokens": len(token_ids),
+        "params": msgspec.json.encode(params, enc_hook=str).decode("utf-8", "replace")[:MAX_PARAMS],
+    }
+    request_logger.info(
+        "received %s: %d tokens, %r, params %s",
+        response_id,
+        len(token_ids),
+        fields["prompt"] if prompt is not None else fields["prompt_token_ids"],
+        fields["params"],
+        extra={"fields": fields},
+    )
