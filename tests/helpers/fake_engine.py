@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine.client import EngineClient
 from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, Shutdown, ToEngine
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.frontend.async_llm import AsyncLLM
@@ -416,6 +417,7 @@ def fake_async_llm(
     engine: Any = None,
     listeners: Sequence[Any] = (),
     config: EngineConfig | None = None,
+    make_client: Callable[[], EngineClient] | None = None,
     **options: Any,
 ) -> tuple[AsyncLLM, FakeClient]:
     """A real `AsyncLLM` in front of a fake engine, not started yet, and the client to play tricks with.
@@ -423,7 +425,7 @@ def fake_async_llm(
     Args:
         reply_text: what every request answers, before end-of-text. reply: more freely.
         engine: an `InlineEngine` to stand there instead of the fake one.
-        config, options: as for `AsyncLLM`.
+        config, make_client, options: as for `AsyncLLM`.
     """
     front = front_model or fake_front_model(max_model_len=max_model_len)
     assert front.tokenizer is not None
@@ -437,7 +439,8 @@ def fake_async_llm(
         tokens_per_step=tokens_per_step,
     )
     client = FakeClient(engine)
-    return AsyncLLM(config, client=client, front_model=front, listeners=listeners, **options), client
+    llm = AsyncLLM(config, client=client, make_client=make_client, front_model=front, listeners=listeners, **options)
+    return llm, client
 
 
 def fake_llm(

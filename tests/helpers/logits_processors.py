@@ -1,7 +1,9 @@
-"""A logits processor for tests of whole engines, which are told of it by module and attribute."""
+"""Logits processors for tests of whole engines, which are told of them by module and attribute."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -20,5 +22,16 @@ def only(args: dict[str, Any], prompt_ids: list[int], vocab_size: int) -> Callab
         kept = np.full_like(logits, -np.inf)
         kept[ids] = logits[ids]
         return kept
+
+    return process
+
+
+def killer(args: dict[str, Any], prompt_ids: list[int], vocab_size: int) -> Callable[[np.ndarray, np.ndarray], Any]:
+    """Kill the engine's process as soon as there are `args["after"]` tokens."""
+
+    def process(output_ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        if len(output_ids) >= args["after"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return logits
 
     return process

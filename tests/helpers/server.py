@@ -58,9 +58,11 @@ class Server:
 
     def children(self) -> list[int]:
         """Process ids of the server's children."""
-        return [
-            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        ]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread that has ended
+                found += [int(pid) for pid in task.read_text().split()]
+        return found
 
 
 @contextlib.contextmanager

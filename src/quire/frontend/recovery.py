@@ -200,9 +200,9 @@ class SupervisedClient:
         self.num_restarts += 1
         self.last_recovery_seconds = time.monotonic() - died
         logger.warning(
-            "there is a new engine after %.2f s (the %d. of this server); %d requests go on",
+            "there is a new engine after %.2f s (restart %d); %d requests go on",
             self.last_recovery_seconds,
-            self.num_restarts + 1,
+            self.num_restarts,
             self._outputs().num_unfinished,
         )
         self._try_next()

@@ -1,0 +1,70 @@
+"""An engine process is killed under its server: nobody's text is lost, and the server stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.faults import body_of, engine_pid, is_ready, load, read, seconds_until
+from tests.helpers.server import Server, serve
+
+KILLER = "killer=tests.helpers.logits_processors:killer"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with serve(log, "--logits-processors", KILLER, "--max-engine-restarts", "10") as running:
+        yield running
+
+
+def test_streams_go_on_when_the_engine_is_killed(server: Server) -> None:
+    bodies = [body_of(number, max_tokens=150) for number in range(3)]
+    bodies.append(body_of(3, max_tokens=150, stream=False, n=2, logprobs=2))
+    with load(server, bodies) as undisturbed:
+        expected = undisturbed.answers()
+    engine = engine_pid(server)
+    with load(server, bodies) as disturbed:
+        disturbed.wait_for_events(20)
+        os.kill(engine, signal.SIGKILL)
+        seconds_until(lambda: not is_ready(server), most=10)
+        assert server.get("/livez")[0] == 200
+        late = read(server, body_of(9, max_tokens=5))  # comes while there is no engine
+        answers = disturbed.answers()
+    assert [(item.status, item.text, item.reason, item.done) for item in answers] == [
+        (200, item.text, "length", True) for item in expected
+    ]
+    assert (late.status, late.reason) == (200, "length")
+    assert is_ready(server)
+    assert engine_pid(server) != engine
+    assert server.process.poll() is None
+
+
+def test_a_request_that_kills_engines_is_found_among_others(server: Server) -> None:
+    bodies = [body_of(number, max_tokens=150) for number in range(3)]
+    with load(server, bodies) as undisturbed:
+        expected = undisturbed.answers()
+    poison = body_of(7, max_tokens=150, logits_processors=[{"name": "killer", "args": {"after": 30}}])
+    with load(server, [poison, *bodies]) as disturbed:
+        guilty, *others = disturbed.answers()
+    assert [item.text for item in others] == [item.text for item in expected]
+    assert all(item.done for item in others)
+    assert guilty.error is not None
+    assert guilty.error["code"] == "request_killed_engine"
+    assert guilty.text and not guilty.done
+    assert read(server, body_of(1, max_tokens=5)).reason == "length"
+
+
+def test_an_engine_that_dies_too_often_ends_the_server(tmp_path: Path) -> None:
+    with serve(tmp_path / "log.txt", "--max-engine-restarts", "0") as server:
+        with load(server, [body_of(0, max_tokens=900), body_of(1, max_tokens=900, stream=False)]) as requests:
+            requests.wait_for_events(5)
+            os.kill(engine_pid(server), signal.SIGKILL)
+            stream, whole = requests.answers()
+        assert stream.error is not None and stream.error["code"] == "engine_unavailable"
+        assert (whole.status, (whole.error or {})["code"]) == (503, "engine_unavailable")
+        assert server.process.wait(20) == 70
