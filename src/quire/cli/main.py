@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": ("quire.cli.serve", "Serve a model over HTTP, with the OpenAI API."),
     "chat": ("quire.cli.chat", "Talk to a model in the terminal."),
     "generate": ("quire.cli.generate", "Complete prompts from a file, standard input, or the command line."),
+    "run-batch": ("quire.cli.run_batch", "Answer a file of requests in OpenAI's batch format."),
     "plan": ("quire.cli.plan", "Say what a model would take of memory and what would fit."),
     "bench": ("quire.cli.bench", "Measure latency, throughput, quality, or a running server."),
     "train": ("quire.cli.train", "Train a small model from scratch."),

@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Iterable, Sequence
 
-from quire.cli import chat, generate, plan, simulate
+from quire.cli import chat, generate, plan, run_batch, simulate
 from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, base_type, flags_of
 from quire.cli.model import LogOptions
@@ -39,7 +39,7 @@ def document() -> str:
     """Return the whole page."""
     parts = [HEAD]
     parts += _section(
-        "Engine: serve, plan, chat, generate, bench latency, bench throughput, bench quality", flags_of(CONFIG_GROUPS)
+        "Engine: serve, plan, chat, generate, run-batch, bench latency, bench throughput, bench quality", flags_of(CONFIG_GROUPS)
     )
     parts += _section("serve", flags_of((ServerConfig,)))
     parts += _section(
@@ -53,6 +53,8 @@ def document() -> str:
     parts += _section("chat", flags_of((chat.ChatOptions,)))
     but = _spelled(chat.NOT_FOR_CHAT)
     parts += [f"Sampling flags are those of `generate` but {but}; `--max-tokens` is by default as many as fit.\n"]
+    parts += _section("run-batch", flags_of((run_batch.BatchOptions,)))
+    parts += ["`-i` and `-o` are short for `--input` and `--output`.\n"]
     parts += _section("plan", flags_of((plan.PlanOptions,)))
     parts += ["It takes the options of `serve` too.\n"]
     parts += _section("bench latency", flags_of((latency.LatencyOptions,)))

@@ -1,0 +1,187 @@
+"""`quire run-batch`: answers a file of requests in OpenAI's batch format, with the server's code but without a port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, LogOptions, engine_config, open_async_llm, options_from
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.options import option
+
+if TYPE_CHECKING:
+    from quire.server.batches import Batch
+
+STDIO = "-"
+READY_PER_RUNNING = 2
+MOST_PROMPTS = 256  # of one request
+PROGRESS_SECONDS = 10.0
+SPOOL_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Input and output"""
+
+    input: str | None = option(None, "File of requests, one a line, or - for standard input.", metavar="FILE")
+    output: str | None = option(
+        None, "File for results, in the order of input, or - for standard output.", metavar="FILE"
+    )
+    max_concurrency: int | None = option(
+        None, "Most requests at a time; default: 2 x max-num-seqs.", low=1, high=65536, metavar="N"
+    )
+
+
+FLAGS = [*flags_of((BatchOptions,)), *flags_of(OFFLINE_GROUPS)]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run-batch",
+        usage="quire run-batch -i FILE -o FILE [OPTIONS] [MODEL]",
+        help="answer a file of requests",
+        description="Answer a file of requests in OpenAI's batch format, without opening a port. A line of input has "
+        '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings) '
+        'and "body"; a line of output has "custom_id" and "response" or "error".',
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, FLAGS, short={"input": "-i", "output": "-o"})
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the file; return 0, or 1 if any request failed."""
+    values = given_values(args, FLAGS)
+    options: BatchOptions = options_from(BatchOptions, values)
+    config, concurrency = _settled(engine_config(values), options)
+    setup_logging(options_from(LogOptions, values).log_level)
+    if options.input is None or options.output is None:
+        name = "input" if options.input is None else "output"
+        raise ConfigError(f"{name}: give a file with -{name[0]}, or - for standard {name}", param=name)
+    if options.input == STDIO and sys.stdin.isatty():
+        raise ConfigError("input: standard input is a terminal; give a file, or lines through a pipe", param="input")
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(_open_input(options.input))
+        write = stack.enter_context(_open_output(options.output, options.input))
+        done, failed = asyncio.run(_answer_all(config, concurrency, lines, write))
+    if failed:
+        print(f"error: {failed} of {done} requests failed; their lines say why", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _settled(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig, int]:
+    """Return the config, with queues that are long enough unless they were given, and the number of requests at a time.
+
+    Nobody else asks, so that what is not admitted would only be asked again.
+    """
+    scheduler = config.scheduler
+    concurrency = options.max_concurrency or READY_PER_RUNNING * scheduler.max_num_seqs
+    longer: dict[str, Any] = {}
+    if scheduler.max_num_queued_reqs is None:
+        longer["max_num_queued_reqs"] = (concurrency + 1) * MOST_PROMPTS
+    if scheduler.max_num_queued_tokens is None:
+        longer["max_num_queued_tokens"] = 2**62
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **longer)), concurrency
+
+
+@contextlib.contextmanager
+def _open_input(path: str) -> Iterator[IO[bytes]]:
+    """Yield the file of requests. Standard input is read to its end first: nothing waits for it later."""
+    if path == STDIO:
+        with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+            shutil.copyfileobj(sys.stdin.buffer, spool)
+            spool.seek(0)
+            yield spool
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise ConfigError(f"input: cannot read {path!r}: {error.strerror}", param="input") from None
+        yield file
+
+
+@contextlib.contextmanager
+def _open_output(path: str, source: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes one line; each line is flushed, so that a reader sees results as they come."""
+    with contextlib.ExitStack() as stack:
+        if path == STDIO:
+            file: IO[bytes] = sys.stdout.buffer
+        else:
+            if source != STDIO and os.path.exists(path) and os.path.samefile(path, source):
+                raise ConfigError(f"output: {path!r} is the input", param="output")
+            try:
+                file = stack.enter_context(open(path, "wb"))
+            except OSError as error:
+                raise ConfigError(f"output: cannot write {path!r}: {error.strerror}", param="output") from None
+
+        def write(line: bytes) -> None:
+            file.write(line + b"\n")
+            file.flush()
+
+        yield write
+
+
+async def _answer_all(
+    config: EngineConfig, concurrency: int, source: IO[bytes], write: Callable[[bytes], None]
+) -> tuple[int, int]:
+    """Answer all requests; return how many there were, and how many of them failed."""
+    from quire.server.app import build_app  # heavy: only once the options are known to be good
+    from quire.server.batches import Batch
+
+    llm = open_async_llm(config)
+    try:
+        await llm.start()
+        limit = config.server.max_body_bytes
+        app = build_app(llm, config)
+        batch = Batch(app, concurrency=concurrency, max_body_bytes=limit, check=llm.check_health)
+        async with _progress(batch):
+            await batch.run(_lines(source, batch.reader.longest), write)
+    finally:
+        await llm.close()
+    return batch.num_done, batch.num_failed
+
+
+def _lines(source: IO[bytes], longest: int) -> Iterator[bytes]:
+    """Yield lines; of one that is too long no more than shows that it is."""
+    while line := source.readline(longest + 2):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = source.readline(SPOOL_BYTES)
+        yield line
+
+
+@contextlib.asynccontextmanager
+async def _progress(batch: Batch) -> AsyncIterator[None]:
+    """Say on standard error how far it is, from time to time and at the end."""
+
+    def say() -> None:
+        failed = f", {batch.num_failed} of them failed" if batch.num_failed else ""
+        print(f"{batch.num_done} requests done{failed}", file=sys.stderr, flush=True)
+
+    async def keep_saying() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            say()
+
+    task = asyncio.create_task(keep_saying())
+    try:
+        yield
+        say()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,254 @@
+"""Files of requests in OpenAI's batch format, answered by an app without any socket.
+
+A line of input has `custom_id`, `method`, `url` and `body`; its line of output has the same `custom_id` and either a
+`response` (status, id and body, as over HTTP) or an `error`, for lines that are no requests. Output has the order of
+input. Where lines come from and go to is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from quire.checks import check_object, missing
+from quire.errors import RequestError, UnsupportedError, echo
+from quire.server.parsing import parse_json
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+FIELDS = ("custom_id", "method", "url", "body")
+IMMEDIATE = ("stream", "background")  # there is nobody to whom a batch could answer meanwhile
+MAX_ID_LENGTH = 512
+MAX_LINE_EXTRA = 65536  # bytes of a line besides its body
+WINDOW = 4  # lines that wait for an earlier one, for each that is being answered
+TRIES = 10
+LONGEST_WAIT = 5.0
+BUSY = (429, 503, 529)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A line of input."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an app answers. Names of headers are in small letters."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Reader:
+    """Reads lines of input; no two may have the same `custom_id`."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.longest = max_body_bytes + MAX_LINE_EXTRA
+        self._seen: dict[str, int] = {}
+
+    def read(self, number: int, line: bytes) -> BatchRequest:
+        """Return the request in line `number` (from 1). Raises `RequestError` with the number in its message."""
+        try:
+            return self._read(number, line)
+        except RequestError as error:
+            error.message = f"line {number}: {error.message}"
+            raise
+
+    def _read(self, number: int, line: bytes) -> BatchRequest:
+        if len(line) > self.longest:
+            raise RequestError(f"it has more than {self.longest} bytes", code="request_too_large")
+        try:
+            value = parse_json(line)
+        except RequestError as error:
+            error.message = error.message.replace("the body", "it", 1)
+            raise
+        custom_id = _text(value, "custom_id")
+        if len(custom_id) > MAX_ID_LENGTH:
+            raise RequestError(
+                f"custom_id may have at most {MAX_ID_LENGTH} characters, got {len(custom_id)}",
+                param="custom_id",
+                code="string_above_max_length",
+            )
+        first = self._seen.setdefault(custom_id, number)
+        if first != number:
+            raise RequestError(
+                f"custom_id: line {first} has {echo(custom_id)}, too", param="custom_id", code="duplicate_custom_id"
+            )
+        return self._checked(custom_id, value)
+
+    def _checked(self, custom_id: str, value: Mapping[str, Any]) -> BatchRequest:
+        check_object(value, "line", FIELDS)
+        if _text(value, "method") != "POST":
+            raise RequestError(f"method must be POST, got {echo(value['method'])}", param="method")
+        url = _text(value, "url")
+        if url not in URLS:
+            raise RequestError(
+                f"url must be one of {', '.join(URLS)}, got {echo(url)}", param="url", code="unknown_url"
+            )
+        body = value.get("body")
+        if body is None:
+            raise missing("body")
+        if not isinstance(body, Mapping):
+            raise RequestError(f"body must be an object, got {echo(body)}", param="body", code="invalid_type")
+        for name in IMMEDIATE:
+            if body.get(name) not in (None, False):
+                raise UnsupportedError(f"body.{name} has no place in a batch; leave it out", param=f"body.{name}")
+        return BatchRequest(custom_id, url, json.dumps(body).encode())
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """Return the id in a line that is no good otherwise, None if it has none."""
+    try:
+        custom_id = parse_json(line).get("custom_id")
+    except RequestError:
+        return None
+    return custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_ID_LENGTH else None
+
+
+def _text(value: Mapping[str, Any], name: str) -> str:
+    text = value.get(name)
+    if text is None:
+        raise missing(name)
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be a string, got {echo(text)}", param=name, code="invalid_type")
+    return text
+
+
+async def call_app(app: ASGIApp, url: str, body: bytes) -> Reply:
+    """Return what an app answers to a POST of JSON."""
+    status, headers, chunks = 0, {}, []
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:  # this client never goes away before it is answered
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+        else:
+            chunks.append(message.get("body", b""))
+
+    await app(_scope(url, len(body)), receive, send)
+    return Reply(status, headers, b"".join(chunks))
+
+
+def _scope(url: str, size: int) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [
+            (b"host", b"batch"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(size).encode()),
+        ],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+class Batch:
+    """Requests on their way through an app.
+
+    Args:
+        concurrency: requests at a time. check: raises what makes it useless to go on.
+
+    Attributes:
+        num_done, num_failed: lines that were answered, and of these the ones with an error or a status of 400 or more.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, concurrency: int, max_body_bytes: int, check: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.reader = Reader(max_body_bytes)
+        self.num_done = 0
+        self.num_failed = 0
+        self._app = app
+        self._check = check
+        self._room = asyncio.Semaphore(concurrency)
+        self._window = WINDOW * concurrency
+
+    async def run(self, lines: Iterable[bytes], write: Callable[[bytes], None]) -> None:
+        """Answer all lines, and write the results in order; blank lines have none."""
+        pending: deque[asyncio.Task[bytes]] = deque()
+
+        async def write_first() -> None:
+            write(await pending[0])
+            pending.popleft()
+
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                pending.append(asyncio.create_task(self._answer(self._read(number, line))))
+                while len(pending) >= self._window or (pending and pending[0].done()):
+                    await write_first()
+            while pending:
+                await write_first()
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    def _read(self, number: int, line: bytes) -> BatchRequest | dict[str, Any]:
+        """Return the request in a line, or the result of one that has none."""
+        try:
+            return self.reader.read(number, line)
+        except RequestError as error:
+            told = {"code": error.code, "message": error.message, "param": error.param, "line": number}
+            return {"custom_id": custom_id_of(line), "response": None, "error": told}
+
+    async def _answer(self, request: BatchRequest | dict[str, Any]) -> bytes:
+        """Return the result of a line."""
+        async with self._room:
+            result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
+            failed = True
+            if isinstance(request, BatchRequest):
+                reply = await self._ask(request)
+                failed = reply.status >= 400
+                response = {
+                    "status_code": reply.status,
+                    "request_id": reply.headers.get("x-request-id"),
+                    "body": msgspec.Raw(reply.body or b"null"),
+                }
+                result |= {"custom_id": request.custom_id, "response": response, "error": None}
+            else:
+                result |= request
+            self.num_done += 1
+            self.num_failed += failed
+            return msgspec.json.encode(result)
+
+    async def _ask(self, request: BatchRequest) -> Reply:
+        """Return the answer to a request; one for which there is no room at the moment waits."""
+        for _ in range(TRIES):
+            reply = await call_app(self._app, request.url, request.body)
+            if reply.status not in BUSY:
+                break
+            await self._check()
+            await asyncio.sleep(min(float(reply.headers.get("retry-after", 1)), LONGEST_WAIT))
+        return reply
