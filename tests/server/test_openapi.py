@@ -56,6 +56,5 @@ def test_a_method_that_is_not_allowed_is_told_which_are(server: LiveServer) -> N
     answer = server.http.request("OPTIONS", "/v1/responses/resp_1")
     assert answer.status_code == 405
     assert set(answer.headers["allow"].split(", ")) == {"GET", "DELETE"}
-    answer = server.http.get("/v1/responses/input_tokens")
-    assert answer.status_code in (404, 405)
+    assert server.http.request("OPTIONS", "/v1/responses/input_tokens").headers["allow"] == "POST"
     assert set(server.http.request("PUT", "/ping").headers["allow"].split(", ")) >= {"GET", "POST"}

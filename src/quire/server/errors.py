@@ -268,11 +268,15 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Return the methods that the path of a request may be asked with, by whichever routes it has."""
+    """Return the methods that the path of a request may be asked with, by whichever routes it has.
+
+    Routes with the very path count before those that would take a part of it for a name.
+    """
     scope = dict(request.scope)
-    found = []
+    found: dict[bool, list[str]] = {False: [], True: []}
     for method in METHODS:
         scope["method"] = method
-        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
-            found.append(method)
-    return found
+        matches = [route.matches(scope) for route in request.app.routes]
+        for named in {bool(child.get("path_params")) for match, child in matches if match is Match.FULL}:
+            found[named].append(method)
+    return found[False] or found[True]
