@@ -65,7 +65,7 @@ def make_router() -> APIRouter:
         watch = watches.setdefault(model.names[0], EngineWatch())
         await watch.look(model.llm)
         digest = request.scope["state"].get("key_digest")
-        tenant = context.keys.tenant(digest, None) if len(context.config.server.api_key) > 1 else None
+        tenant = context.keys.tenant(digest, None) if context.keys.several else None
         answer = _describe(context, model, watch, tenant, query)
         return Response(msgspec.json.encode(answer), media_type=JSON, headers={"Cache-Control": "no-store"})
 
@@ -100,13 +100,15 @@ def _query(request: Request) -> dict[str, Any]:
     return query
 
 
-def engine_state(context: ServerContext, llm: AsyncLLM) -> str:
-    """Return in a word what the engine is doing: ready, loading, draining or dead."""
-    if llm.errored:
-        return "dead"
+def engine_state(context: ServerContext, model: ServedModel) -> str:
+    """Return in a word how an engine is: ready, or what keeps it from being so."""
     if context.draining:
         return "draining"
-    return "ready" if llm.ready else "loading"
+    if model.status != "loaded":
+        return model.status
+    if model.llm.recovering:
+        return "restarting"
+    return "stalled" if model.llm.stalled else "ready"
 
 
 def _describe(
@@ -114,7 +116,7 @@ def _describe(
 ) -> dict[str, Any]:
     llm = model.llm
     answer: dict[str, Any] = {
-        "state": engine_state(context, llm),
+        "state": engine_state(context, model),
         "model": model.names[0],
         "version": __version__,
         "ask_again": watch.interval,
@@ -151,7 +153,7 @@ class EngineWatch:
 
     async def look(self, llm: AsyncLLM) -> None:
         """Take a picture, unless the last one is recent enough; wait for one that is being taken, but not for long."""
-        if not llm.ready:
+        if not llm.ready or llm.recovering or llm.is_sleeping:
             self._put(None)
             return
         if self._task is None and time.monotonic() >= self._due and not self._is_idle(llm):

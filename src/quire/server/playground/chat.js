@@ -228,6 +228,10 @@ export class Chat {
       message.error = error instanceof TypeError ? "The server cannot be reached." : `The answer could not be read: ${error.message}`;
       return;
     }
+    if (error.status === 401) {
+      this.withdraw(message, "");
+      return;
+    }
     const told = message.content || message.tool_calls || message.reasoning;
     const { param } = error;
     const index = /^messages\[(\d+)\]/.exec(param);
@@ -246,7 +250,7 @@ export class Chat {
   }
 
   /** Take back an answer that never began, and give the user the text to send again. */
-  withdraw(message) {
+  withdraw(message, reason = "Nothing was sent: one of the settings is not accepted.") {
     const { messages } = this.conversation;
     const place = messages.indexOf(message);
     const asked = messages[place - 1];
@@ -258,7 +262,7 @@ export class Chat {
       this.conversation.cut(place);
     }
     this.draw();
-    this.fail("Nothing was sent: one of the settings is not accepted.");
+    this.fail(reason);
   }
 
   fail(text) {

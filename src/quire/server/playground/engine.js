@@ -8,8 +8,12 @@ import { Names, Queues } from "./queues.js";
 
 const QUIET_SECONDS = 1; // between questions while nothing runs
 const FAILED_SECONDS = 3;
-const STATES = { ready: "ready", loading: "loading", draining: "shutting down", dead: "stopped", asleep: "asleep",
-  restarting: "restarting", unreachable: "not reachable", locked: "needs a key" };
+const STATES = { draining: "shutting down", sleeping: "asleep", unloaded: "not loaded", stalled: "not reacting",
+  unreachable: "not reachable", locked: "needs a key" };
+// What is told of a model that has no picture.
+const REASONS = { loading: "The model is being loaded.", unloaded: "The model is loaded when somebody asks it something.",
+  sleeping: "The engine is asleep, and wakes up when somebody asks it something.",
+  restarting: "The engine died and is being replaced. Requests wait meanwhile.", failed: "The model cannot be used." };
 const LEGEND = [["mine", "this chat", null], ["used", "in use", "used"], ["shared", "shared", "shared"],
   ["cached", "cached", "cached"], ["kept", "cached, of this chat", null], ["free", "free", "free"],
   ["loading", "loading", "loading"]];
@@ -112,17 +116,19 @@ export class Engine {
       this.pools.get(map.tier).update(map, infos);
     }
     this.legend(picture);
+    this.queueSizes = picture.queues;
     this.queues.update(picture, infos);
   }
 
   drawNothing(state) {
+    this.queueSizes = null;
     this.seen = 0;
     for (const pool of this.pools.values()) pool.root.remove();
     this.pools.clear();
     $("legend").replaceChildren();
     $("queues").replaceChildren();
     $("pool-size").textContent = "";
-    $("pools").replaceChildren(el("p", { class: "nothing", text: `No picture: the engine is ${STATES[state] || state}.` }));
+    $("pools").replaceChildren(el("p", { class: "nothing", text: REASONS[state] || "There is no picture of the engine." }));
   }
 
   /** Draw again with other colours. */
@@ -151,8 +157,9 @@ export class Engine {
   brief(stats) {
     const [speed, unit] = this.plots.value("speed");
     const [usage] = this.plots.value("usage", stats);
-    const parts = [`${stats.num_running} running`, `KV ${usage} %`];
-    if (stats.num_waiting) parts.splice(1, 0, `${stats.num_waiting} waiting`);
+    const { running = stats.num_running, waiting = stats.num_waiting } = this.queueSizes || {};
+    const parts = [`${running} running`, `KV ${usage} %`];
+    if (waiting) parts.splice(1, 0, `${waiting} waiting`);
     if (speed !== "\u2013") parts.push(`${speed} ${unit}`);
     $("engine-brief").textContent = parts.join(" \u00b7 ");
   }

@@ -6,7 +6,7 @@ import { $, el, recall, store } from "./dom.js";
 import { Engine } from "./engine.js";
 import { Settings } from "./settings.js";
 
-const THEMES = { auto: ["Auto", "automatic"], light: ["Light", "light"], dark: ["Dark", "dark"] };
+const THEMES = ["auto", "light", "dark"];
 const RETRY_SECONDS = 2;
 const NARROW = 1100;
 
@@ -14,17 +14,14 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = recall(localStorage, "quire.theme") || "auto";
 
 function showTheme() {
-  if (!(theme in THEMES)) theme = "auto";
-  const [text, spoken] = THEMES[theme];
+  if (!THEMES.includes(theme)) theme = "auto";
   document.documentElement.dataset.theme = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
-  $("theme-button").textContent = text;
-  $("theme-button").setAttribute("aria-label", `Colour theme: ${spoken}`);
+  $("theme-name").textContent = theme;
   window.dispatchEvent(new Event("themechange"));
 }
 
 function changeTheme() {
-  const names = Object.keys(THEMES);
-  theme = names[(names.indexOf(theme) + 1) % names.length];
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   store(localStorage, "quire.theme", theme);
   showTheme();
 }

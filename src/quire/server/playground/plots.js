@@ -6,7 +6,7 @@ import { duration, el } from "./dom.js";
 const FIELDS = ["number", "prompt", "generated", "numFirst", "sumFirst", "maxFirst", "numNext", "sumNext", "maxNext",
   "running", "waiting", "usage", "queries", "hits"];
 const SECOND_COLOR = "#c2703d";
-const HEIGHT = 62;
+const HEIGHT = 54;
 
 const mean = (sum, number) => (number ? sum / number : null);
 const rate = (value) => [value === null ? "\u2013" : value >= 100 ? value.toFixed(0) : value.toFixed(1), "tokens/s"];
@@ -124,9 +124,10 @@ export class Plots {
   series(plot, line) {
     const values = [];
     let last = null;
+    const first = Math.min(...this.history.seconds.keys());
     for (let number = this.history.now - this.span; number < this.history.now; number++) {
       const second = this.history.seconds.get(number);
-      let value = second ? plot.of(second)[line] : (plot.empty ?? null);
+      let value = second ? plot.of(second)[line] : number > first ? (plot.empty ?? null) : null;
       if (plot.keep && line === 0) value = last = value ?? last;
       values.push(value);
     }

@@ -4,7 +4,7 @@ import { count, el } from "./dom.js";
 
 const REFS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
-const MOST_HEIGHT = 280;
+const MOST_HEIGHT = { device: 216, host: 44 };
 const LARGEST = 17;
 const SMALLEST = 2;
 
@@ -55,7 +55,7 @@ export class Pool {
       + (loading ? `, ${loading} loading` : "");
     this.canvas.setAttribute("aria-label", `${this.tier === "host" ? "Host memory" : "KV cache"}, ${text}`);
     Object.assign(this.canvas.dataset, { used, cached, free, shared, loading, cells: map.states.length, mine: this.countMine() });
-    this.title.textContent = this.tier === "host" ? "Swapped out to the host's memory" : "";
+    this.title.textContent = `Host memory: ${used} blocks swapped out, ${cached} cached, ${free} free`;
     this.title.hidden = this.tier !== "host";
     this.draw();
     if (this.marked >= 0) this.read();
@@ -93,11 +93,13 @@ export class Pool {
   layOut() {
     const width = this.root.clientWidth;
     const cells = this.map.states.length;
-    let size = Math.floor(Math.sqrt((width * MOST_HEIGHT) / cells));
-    while (size > SMALLEST && Math.ceil(cells / Math.floor(width / size)) * size > MOST_HEIGHT) size--;
+    const most = MOST_HEIGHT[this.tier];
+    let size = Math.ceil(Math.sqrt((width * most) / cells));
+    while (size > SMALLEST && Math.ceil(cells / Math.floor(width / size)) * size > most) size--;
     size = Math.min(LARGEST, Math.max(SMALLEST, size));
-    const columns = Math.max(1, Math.floor(width / size));
-    return { width, size, columns, rows: Math.ceil(cells / columns), gap: size >= 9 ? 2 : size >= 4 ? 1 : 0 };
+    const columns = Math.max(1, Math.min(cells, Math.floor(width / size)));
+    const pitch = size < LARGEST ? width / columns : size; // a little more than `size`, so that the width is filled
+    return { width, size, columns, pitch, rows: Math.ceil(cells / columns), gap: size >= 9 ? 2 : size >= 4 ? 1 : 0 };
   }
 
   draw() {
@@ -129,8 +131,8 @@ export class Pool {
   }
 
   place(cell) {
-    const { columns, size, gap } = this.grid;
-    return [(cell % columns) * size + gap / 2, Math.floor(cell / columns) * size + gap / 2, size - gap];
+    const { columns, pitch, size, gap } = this.grid;
+    return [Math.round((cell % columns) * pitch) + gap / 2, Math.floor(cell / columns) * size + gap / 2, size - gap];
   }
 
   drawCell(context, cell, colors) {
@@ -151,7 +153,8 @@ export class Pool {
     if (owners === null) {
       const kept = state === "c" ? this.keptBy.get(cell) : undefined;
       context.globalAlpha = this.only !== null && kept?.key !== this.only ? 0.45 : 1;
-      fill(state === "c" ? colors["cell-cached"] : colors["cell-free"]);
+      if (state === "c") fill(colors["cell-cached"]);
+      else this.drawFree(context, x, y, side, round, colors);
       if (kept?.mine && side >= 5) {
         context.strokeStyle = colors["cell-mine"];
         context.lineWidth = side >= 9 ? 2 : 1;
@@ -163,6 +166,11 @@ export class Pool {
     const lit = this.only === null || owners.some((index) => this.requests[index]?.key === this.only);
     context.globalAlpha = lit ? 1 : 0.2;
     fill(shown ? shown.color(colors) : colors["cell-other"]);
+    if (shown?.mine && side >= 5) {
+      context.strokeStyle = colors.ink;
+      context.lineWidth = side >= 9 ? 1.5 : 1;
+      context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+    }
     if (state === "~") {
       context.fillStyle = colors.warn;
       context.fillRect(x, y + side / 3, side, Math.max(1, side / 3));
@@ -177,6 +185,20 @@ export class Pool {
     }
   }
 
+  drawFree(context, x, y, side, round, colors) {
+    if (side < 5) {
+      context.globalAlpha *= 0.45;
+      context.fillStyle = colors["cell-free"];
+      context.fillRect(x, y, side, side);
+      return;
+    }
+    context.strokeStyle = colors["cell-free"];
+    context.lineWidth = 1;
+    context.beginPath();
+    context.roundRect(x + 0.5, y + 0.5, side - 1, side - 1, round);
+    context.stroke();
+  }
+
   ownerOf(owners) {
     const index = owners.find((item) => this.requests[item]?.key === this.only && this.only !== null)
       ?? owners.find((item) => this.requests[item]?.mine) ?? owners[0];
@@ -186,7 +208,7 @@ export class Pool {
   point(event) {
     if (!this.grid) return;
     const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.grid.size);
+    const column = Math.floor((event.clientX - box.left) / this.grid.pitch);
     const row = Math.floor((event.clientY - box.top) / this.grid.size);
     const cell = row * this.grid.columns + column;
     this.mark(column >= 0 && column < this.grid.columns && cell >= 0 && cell < this.owners.length ? cell : -1);

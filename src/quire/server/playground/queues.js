@@ -63,7 +63,7 @@ export class Queues {
     for (const [name, title] of QUEUES) {
       const total = picture.queues[name] || 0;
       if (!total && name !== "running") continue;
-      const entries = byQueue.get(name);
+      const entries = byQueue.get(name).sort((a, b) => Number(b[1].mine) - Number(a[1].mine));
       const list = entries.slice(0, MOST_ROWS).map(([request, info, index]) => {
         const key = info.key || `#${index}`;
         used.add(key);
