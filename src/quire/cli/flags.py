@@ -201,22 +201,38 @@ def read_yaml(path: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     Raises:
         ConfigError: names the file and the key.
     """
+    loaded = load_yaml(path, "config")
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path} must hold a mapping of option names to values", param="config")
+    return check_mapping(loaded or {}, flags, str(path))
+
+
+def check_mapping(mapping: Mapping[Any, Any], flags: Sequence[Flag], where: str) -> dict[str, Any]:
+    """Return the checked values of a mapping whose keys are option names.
+
+    Raises `ConfigError` naming `where` it stands, and the key.
+    """
     known = {flag.name: flag for flag in flags}
     values: dict[str, Any] = {}
-    for key, value in _yaml_mapping(path).items():
+    for key, value in mapping.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: {unknown_option(printable(name), list(known)).message}", param=name)
+            raise ConfigError(f"{where}: {unknown_option(printable(name), list(known)).message}", param=name)
         if name in values:
-            raise ConfigError(f"{path}: {name} stands there twice", param=name)
+            raise ConfigError(f"{where}: {name} stands there twice", param=name)
         try:
             values[name] = checked(known[name], value)
         except QuireError as error:
-            raise ConfigError(f"{path}: {name}: {error.message}", param=name) from None
+            raise ConfigError(f"{where}: {name}: {error.message}", param=name) from None
     return values
 
 
-def _yaml_mapping(path: Path) -> dict[Any, Any]:
+def load_yaml(path: Path, option: str) -> Any:
+    """Return what a YAML file holds, None if it is empty; in mappings no key may stand twice.
+
+    Raises:
+        ConfigError: it cannot be read; `option` is the one that names it.
+    """
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
@@ -232,11 +248,7 @@ def _yaml_mapping(path: Path) -> dict[Any, Any]:
     try:
         loaded = yaml.load(path.read_text("utf-8"), Loader=UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
+        raise ConfigError(f"--{option}: cannot read {path}: {error.strerror}", param=option) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}", param="config") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a mapping of option names to values", param="config")
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}", param=option) from None
     return loaded

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import MODEL_HELP
+from quire.cli.model_file import check_room, read_entries
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
+from quire.server.model_entry import ModelEntry
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -34,12 +38,35 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that needs no model, then serve until told to stop; return the exit code."""
-    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
+    values = given_values(args, FLAGS)
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values)
+    entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
     setup_logging(config.server.log_level, config.server.log_format)
     from quire.server.run import run_server  # heavy: only once the options are known to be good
 
-    return run_server(config)
+    return run_server(config, entries=None if entries is None else shared_out(entries))
+
+
+def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:
+    """Return the models of the file of `--models`; `values` are options given beside it. Raises `ConfigError`."""
+    entries = read_entries(path, values)
+    check_room(path, entries)
+    for number, entry in enumerate(entries, 1):
+        check_readable({"chat_template": entry.config.model.chat_template}, f"{path}: entry {number}: ")
+    return entries
+
+
+def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
+    """Return the entries with their shares of the memory. Raises `ConfigError` if they do not fit into it."""
+    from quire.engine.shares import Tenant, share_memory  # heavy, as above
+
+    tenants = [Tenant(entry.names[0], entry.config, entry.pinned) for entry in entries]
+    most = entries[0].config.server.max_loaded_models or len(entries)
+    return [
+        dataclasses.replace(entry, config=share.config, max_model_len=share.max_model_len)
+        for entry, share in zip(entries, share_memory(tenants, min(most, len(entries))), strict=True)
+    ]
 
 
 def check_server(config: EngineConfig) -> None:
@@ -60,14 +87,19 @@ def check_server(config: EngineConfig) -> None:
         "api_key_file": config.server.api_key_file,
         "chat_template": config.model.chat_template,
     }
-    for option, path in files.items():
-        if path is not None and not os.access(path, os.R_OK):
-            reason = "cannot be read" if Path(path).exists() else "does not exist"
-            raise ConfigError(f"{option}: {path!r} {reason}", param=option)
+    check_readable(files)
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
     if config.server.uds is None:
         check_address(config.server.host, config.server.port)
+
+
+def check_readable(files: Mapping[str, str | None], where: str = "") -> None:
+    """Check that files, by option, can be read. Raises `ConfigError` that begins with `where` they were named."""
+    for option, path in files.items():
+        if path is not None and not os.access(path, os.R_OK):
+            reason = "cannot be read" if Path(path).exists() else "does not exist"
+            raise ConfigError(f"{where}{option}: {path!r} {reason}", param=option)
 
 
 def check_certificate(certfile: str, keyfile: str | None) -> None:

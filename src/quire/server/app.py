@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import chat, completions, debug, health, models, playground, pooling, timeline, tokenize
+from quire.server import admin, chat, completions, debug, health, models, playground, pooling, timeline, tokenize
 from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
 from quire.server.cors import CrossOrigin
@@ -37,7 +37,6 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
         redoc_url=None,
         openapi_url="/openapi.json" if docs else None,
         redirect_slashes=False,
-        root_path=config.server.root_path.rstrip("/"),
     )
     pool = llm if isinstance(llm, ModelPool) else ModelPool([ServedModel(config, llm)])
     context = ServerContext(pool, config, metrics)
@@ -52,6 +51,8 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
     app.add_exception_handler(HTTPException, on_http_exception)
     for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models, health):
         app.include_router(module.router)
+    if config.server.enable_admin_endpoints:
+        app.include_router(admin.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)
     if not config.server.disable_playground:

@@ -1,0 +1,158 @@
+"""Sharing a machine's memory among several models, so that any of them may be loaded together, up to a number.
+
+What each takes beside its KV cache is predicted as `quire plan` does. The models that are pinned and the largest of the
+others are what may have to fit at once. What is left then is shared out in equal parts among the caches of which
+nobody has said how large they should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.engine.advice import MIB, changed, size_text
+from quire.engine.plan import RUNTIME_BYTES
+from quire.engine.settle import HOST_PART, fit, load_info, settle
+from quire.errors import ConfigError, QuireError
+from quire.kernels.memory import available_memory
+from quire.worker.footprint import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A model that shares the memory: its name for errors, its options, and whether it is always there."""
+
+    name: str
+    config: EngineConfig
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a model gets: options that say how large its caches are, and the context that they hold [tokens]."""
+
+    config: EngineConfig
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a model takes without its KV cache, of which `scratch` by steps, and for the cache if that was asked for."""
+
+    tenant: Tenant
+    settled: EngineConfig
+    footprint: Footprint
+    fixed: int
+    scratch: int
+    caches: int | None
+
+    @property
+    def least(self) -> int:
+        return self.fixed + (self.caches or 0)
+
+
+def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | None = None) -> list[Share]:
+    """Return the share of each model if at most `max_loaded` of them are in memory at a time.
+
+    Args:
+        available: bytes to share; what the machine has free now if None.
+
+    Raises:
+        ConfigError: they do not fit; the message has numbers. ModelError: one cannot be served at all.
+    """
+    free = available_memory() if available is None else available
+    needs = [_need(tenant) for tenant in tenants]
+    room = int(free * min(tenant.config.cache.gpu_memory_utilization for tenant in tenants))
+    together = _largest(needs, max_loaded)
+    left = room - sum(need.least for need in together)
+    if left < 0:
+        raise _too_large(needs, max_loaded, room)
+    num_open = min(max_loaded, sum(need.caches is None for need in needs))
+    return [_share(need, left // num_open if need.caches is None else need.caches) for need in needs]
+
+
+def _need(tenant: Tenant) -> _Need:
+    try:
+        info = load_info(tenant.config)
+        settled = settle(tenant.config, info)
+        footprint = Footprint(settled, info)
+    except QuireError as error:
+        error.message = f"{tenant.name}: {error.message}"
+        error.args = (error.message,)
+        raise
+    assert settled.model.max_model_len is not None
+    scratch = footprint.step(settled).total
+    fixed = RUNTIME_BYTES + footprint.weights + footprint.tables(settled.model.max_model_len) + scratch
+    return _Need(tenant, settled, footprint, fixed, scratch, _asked_caches(settled, footprint))
+
+
+def _asked_caches(config: EngineConfig, footprint: Footprint) -> int | None:
+    """Return the bytes of KV cache and host pool, if the options say how large the former is."""
+    cache = config.cache
+    assert config.model.max_model_len is not None
+    if cache.num_gpu_blocks_override is not None:
+        block_bytes = footprint.spec.block_bytes(cache.block_size, config.model.max_model_len)
+        size = cache.num_gpu_blocks_override * block_bytes
+    elif cache.kv_cache_memory_bytes is not None:
+        size = cache.kv_cache_memory_bytes
+    else:
+        return None
+    return size + (_host_pool(size) if cache.swap_space is None else cache.swap_space)
+
+
+def _host_pool(cache_bytes: int) -> int:
+    """Return the size of the host's pool beside a cache of which the size is given."""
+    size = cache_bytes // HOST_PART
+    return size if size >= MIB else 0
+
+
+def _largest(needs: Sequence[_Need], count: int) -> list[_Need]:
+    """Return what may have to be in memory at once: all that is pinned, and the largest of the rest."""
+    pinned = [need for need in needs if need.tenant.pinned]
+    others = sorted((need for need in needs if not need.tenant.pinned), key=lambda need: -need.least)
+    return pinned + others[: max(0, count - len(pinned))]
+
+
+def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigError:
+    together = _largest(needs, max_loaded)
+    sizes = ", ".join(f"{need.tenant.name} {size_text(need.least)}" for need in together)
+    pinned = sum(need.tenant.pinned for need in needs)
+    fewest = pinned + (pinned < len(needs))
+    fitting = [
+        count
+        for count in range(max(1, fewest), max_loaded)
+        if sum(need.least for need in _largest(needs, count)) <= room
+    ]
+    advice = f"max_loaded_models {fitting[-1]} would fit" if fitting else "they would not fit with fewer loaded either"
+    return ConfigError(
+        f"max_loaded_models: {len(together)} models at a time need {size_text(sum(need.least for need in together))} "
+        f"({sizes}), {size_text(room)} are available; {advice}",
+        param="max_loaded_models",
+    )
+
+
+def _share(need: _Need, caches: int) -> Share:
+    """Return a model's options with `caches` bytes for its KV cache and the host's pool."""
+    config, cache = need.tenant.config, need.tenant.config.cache
+    if need.caches is not None and cache.swap_space is None:
+        size = need.caches * HOST_PART // (HOST_PART + 1)
+        config = changed(config, {"swap_space": _host_pool(size)})
+    try:
+        # Free memory with which exactly this is left after steps.
+        enough = int((caches + need.scratch) / cache.gpu_memory_utilization) + 1
+        fitted = fit(
+            config, changed(need.settled, {"swap_space": config.cache.swap_space}), need.footprint.spec, enough,
+            lambda now: need.footprint.step(now).total, quiet=True,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"{need.tenant.name}: {error.message}", param=error.param) from None
+    assert need.settled.model.max_model_len is not None
+    block_bytes = need.footprint.spec.block_bytes(cache.block_size, need.settled.model.max_model_len)
+    if need.caches is None:
+        host = fitted.num_host_blocks * block_bytes
+        config = changed(
+            config,
+            {"kv_cache_memory_bytes": fitted.num_blocks * block_bytes, "swap_space": host if host >= MIB else 0},
+        )
+    return Share(config, fitted.max_model_len)
