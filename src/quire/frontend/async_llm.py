@@ -554,6 +554,11 @@ class AsyncLLM:
         return self._client.replaceable
 
     @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has been silent; 0.0 while its work explains that, and while it is replaced."""
+        return self._client.silent_seconds
+
+    @property
     def num_restarts(self) -> int:
         """How often the engine was replaced."""
         return self._client.num_restarts

@@ -83,6 +83,11 @@ class SupervisedClient:
         return self._max_restarts > 0
 
     @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has been silent without a reason; 0.0 while it is being replaced."""
+        return 0.0 if self.recovering else self._client.stalled_for()
+
+    @property
     def num_condemned(self) -> int:
         """Requests that were ended because they had killed engines."""
         return self._court.num_condemned
@@ -254,7 +259,7 @@ class SupervisedClient:
             if now - before > WATCH_SECONDS + SLEPT_SECONDS:
                 patience = int(STALLED_SECONDS / WATCH_SECONDS)  # let an engine that was stopped as well show itself
             before = now
-            silent = 0.0 if self.recovering else self._client.stalled_for()
+            silent = self.silent_seconds
             patience = max(patience - 1, 0) if silent else 0
             if patience:
                 continue

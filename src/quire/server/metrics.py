@@ -6,6 +6,7 @@ to a scrape of everything.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 
@@ -19,8 +20,10 @@ from quire.step import SchedulerStats
 
 # fmt: off
 HTTP_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LAG_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 10)
 # fmt: on
-REJECTIONS = ("queue_full", "shutting_down", "loading")
+LAG_PERIOD = 0.25
+REJECTIONS = ("queue_full", "rate_limit", "shutting_down", "loading")
 
 
 class Metrics:
@@ -45,6 +48,12 @@ class Metrics:
             buckets=HTTP_BUCKETS,
         )
         self._http_open = Gauge("quire:http_requests_open", "Requests being worked on.", registry=self.registry)
+        self._lag = Histogram(
+            "quire:event_loop_lag_seconds",
+            "How late the server's event loop comes to what is due.",
+            registry=self.registry,
+            buckets=LAG_BUCKETS,
+        )
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
@@ -67,6 +76,14 @@ class Metrics:
         metrics = self._models.get(model) if model is not None else next(iter(self._models.values()), None)
         if metrics is not None:
             metrics.on_rejected(reason)
+
+    async def watch_loop(self) -> None:
+        """Measure how late the event loop is, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            self._lag.observe(max(loop.time() - due, 0.0))
 
     def on_open(self, count: int) -> None:
         """Note how many requests are being worked on, streams included."""

@@ -78,6 +78,7 @@ class ModelMetrics:
         self._labels = (model_name, ENGINE)
         self._metrics: list[MetricWrapperBase] = []
         self._llm: AsyncLLM | None = None
+        self._before = (0, 0)  # restarts and condemned requests of the engines that were attached before
         self._total = _Total()
         self._num_scheduled = 0
         self._sleep_level = 0
@@ -103,6 +104,9 @@ class ModelMetrics:
 
     def attach(self, llm: AsyncLLM | None) -> None:
         """Take the scheduler's gauges and counters from this engine from now on; from none while there is none."""
+        if self._llm is not None and self._llm is not llm:
+            restarts, condemned = self._before
+            self._before = (restarts + self._llm.num_restarts, condemned + self._llm.num_condemned)
         self._llm = llm
 
     def _make_latencies(self) -> None:
@@ -214,6 +218,7 @@ class ModelMetrics:
         for metric in list(self._metrics):
             yield from metric.collect()
         llm = self._llm
+        yield from self._health(llm)
         if llm is None or not llm.ready:
             yield from self._counters()
             return
@@ -222,6 +227,31 @@ class ModelMetrics:
         yield from self._gauges(stats)
         yield from self._counters()
         yield self._cache_info(llm.config, stats)
+
+    def _health(self, llm: AsyncLLM | None) -> Iterable[Metric]:
+        up = llm is not None and llm.ready and not llm.recovering
+        yield self._gauge_by("quire:engine_up", "1 while there is an engine that takes requests.", None, {"": up})
+        restarts, condemned = self._before
+        if llm is not None:
+            restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
+            yield self._gauge_by(
+                "quire:engine_stalled", "1 while the engine is silent without a reason.", None, {"": llm.stalled}
+            )
+            yield self._gauge_by(
+                "quire:engine_heartbeat_age_seconds",
+                "For how long the engine has been silent; 0 while its work explains that.",
+                None,
+                {"": llm.silent_seconds},
+            )
+            if llm.last_recovery_seconds is not None:
+                yield self._gauge_by(
+                    "quire:engine_last_recovery_seconds",
+                    "How long the last replacement of an engine took.",
+                    None,
+                    {"": llm.last_recovery_seconds},
+                )
+        yield self._counter_by("quire:engine_restarts", "Engines that replaced one that died.", None, {"": restarts})
+        yield self._counter_by("quire:requests_condemned", "Requests that killed engines.", None, {"": condemned})
 
     def _gauges(self, stats: SchedulerStats) -> Iterable[Metric]:
         gauges = {

@@ -101,9 +101,9 @@ class _Life:
         self.config = config
         self.listener = listener
         self.stats_logs = [StatsLog() for _ in entries]
-        metrics = Metrics()
-        pool = create_pool(entries, config.server, make_llm, metrics, self.stats_logs)
-        app = build_app(pool, config, metrics)
+        self.metrics = Metrics()
+        pool = create_pool(entries, config.server, make_llm, self.metrics, self.stats_logs)
+        app = build_app(pool, config, self.metrics)
         self.context: ServerContext = app.state.context
         options = uvicorn_config(app, config.server, farewell_seconds=FAREWELL_SECONDS)
         self.http = _Uvicorn(options)
@@ -119,6 +119,7 @@ class _Life:
         tasks = [asyncio.create_task(self.http.serve(sockets=[self.listener]), name="quire-http")]
         if not self.config.server.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="quire-stats"))
+        tasks.append(asyncio.create_task(self.metrics.watch_loop(), name="quire-loop-lag"))
         tasks.append(asyncio.create_task(self._reassure_systemd(), name="quire-sd-watchdog"))
         tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
         self._announce(f"listening url={self.url}")
