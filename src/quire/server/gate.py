@@ -40,6 +40,7 @@ class Gate:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
         self._context = context
+        self._root_path = context.config.server.root_path.rstrip("/")
         self._unlogged = unlogged_paths(context.config.server.disable_access_log_for, UNLOGGED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +68,7 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, visit: _Visit) -> None:
         context = self._context
+        scope["root_path"] = self._root_path
         _check_head(scope)
         keys = context.keys_for(scope["method"], scope["path"])
         digest = keys.check(scope["method"], scope["path"], scope["headers"])

@@ -35,14 +35,19 @@ def listening(server: ServerConfig) -> Iterator[socket.socket]:
             yield listener
         return
     with bind_unix(server.uds) as listener:
-        made = os.stat(server.uds)
+        made = _identity(server.uds)
         try:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                found = os.stat(server.uds)
-                if (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
+                if _identity(server.uds) == made:  # and not that of a server started meanwhile
                     os.unlink(server.uds)
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """Return what tells a file from another one, even if that got its inode."""
+    found = os.stat(path)
+    return (found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def bind(host: str, port: int) -> socket.socket:
