@@ -97,6 +97,11 @@ async def settle(rounds: int = 20) -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
+
+
 async def outputs_of(stream: Any) -> list[RequestOutput]:
     return [output async for output in stream]
 
@@ -146,8 +151,7 @@ def test_streams_do_not_notice_a_death(kind: RequestOutputKind, when: int) -> No
     async def test(world: World, llm: AsyncLLM) -> None:
         streams = {name: await llm.submit(*ask, name) for name, ask in asks.items()}
         readers = {name: asyncio.create_task(outputs_of(stream)) for name, stream in streams.items()}
-        while world.client.engine.num_steps < when:
-            await asyncio.sleep(0)
+        await until(lambda: world.client.engine.num_steps >= when)
         world.client.die()
         for name, reader in readers.items():
             outputs = await reader
@@ -390,8 +394,7 @@ def test_whoever_is_aborted_while_on_trial_makes_room() -> None:
         for _ in range(2):
             world.client.hold()
             world.client.die(suspects=names)
-            while llm.num_restarts < world.num_deaths:
-                await asyncio.sleep(0)
+            await until(lambda: llm.num_restarts == world.num_deaths)
             world.client.hold()
         assert [add.request_id for add in world.client.engine.added] == ["a"]
         streams[0].close()

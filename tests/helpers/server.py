@@ -66,8 +66,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(log: Path, *arguments: str, seconds: float = 120.0) -> Iterator[Server]:
-    """Run `quire serve --port 0 ARGUMENTS` until the block ends; fail if it is not healthy within `seconds`."""
+def serve(log: Path, *arguments: str, seconds: float = 120.0, until: str = "ready") -> Iterator[Server]:
+    """Run `quire serve --port 0 ARGUMENTS` until the block ends; fail if it is not "ready" within `seconds`.
+
+    The block begins then, or, with `until` "listening", as soon as there is an address.
+    """
     path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -77,7 +80,7 @@ def serve(log: Path, *arguments: str, seconds: float = 120.0) -> Iterator[Server
             env=dict(os.environ, PYTHONPATH=path, PYTHONUNBUFFERED="1"),
         )
         try:
-            yield _wait(process, log, time.monotonic() + seconds)
+            yield _wait(process, log, time.monotonic() + seconds, until)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -88,13 +91,15 @@ def serve(log: Path, *arguments: str, seconds: float = 120.0) -> Iterator[Server
                     process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> Server:
+def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float, until: str) -> Server:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         found = ADDRESS.search(log.read_text(errors="replace"))
         if found:
             server = Server(process, found[0], log)
+            if until == "listening":
+                return server
             with contextlib.suppress(OSError):
                 if server.get("/health", 2.0)[0] == 200:
                     return server
