@@ -19,8 +19,10 @@ from quire.server.playground_files import PATHS as PLAYGROUND_PATHS
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health"}) | PLAYGROUND_PATHS
+PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz"})
+OPEN_PATHS = PROBES | PLAYGROUND_PATHS
 OPEN_METHODS = frozenset({"GET", "HEAD"})
+OPEN_POST = "/ping"
 
 
 class ApiKeys:
@@ -105,6 +107,8 @@ class ApiKeys:
             HTTPProblem: 401, no key or a wrong one.
         """
         if not self._rules or (path in OPEN_PATHS and method in OPEN_METHODS):
+            return None
+        if method == "POST" and path == OPEN_POST:
             return None
         given = [value for name, value in headers if name == b"authorization"]
         # Anthropic's clients have a header of their own, and may send the same key in both.
