@@ -20,6 +20,7 @@ from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.responses.store import ResponseStore
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 from quire.server.timeline import Timelines
+from quire.server.tracing import Tracing
 
 ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
 ADMIN_MODEL_PATH = re.compile(r"/v1/models/.+/(load|unload)", re.DOTALL)
@@ -40,7 +41,7 @@ class ServerContext:
         metrics: None where nobody counts.
         draining: set once the server has begun to shut down; new work is refused from then on.
         generations: those that an engine works on, or that are being sent. timelines: what is known of these and of
-            the last ones.
+            the last ones. tracing: None where nobody wants traces.
         responses: those that are kept for later.
     """
 
@@ -54,6 +55,8 @@ class ServerContext:
         self.generations: set[Abortable] = set()
         self.responses = ResponseStore(config.server)
         self.timelines = Timelines()
+        endpoint = config.server.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -104,6 +104,8 @@ class Gate:
             self._context.metrics.on_http(route, method, visit.status or 499, seconds)
         if not self._context.config.server.disable_access_log and path not in self._unlogged:
             log_visit(self._context, scope, visit.request_id, visit.status or 499, seconds)
+        if self._context.tracing is not None:
+            self._context.tracing.trace(scope, visit.request_id, visit.status or 499, seconds)
 
 
 class _Visit:

@@ -29,6 +29,7 @@ from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
 from quire.server.timeline import Visited
 from quire.server.timings import answer_metrics
+from quire.server.tracing import traced_parameters
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -230,7 +231,7 @@ class Generation:
         self.n = self.body.n
         self.context.generations.add(self)
         digest = request.scope["state"].get("key_digest")
-        self._note_visit(request.scope["state"])
+        self._note_visit(request.scope["state"], params)
         salt = self.context.keys.salt(digest, self.body.cache_salt)
         tenant = self.context.keys.tenant(digest, self.body.user)
         try:
@@ -294,7 +295,7 @@ class Generation:
         except TimeoutError:
             raise timed_out(self._deadline.seconds) from None
 
-    def _note_visit(self, state: dict[str, Any]) -> None:
+    def _note_visit(self, state: dict[str, Any], params: Params) -> None:
         """Take this up in the timelines, and where the request's log line and trace look for it."""
         self._visited = Visited(
             self.response_id,
@@ -304,6 +305,7 @@ class Generation:
             self.model,
             self.context.llm,
             self.streams,
+            traced_parameters(params),
         )
         state.setdefault("visited", []).append(self._visited)
         self.context.server.timelines.begin(self._visited)

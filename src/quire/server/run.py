@@ -139,6 +139,8 @@ class _Life:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await closing
+            if self.context.tracing is not None:
+                await asyncio.to_thread(self.context.tracing.close)
         return 0
 
     def _take_signals(self) -> None:

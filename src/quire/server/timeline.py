@@ -42,7 +42,7 @@ class Visited:
 
     Args:
         response_id, request_id: as the client knows them. given_id: what it wanted to be called. key_digest: of whom.
-        streams: one for each prompt; filled while they are submitted.
+        streams: one for each prompt; filled while they are submitted. parameters: what traces say of the request.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class Visited:
         model: str,
         llm: AsyncLLM,
         streams: Sequence[RequestStream],
+        parameters: Mapping[str, Any],
     ) -> None:
         self.response_id = response_id
         self.request_id = request_id
         self.model = model
+        self.parameters = parameters
         self.created = time.time()
         self.started = time.monotonic()
         self.ended: float | None = None

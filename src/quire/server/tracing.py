@@ -1,0 +1,194 @@
+"""OpenTelemetry traces of requests: http -> queue, prefill, decode, with the `gen_ai.*` attributes.
+
+Spans are made when a request is over, from times that are known anyway, so tracing costs nothing while tokens flow.
+They are sent in batches by a thread of the SDK; what it cannot deliver is dropped. The SDK is only imported if it is
+needed (`--otlp-traces-endpoint`, extra `otel`). Prompts and outputs are never part of a trace.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
+
+from quire.errors import ConfigError, echo
+from quire.frontend.processor import Params
+from quire.sampling_params import SamplingParams
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+    from quire.server.timeline import Visited
+    from quire.server.timings import Timings
+
+TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+SERVICE = "quire"
+EXPORT_SECONDS = 5.0
+NANOSECONDS = 1_000_000_000
+
+
+class Tracing:
+    """Makes spans of requests that are over.
+
+    Args:
+        endpoint: URL of a collector that takes OTLP over HTTP. exporter: instead of it.
+
+    Raises:
+        ConfigError: it is no URL, or the packages are missing.
+    """
+
+    def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
+        if not re.match("https?://[^/]", endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint must be a URL of http or https, got {echo(endpoint)}",
+                param="otlp_traces_endpoint",
+            )
+        try:
+            from opentelemetry import trace
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
+        except ImportError as error:
+            raise ConfigError(
+                f"otlp_traces_endpoint needs packages that are not installed ({error.name}): pip install 'quire[otel]'",
+                param="otlp_traces_endpoint",
+            ) from None
+        self._api = trace
+        resource = Resource.create({"service.name": SERVICE, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer: Tracer = self._provider.get_tracer("quire", __version__)
+        # The wall clock at zero of the clock by which requests are timed.
+        self._epoch = time.time_ns() - time.monotonic_ns()
+
+    def close(self) -> None:
+        """Send what is left, for some seconds at most: a collector that does not answer keeps nobody here."""
+        thread = threading.Thread(target=self._provider.shutdown, name="quire-tracing-close", daemon=True)
+        thread.start()
+        thread.join(EXPORT_SECONDS)
+
+    def trace(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        """Make the spans of a request that is over now. Routes that generate nothing have none."""
+        visited: list[Visited] = scope["state"].get("visited", [])
+        if not visited:
+            return
+        ended = time.monotonic()
+        started = min([ended - seconds, *(visit.started for visit in visited)])
+        kinds = self._api.SpanKind
+        root = self._tracer.start_span(
+            f"{scope['method']} {getattr(scope.get('route'), 'path', '')}",
+            self._parent(scope),
+            kinds.SERVER,
+            attributes={
+                "http.request.method": scope["method"],
+                "http.route": getattr(scope.get("route"), "path", ""),
+                "http.response.status_code": status,
+                "quire.request_id": request_id,
+            },
+            start_time=self._moment(started),
+        )
+        if status >= 500:
+            root.set_status(self._api.StatusCode.ERROR)
+        context = self._api.set_span_in_context(root)
+        for visit in visited:
+            for number, timings in enumerate(visit.timings):
+                self._generation(context, visit, number, timings)
+        root.end(self._moment(ended))
+
+    def _generation(self, context: Context, visit: Visited, number: int, timings: Timings) -> None:
+        """Make the span of one prompt and its completions, and within it those of its parts."""
+        end = timings.finished or timings.last_token or visit.ended or time.monotonic()
+        span = self._tracer.start_span(
+            "llm_request",
+            context,
+            attributes=_attributes(visit, number, timings, end),
+            start_time=self._moment(timings.arrival),
+        )
+        inside = self._api.set_span_in_context(span)
+        marks = (("queue", timings.arrival), ("prefill", timings.scheduled), ("decode", timings.first_token))
+        ends = (timings.scheduled, timings.first_token, timings.last_token)
+        for (name, begun), over in zip(marks, ends, strict=True):
+            if begun is not None:
+                part = self._tracer.start_span(name, inside, start_time=self._moment(begun))
+                part.end(self._moment(max(over or end, begun)))
+        self._events(span, timings)
+        span.end(self._moment(max(end, timings.arrival)))
+
+    def _events(self, span: Span, timings: Timings) -> None:
+        if timings.first_token is not None:
+            span.add_event("first token", timestamp=self._moment(timings.first_token))
+        if timings.num_preemptions:
+            span.set_attribute("quire.preemptions", timings.num_preemptions)
+
+    def _moment(self, seconds: float) -> int:
+        """Return monotonic seconds as nanoseconds since 1970."""
+        return self._epoch + int(seconds * NANOSECONDS)
+
+    def _parent(self, scope: Scope) -> Context:
+        """Return the context that the client's `traceparent` names; an empty one without it, or if it is malformed."""
+        from opentelemetry.context import Context
+
+        given = [value for name, value in scope["headers"] if name == b"traceparent"]
+        found = TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
+        if found is None or (found[1] == b"00" and found[5]):
+            return Context()
+        parent = self._api.SpanContext(
+            trace_id=int(found[2], 16),
+            span_id=int(found[3], 16),
+            is_remote=True,
+            trace_flags=self._api.TraceFlags(int(found[4], 16)),
+        )
+        return self._api.set_span_in_context(self._api.NonRecordingSpan(parent), Context())
+
+
+def traced_parameters(params: Params) -> dict[str, Any]:
+    """Return what traces say of a request's parameters."""
+    if not isinstance(params, SamplingParams):
+        return {"gen_ai.request.n": params.beam_width, "gen_ai.request.max_tokens": params.max_tokens}
+    return {
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+    }
+
+
+def _attributes(visit: Visited, number: int, timings: Timings, end: float) -> Mapping[str, Any]:
+    """Return what a span says of a generation: by the names of OpenTelemetry's conventions, and by vLLM's."""
+    first = timings.first_token
+    values: dict[str, Any] = {
+        "gen_ai.operation.name": "generate",
+        "gen_ai.request.id": visit.response_id,
+        "gen_ai.request.model": visit.model,
+        "gen_ai.response.id": visit.response_id,
+        "gen_ai.response.model": visit.model,
+        "gen_ai.response.finish_reasons": [reason for reason in timings.finish_reasons if reason is not None],
+        "gen_ai.usage.input_tokens": timings.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": timings.num_tokens,
+        "gen_ai.usage.prompt_tokens": timings.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": timings.num_tokens,
+        "gen_ai.usage.cached_tokens": timings.num_cached_tokens,
+        "gen_ai.latency.e2e": end - timings.arrival,
+        "gen_ai.latency.time_in_queue": timings.queue_seconds,
+        "gen_ai.latency.time_to_first_token": None if first is None else first - timings.arrival,
+        "gen_ai.latency.time_in_model_prefill": timings.prefill_seconds,
+        "gen_ai.latency.time_in_model_decode": timings.decode_seconds,
+        "gen_ai.latency.time_in_model_inference": (
+            None if timings.scheduled is None or timings.last_token is None else timings.last_token - timings.scheduled
+        ),
+        "quire.prompt": number,
+        **visit.parameters,
+    }
+    return {name: value for name, value in values.items() if value is not None}
