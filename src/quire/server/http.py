@@ -185,20 +185,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, problem: HTTPProblem) -> None:
-        """Answer and close; an answer under way is cut off, because a second one cannot be put into it."""
+        """Answer and close; an answer that has begun is cut off, because a second one cannot be put into it."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            status = status_of(problem)
-            request_id = str(uuid.uuid4())
-            path = self.url.partition(b"?")[0].decode("latin-1")
-            body = error_body(problem, path, request_id)
-            more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
-            head = (
-                f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{more}"
-                f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_started and not self.pipeline:
+            # For the app the client is gone; what it says now is not sent.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        elif cycle is not None and not cycle.response_complete:
+            self.transport.close()
+            return
+        status = status_of(problem)
+        request_id = str(uuid.uuid4())
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        body = error_body(problem, path, request_id)
+        more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
+        head = (
+            f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{more}"
+            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.transport.close()
 
     def _stop_timer(self) -> None:

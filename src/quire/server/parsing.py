@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +26,7 @@ MAX_DEPTH = 64
 MAX_DIGITS = 4000  # Python itself refuses to read longer integers
 HUGE = 10**40  # stands for integers longer than that; above every bound of every field
 BODY_SECONDS = 20.0
+BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 # Fields whose texts are checked where the place within them is known, or an answer is known anyway.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
@@ -42,12 +44,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     _check_headers(request, limit)
     chunks: list[bytes] = []
     size = 0
+    started = time.monotonic()
     while True:
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(min(BODY_SECONDS, started + BODY_SECONDS + size / BODY_RATE - time.monotonic())):
                 part = await request.receive()
         except TimeoutError:
-            message = f"the body did not arrive: nothing for {BODY_SECONDS:g} s"
+            message = f"the body did not arrive: nothing for {BODY_SECONDS:g} s, or too little in a longer time"
             headers = {"Connection": "close"}
             raise HTTPProblem(408, message, code="request_timeout", headers=headers) from None
         if part["type"] == "http.disconnect":
