@@ -21,7 +21,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import GenerationError, OverloadedError, QuireError, echo
@@ -272,11 +272,15 @@ def _methods_of(request: Request) -> list[str]:
 
     Routes with the very path count before those that would take a part of it for a name.
     """
-    scope = dict(request.scope)
+    scope = {**request.scope, "path_params": {}}
+    # FastAPI keeps the routes of an included router below it, or, in earlier versions, beside the others.
+    routes: list[BaseRoute] = []
+    for route in request.app.routes:
+        routes += route.original_router.routes if hasattr(route, "original_router") else [route]
     found: dict[bool, list[str]] = {False: [], True: []}
     for method in METHODS:
         scope["method"] = method
-        matches = [route.matches(scope) for route in request.app.routes]
+        matches = [route.matches(scope) for route in routes]
         for named in {bool(child.get("path_params")) for match, child in matches if match is Match.FULL}:
             found[named].append(method)
     return found[False] or found[True]
