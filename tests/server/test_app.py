@@ -18,6 +18,11 @@ from tests.helpers.live_server import LiveServer, MakeServer, server_config
 ROUTES = {
     "/v1/completions": {"post"},
     "/v1/chat/completions": {"post"},
+    "/v1/responses": {"post"},
+    "/v1/responses/{response_id}": {"get", "delete"},
+    "/v1/responses/{response_id}/cancel": {"post"},
+    "/v1/responses/{response_id}/input_items": {"get"},
+    "/v1/responses/input_tokens": {"post"},
     "/v1/models": {"get"},
     "/v1/models/{model_id}": {"get"},
     "/tokenize": {"post"},

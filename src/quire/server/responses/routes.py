@@ -24,7 +24,7 @@ from quire.server.responses.protocol import ConversationRequest, InputTokensRequ
 from quire.server.responses.resource import new_response
 from quire.server.responses.running import ResponseRun, lease, spawn, start_fitting
 from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server.responses.translate import chat_request, check_include, counted_request, told
+from quire.server.responses.translate import LOGPROBS, chat_request, check_include, counted_request, told
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
 
 router = APIRouter()
@@ -34,6 +34,17 @@ MAX_DIGITS = 9
 PREFIX = "/v1/responses"
 
 M = TypeVar("M", bound=ConversationRequest)
+
+INCLUDE = {"type": "array", "items": {"enum": [LOGPROBS]}}
+
+
+def _described(**parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that reads its query itself."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in parameters.items()
+        ]
+    }
 
 
 def _store(request: Request) -> ResponseStore:
@@ -161,7 +172,15 @@ async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> Async
             await stored.more()
 
 
-@router.get(PREFIX + "/{response_id}")
+@router.get(
+    PREFIX + "/{response_id}",
+    openapi_extra=_described(
+        include=INCLUDE,
+        stream={"type": "boolean"},
+        starting_after={"type": "integer", "minimum": 0},
+        include_obfuscation={"type": "boolean"},
+    ),
+)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a response, or with `stream` the events of one that was made in the background."""
     query = _query(request, ("include", "include[]", "stream", "starting_after", "include_obfuscation"))
@@ -204,7 +223,15 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return _json(stored.resource())
 
 
-@router.get(PREFIX + "/{response_id}/input_items")
+@router.get(
+    PREFIX + "/{response_id}/input_items",
+    openapi_extra=_described(
+        limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        order={"enum": ["asc", "desc"], "default": "desc"},
+        after={"type": "string"},
+        include=INCLUDE,
+    ),
+)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the items of a response's request."""
     query = _query(request, ("limit", "order", "after", "include", "include[]"))
