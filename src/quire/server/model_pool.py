@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from quire.engine.advice import size_text
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
 MOST_STAY_SECONDS = 30.0
+
+Work = Callable[[ServedModel], Coroutine[Any, Any, None]]
 
 
 class ModelPool:
@@ -218,19 +221,22 @@ class ModelPool:
                 continue  # it is being loaded already, or has to go first, and will be looked at again
             elif model.in_memory or free > 0:
                 free -= not model.in_memory
-                self._begin(model, "loading", self._load(model))
+                self._begin(model, "loading", self._load)
             elif coming > 0:
                 coming -= 1
             else:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Begin to unload a model, or have one take no more requests, if there is one that may go."""
-        able = [model for model in self.models if model.may_go]
+        """Begin to unload a model, or have one take no more requests, if there is one that may go.
+
+        Also one that others wait for, who came later.
+        """
+        able = [model for model in self.models if model.may_go and not model.leaving]
         idle = [model for model in able if not model.in_use]
         if idle:
             victim = min(idle, key=lambda model: model.last_used)
-            self._begin(victim, "unloading", self._unload(victim))
+            self._begin(victim, "unloading", self._unload)
         elif able:
             victim = min(able, key=lambda model: model.last_acquired)
             # A model that takes long to load stays for as long, or else loading would be all that happens.
@@ -239,13 +245,13 @@ class ModelPool:
             if stay > 0:
                 asyncio.get_running_loop().call_later(stay, self.advance)
 
-    def _begin(self, model: ServedModel, action: str, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, model: ServedModel, action: str, work: Work) -> None:
         """Run `work` in the background as the only one that changes this model."""
         assert model.task is None
 
         async def run() -> None:
             try:
-                await work
+                await work(model)
             finally:
                 model.task, model.action = None, ""
                 if not self._closing:
@@ -343,9 +349,9 @@ class ModelPool:
 
     def _put_away(self, model: ServedModel) -> None:
         if self._unload_idle and not model.pinned and model.remake is not None:
-            self._begin(model, "unloading", self._unload(model))
+            self._begin(model, "unloading", self._unload)
         elif not model.llm.is_sleeping:
-            self._begin(model, "going to sleep", self._sleep(model, 1))
+            self._begin(model, "going to sleep", partial(self._sleep, level=1))
 
     # ---- by hand ----
 
@@ -364,7 +370,7 @@ class ModelPool:
         if model.remake is None:
             raise HTTPProblem(409, "this server cannot unload its model", code="not_allowed")
         if model.in_memory:
-            self._begin(model, "unloading", self._unload(model))
+            self._begin(model, "unloading", self._unload)
             await _ended(model)
 
     async def sleep(self, model: ServedModel, level: int) -> None:
@@ -373,7 +379,7 @@ class ModelPool:
         await self._quiet(model)
         if not model.in_memory:
             raise HTTPProblem(409, f"the model {model.names[0]} is not loaded", code="model_not_loaded")
-        self._begin(model, "going to sleep", self._sleep(model, level))
+        self._begin(model, "going to sleep", partial(self._sleep, level=level))
         await _ended(model)
 
     async def _quiet(self, model: ServedModel) -> None:

@@ -103,8 +103,7 @@ class ServedModel:
     @property
     def may_go(self) -> bool:
         """Whether it could make room for another one, perhaps once its users are gone."""
-        awaited = self.pinned or self.remake is None or self.leaving or self.waiters
-        return self.in_memory and self.task is None and not awaited
+        return self.in_memory and self.task is None and not self.pinned and self.remake is not None
 
     @property
     def was_ready(self) -> bool:
