@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.routing import Route
 
-from quire.server.auth import ApiKeys
+from quire.server.auth import OPEN_PATHS, PROBES, ApiKeys
 from tests.helpers.live_server import LiveServer
 
 KEY = {"authorization": "Bearer secret"}
@@ -35,12 +35,14 @@ def test_a_key_opens_every_route(locked: LiveServer) -> None:
     assert locked.http.get("/v1/models", headers=KEY).status_code == 200
 
 
-def test_only_health_needs_none(locked: LiveServer) -> None:
-    assert locked.http.get("/health").status_code == 200
-    assert locked.http.head("/health").status_code == 200
-    assert locked.http.post("/health").status_code == 401
-    paths = {route.path for route in locked.app.routes if isinstance(route, Route)} - {"/health"}
-    paths |= {"/v1/completions", "/tokenize", "/metrics", "/version", "/openapi.json", "/docs", "/invocations", "/"}
+def test_only_probes_and_the_page_need_none(locked: LiveServer) -> None:
+    for path in PROBES:
+        assert locked.http.get(path).status_code == 200
+        assert locked.http.head(path).status_code == 200
+        assert locked.http.post(path).status_code == (200 if path == "/ping" else 401)
+        assert locked.http.put(path).status_code == 401
+    paths = {route.path for route in locked.app.routes if isinstance(route, Route)} - OPEN_PATHS
+    paths |= {"/v1/completions", "/tokenize", "/metrics", "/version", "/openapi.json", "/docs", "/invocations", "/load"}
     for path in paths:
         for method in ("GET", "POST", "OPTIONS", "HEAD", "TRACE"):
             assert locked.http.request(method, path).status_code == 401, (method, path)
