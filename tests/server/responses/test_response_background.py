@@ -207,6 +207,8 @@ def test_a_stream_that_is_left_is_kept_as_cancelled(make_server: MakeServer) -> 
         response_id = json.loads(first.split("data: ")[1].split("\n")[0])["response"]["id"]
     server.wait_until(lambda: server.context.num_open == 0)
     assert get(server, response_id)["status"] == "cancelled"
+    stored = server.do(lambda: server.context.responses.get(b"", response_id))
+    assert server.context.responses.size == stored.size == stored.measure()  # counted once
 
 
 def test_shutting_down_ends_what_is_made_in_the_background(server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
@@ -147,14 +148,16 @@ def _conversation(request: Request, body: ConversationRequest) -> tuple[list[Ite
 
 
 async def _exhaust(run: ResponseRun) -> None:
-    async for _ in run.events():
-        pass
+    async with contextlib.aclosing(run.events()) as batches:
+        async for _ in batches:
+            pass
 
 
 async def _encoded(run: ResponseRun, obfuscated: bool) -> AsyncGenerator[bytes, None]:
-    async for events in run.events():
-        if events:
-            yield b"".join([encode_event(event, obfuscated=obfuscated) for event in events])
+    async with contextlib.aclosing(run.events()) as batches:
+        async for events in batches:
+            if events:
+                yield b"".join([encode_event(event, obfuscated=obfuscated) for event in events])
 
 
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:

@@ -106,9 +106,8 @@ class ResponseRun:
 
     def close(self) -> None:
         """Say that nobody reads the events any more, if anybody ever has."""
-        if not self._ended:
-            self._aborted = True
-            self._end()
+        self._aborted = True
+        self._end()
 
     def _take(self, news: ChoiceNews) -> list[StreamEvent]:
         """Add what has come."""
@@ -146,6 +145,8 @@ class ResponseRun:
 
     def _end(self) -> None:
         """Say that it is over, however that came about: a client that goes away cancels its response."""
+        if self._ended:
+            return
         self._ended = True
         if not self.stored.finished:
             self._builder.finish(complete=False)

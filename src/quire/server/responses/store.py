@@ -70,6 +70,12 @@ class StoredResponse:
         events = sum([len(event) for event in self.events or ()])
         return text_size([self.earlier, self.items]) + len(msgspec.json.encode(self.response)) + events
 
+    def settle(self) -> None:
+        """Let go of what has made it, and wake those who wait for its end."""
+        self.abort, self.output = lambda: None, list
+        self.note()
+        self.ended.set()
+
     def note(self) -> None:
         """Wake those who follow the events."""
         news, self._news = self._news, asyncio.Event()
@@ -125,8 +131,7 @@ class ResponseStore:
 
     def finish(self, stored: StoredResponse) -> None:
         """Note that a response has ended; it is kept from now on as long as there is room."""
-        stored.note()
-        stored.ended.set()
+        stored.settle()
         shelf = self._shelves.get(stored.owner)
         if shelf is None or shelf.responses.get(stored.response_id) is not stored:
             return  # deleted meanwhile
