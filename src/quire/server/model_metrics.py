@@ -235,6 +235,12 @@ class ModelMetrics:
         if llm is not None:
             restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
             yield self._gauge_by(
+                "quire:engine_recovering", "1 while an engine that died is being replaced.", None, {"": llm.recovering}
+            )
+            yield self._gauge_by(
+                "quire:engine_failed", "1 once an engine has died and will not be replaced.", None, {"": llm.errored}
+            )
+            yield self._gauge_by(
                 "quire:engine_stalled", "1 while the engine is silent without a reason.", None, {"": llm.stalled}
             )
             yield self._gauge_by(
