@@ -1,0 +1,197 @@
+"""Every error has the shape that the clients of its path understand, wherever it is raised."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.errors import OverloadedError
+from quire.server.errors import Family, error_body, family_of
+from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.checks import HI, JSON, LEAKS, check_error
+from tests.server.test_lifecycle import read_until, request_bytes
+
+MESSAGES, COUNT, OLLAMA_CHAT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/v1/chat/completions"
+ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+    500: "api_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def body_of(path: str) -> dict[str, Any]:
+    """Return a good request."""
+    return {"model": "fake", "messages": HI, **({"max_tokens": 3} if path == MESSAGES else {})}
+
+
+def check_shape(path: str, response: httpx.Response, status: int) -> str:
+    """Check what is promised of an error of this path; return its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    request_id = response.headers["x-request-id"]
+    assert len(response.content) <= 4096
+    assert not LEAKS.search(response.text), response.text
+    body = response.json()
+    if path.startswith("/v1/messages"):
+        assert response.headers["request-id"] == request_id
+        assert set(body) == {"type", "error", "request_id"}
+        assert (body["type"], body["request_id"]) == ("error", request_id)
+        assert set(body["error"]) == {"type", "message"}
+        assert body["error"]["type"] == ANTHROPIC[status]
+        return str(body["error"]["message"])
+    if path.startswith("/api/"):
+        assert set(body) == {"error"}
+        return str(body["error"])
+    return str(check_error(response, status, body["error"]["code"], body["error"]["param"])["message"])
+
+
+PATHS = (MESSAGES, COUNT, OLLAMA_CHAT, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [
+        (MESSAGES, Family.ANTHROPIC),
+        (COUNT, Family.ANTHROPIC),
+        ("/v1/messages/batches", Family.ANTHROPIC),
+        ("/v1/messagesx", Family.OPENAI),
+        ("/api/anything", Family.OLLAMA),
+        ("/api", Family.OPENAI),
+        ("/apix/chat", Family.OPENAI),
+        (CHAT, Family.OPENAI),
+        ("/", Family.OPENAI),
+    ],
+)
+def test_the_path_tells_the_family(path: str, family: Family) -> None:
+    assert family_of(path) is family
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", JSON, 400),
+        (b"[]", JSON, 400),
+        (b"[" * 100_000, JSON, 400),
+        (b"\xff\xfe", JSON, 400),
+        (b'{"temperature": NaN}', JSON, 400),
+        (b"{}", JSON, 400),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {**JSON, "content-encoding": "gzip"}, 415),
+        (b" " * (2**20 + 1), JSON, 413),
+        (b"{}", {**JSON, **{f"x-{number}": "1" for number in range(120)}}, 431),
+    ],
+)
+def test_errors_of_the_protocol(
+    server: LiveServer, path: str, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    check_shape(path, server.http.post(path, content=content, headers=headers), status)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/api/nope", "/v1/nope"])
+def test_unknown_paths(server: LiveServer, path: str) -> None:
+    assert path in check_shape(path, server.http.get(path), 404)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_methods_that_are_not_allowed(server: LiveServer, path: str) -> None:
+    response = server.http.get(path)
+    assert response.headers["allow"] == "POST"
+    check_shape(path, response, 405)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_keys(make_server: MakeServer, path: str) -> None:
+    live = make_server(api_key=["secret"])
+    check_shape(path, live.http.post(path, json={}), 401)
+    for headers in ({"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": "secret"}):
+        check_shape(path, live.http.post(path, json={}, headers=headers), 401)
+    for headers in ({"authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+        check_shape(path, live.http.post(path, json={}, headers=headers), 400)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_server_that_loads_or_goes_away(make_server: MakeServer, path: str) -> None:
+    loading = make_server(start=False)
+    response = loading.http.post(path, json={})
+    assert int(response.headers["retry-after"]) > 0
+    check_shape(path, response, 503)
+    live = make_server()
+    live.context.draining = True
+    check_shape(path, live.http.post(path, json={}), 503)
+
+
+@pytest.mark.parametrize(("path", "status"), [(MESSAGES, 529), (OLLAMA_CHAT, 503), (CHAT, 503)])
+def test_a_full_queue(make_server: MakeServer, path: str, status: int) -> None:
+    live = make_server(max_num_queued_reqs=1)
+    live.do(live.client.hold)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(live.http.post, CHAT, json={**body_of(CHAT), "max_tokens": 2})
+        live.wait_until(lambda: len(live.engine.live) == 1)
+        response = live.http.post(path, json=body_of(path))
+        live.do(live.client.resume)
+        assert accepted.result().status_code == 200
+    assert response.headers["retry-after"] == "1"
+    check_shape(path, response, status)
+
+
+def test_a_bug_is_not_described(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret /home/somebody")
+
+    live = make_server()
+    monkeypatch.setattr(live.llm, "chat_prompt", fail)
+    for path in PATHS:
+        message = check_shape(path, live.http.post(path, json=body_of(path)), 500)
+        assert "log" in message and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "ending"),
+    [
+        (
+            MESSAGES,
+            b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"logits are not finite"},',
+        ),
+        (OLLAMA_CHAT, b'\n{"error":"logits are not finite"}\n'),
+        (CHAT, b'data: {"error":{"message":"logits are not finite","type":"server_error"'),
+    ],
+)
+def test_an_error_within_a_stream(make_server: MakeServer, path: str, ending: bytes) -> None:
+    live = make_server(llm={"max_model_len": 100_000})
+    body = {**body_of(path), "stream": True}
+    if path != OLLAMA_CHAT:
+        body["max_tokens"] = 90_000
+    with live.connect() as connection:
+        connection.sendall(request_bytes(path, body, "Connection: close\r\n"))
+        got = read_until(connection, b'"done":' if path == OLLAMA_CHAT else b"data: ")
+        live.do(lambda: live.engine.fail_on.update(live.engine.live))
+        while chunk := connection.recv(65536):
+            got += chunk
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert ending in got, got[-500:]
+    assert b"[DONE]" not in got and b"message_stop" not in got and b'"done":true' not in got
+
+
+def test_bytes_that_are_no_request_at_all(server: LiveServer) -> None:
+    for path, mark in ((b"/v1/messages", b'"type":"error"'), (b"/api/chat", b'{"error":"'), (b"/v1/x", b'"code":')):
+        head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 70_000 + b"\r\n\r\n"
+        answer = server.raw(head)
+        assert b" 431 " in answer.split(b"\r\n")[0]
+        assert mark in answer
+
+
+def test_messages_are_short() -> None:
+    for path in PATHS:
+        assert len(error_body(OverloadedError("x" * 100_000), path, "r" * 128)) < 4096
