@@ -115,6 +115,7 @@ def test_calls_reasoning_and_outputs_become_messages(family: LiveServer) -> None
         ([{"type": "reasoning", "content": [{"type": "a", "text": ""}]}], "input[0].content[0].type", "invalid_value"),
         ([{"id": "msg_nobody"}], "input[0].id", "item_not_found"),
         ([{"role": "user", "content": "x" * 5000}], "input", "context_length_exceeded"),
+        ([{"role": "user", "content": ""}] * 8193, "input", "array_above_max_length"),
     ],
 )
 def test_bad_items(family: LiveServer, value: Any, param: str, code: str) -> None:

@@ -141,6 +141,12 @@ def test_logprobs_are_those_of_the_text(family: LiveServer) -> None:
     logprobs = message["content"][0]["logprobs"]
     assert "".join(item["token"] for item in logprobs).strip() == "hello world"
     assert [len(item["top_logprobs"]) for item in logprobs] == [2] * len(logprobs)
+    for text in ("<b> and </b", "ö < <too", "\n x"):  # held back until it is no mark
+        says(family, THOUGHT + text)
+        [_, message] = ask(family, include=[LOGPROBS])["output"]
+        part = message["content"][0]
+        made = b"".join(bytes(item["bytes"]) for item in part["logprobs"]).decode()
+        assert made.strip() == part["text"].strip() == text.strip()
     [_, message] = ask(family)["output"]
     assert message["content"][0]["logprobs"] == []
 

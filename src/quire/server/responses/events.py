@@ -35,6 +35,15 @@ def obfuscated_event(data: bytes) -> bytes:
     return encode_event(_decode(data.partition(b"\ndata: ")[2]), obfuscated=True)
 
 
+def _made_of(text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last ones of some tokens, as many as a text is made of: those before are marks."""
+    left, start = len(text.encode()), len(logprobs)
+    while left > 0 and start:
+        start -= 1
+        left -= len(logprobs[start]["bytes"] or ())
+    return logprobs[start:]
+
+
 class OutputBuilder:
     """The output of one response, so far.
 
@@ -72,14 +81,17 @@ class OutputBuilder:
                 case ReasoningDelta():
                     made += [*self._need("reasoning"), *self._delta(event.text)]
                 case ContentDelta():
-                    made += [*self._need("message"), *self._delta(event.text)]
+                    begun = self._need("message")
+                    if begun:
+                        self._logprobs = _made_of(event.text, self._logprobs)
+                    made += [*begun, *self._delta(event.text)]
                 case CallStart():
                     made += [*self._close("completed"), *self._begin(_OpenCall(event.name, event.id or new_id("call")))]
                 case CallArguments():
                     made += self._delta(event.text)
                 case CallEnd():
                     made += self._close("completed")
-        if self._open is None or self._open.kind != "message":
+        if events and not isinstance(events[-1], ContentDelta):
             self._logprobs = []
         return made
 

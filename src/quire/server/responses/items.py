@@ -17,6 +17,7 @@ from quire.server.parsing import refuse_unless_harmless
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
 
+MAX_ITEMS = 8192
 MAX_ID_LENGTH = 256
 STATUSES = ("in_progress", "completed", "incomplete")
 ROLES = ("user", "assistant", "system", "developer")
@@ -80,6 +81,10 @@ def check_input(value: Any, find: FindItem, *, ignore_unknown: bool = False) -> 
     if not isinstance(value, list):
         raise RequestError(
             f"input must be a string or a list of items, got {echo(value)}", param="input", code="invalid_type"
+        )
+    if len(value) > MAX_ITEMS:
+        raise RequestError(
+            f"input may have at most {MAX_ITEMS} items, got {len(value)}", param="input", code="array_above_max_length"
         )
     check = _Checker(find, ignore_unknown)
     return [check.item(item, f"input[{index}]") for index, item in enumerate(value)]

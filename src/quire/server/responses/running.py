@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.errors import ContextLengthError, QuireError, RequestError
+from quire.outputs import CompletionOutput
 from quire.server.chat import ChatCompletion, ChoiceNews
 from quire.server.context import ModelContext
 from quire.server.errors import error_object
@@ -115,13 +117,21 @@ class ResponseRun:
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             made.append(self._lifecycle("response.in_progress"))
-        logprobs = self.chat.extras(news.output)["logprobs"]
-        made += self._builder.add(news.events, [] if logprobs is None else logprobs["content"])
+        made += self._builder.add(news.events, self._logprobs(news.output))
         if news.output.finished:
             complete(self.response, news.output.finish_reason)
             made += self._builder.finish(complete=self.response["status"] == "completed")
             made.append(self._final())
         return made
+
+    def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the log-probabilities of new tokens, but for one that ends the text and is no part of it."""
+        logprobs = self.chat.extras(output)["logprobs"]
+        if logprobs is None:
+            return []
+        content: list[dict[str, Any]] = logprobs["content"]
+        ends = {output.stop_reason, *self.chat.context.llm.model_info.eos_token_ids}
+        return content[:-1] if output.finish_reason == "stop" and output.token_ids[-1] in ends else content
 
     def _failed(self, error: QuireError) -> list[StreamEvent]:
         """Note what ended it. Who cancelled it knows why."""
