@@ -139,9 +139,9 @@ def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: Make
         first = pool.submit(server.http.post, "/v1/completions", json={**body, "prompt": [5] * 100})
         server.wait_until(lambda: server.llm.backlog.num_tokens == 100)
         server.do(lambda: set_rate(server, 50.0))
-        assert refused([5] * 200).headers["retry-after"] == "1"
+        assert refused([5] * 200).headers["retry-after"] == "2"
         server.do(lambda: set_rate(server, 10.0))
-        assert refused([5]).headers["retry-after"] == "5"
+        assert refused([5]).headers["retry-after"] == "6"
         server.do(lambda: set_rate(server, 50.0))
         refused([5], timeout=1.5)
         server.do(server.fake_client.resume)

@@ -48,6 +48,7 @@ THREAD_CHARS = 4096
 TOKENIZER_THREADS = 2
 GRAMMAR_THREADS = 8  # they wait for other processes
 QUEUED_PER_RUNNING = 4
+PREDICTED_SHARE = 0.85  # of the time a first token may take; what is predicted is wrong in both directions
 
 T = TypeVar("T")
 
@@ -229,10 +230,10 @@ class AsyncLLM:
         if queued and queued + num_tokens > self._most_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
         limits = [limit for limit in (within, self.config.server.max_ttft) if limit is not None]
-        if limits and queued and wait is not None and wait > min(limits):
+        if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):
             raise OverloadedError(
-                f"the first token would come in {wait:.1f} s, later than the {min(limits):.1f} s it may take",
-                retry_after=max(1.0, wait - min(limits)),
+                f"the first token would come in {wait:.1f} s or later; it may take {min(limits):.1f} s",
+                retry_after=max(1.0, wait - PREDICTED_SHARE * min(limits)),
             )
 
     async def generate(
