@@ -71,7 +71,6 @@ def test_all_streams_complete_when_the_engine_is_killed(tmp_path: Path, repetiti
                 check(requests.answers(), expected)
                 complete = max(answer.at for answer in requests.answers()) - killed
             assert (canary.status, canary.reason) == (200, "length")
-            assert unready <= 0.25
             rows.append((number, before, unready, ready, complete, canary.at - killed))
         assert server.process.poll() is None and server.process.pid == server_pid
         assert engine_pid(server) != engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire import logs
-from quire.child_process import die_with_parent, start_module
+from quire.child_process import start_module
 from quire.config import CONFIG_GROUPS, EngineConfig
 from quire.engine.channel import ChannelError, EngineEnd, FrontEnd, message
 from quire.engine.heartbeat import Heartbeat, LifeSigns, Watch, anonymous_file, create_heartbeat
@@ -49,7 +50,7 @@ class ProcessClient:
     """Starts the engine process and carries messages to and from it.
 
     Args:
-        module: what the child runs; another one than this one is for tests.
+        module: whose `main` the child runs; another one than this one is for tests.
     """
 
     def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
@@ -303,7 +304,6 @@ def serve(
 
 def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     """Entry point of the child process."""
-    die_with_parent(int(sys.argv[1]))
     # Ctrl-C, and the SIGTERM of some service managers, reach the whole group; the front decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -316,8 +316,6 @@ def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     signs = LifeSigns(Heartbeat(started["heartbeat"]))
     os.close(started["heartbeat"])
     config = EngineConfig.from_kwargs(**started["options"])
-    return serve(EngineEnd(started["channel"]), signs, config, make_core)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    code = serve(EngineEnd(started["channel"]), signs, config, make_core)
+    gc.freeze()  # else Python looks through all objects once more before it ends, and a server that stops waits for that
+    return code

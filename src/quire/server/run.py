@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import ipaddress
 import logging
 import signal
@@ -73,7 +74,9 @@ def run_server(
             dataclasses.replace(entry, config=with_key_weights(entry.config))
             for entry in entries or [ModelEntry(config=config)]
         ]
-        return runner.run(_Life(config, listener, make_llm, models).live())
+        code = runner.run(_Life(config, listener, make_llm, models).live())
+    gc.freeze()  # else Python looks through all objects once more before it ends, which takes longer than all the rest
+    return code
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
