@@ -51,6 +51,14 @@ def test_what_a_line_has(make_server: MakeServer, caplog: pytest.LogCaptureFixtu
     assert record.getMessage().endswith("ms mine key=key-0 tokens=8+2")
 
 
+def test_a_trace_is_named(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    for parent in (f"00-{trace}-00f067aa0ba902b7-01", f"00-{trace}-00f067aa0ba902b7-01-more", "forged"):
+        server.http.get("/v1/models", headers={"traceparent": parent})
+    told = [fields(record).get("trace_id") for record in records(server, caplog, "quire.access")]
+    assert told == [trace, None, None]
+
+
 def test_paths_can_be_left_out(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server = make_server(disable_access_log_for=["/version,/nowhere", "/tokenize"])
     for path in ("/version", "/nowhere", "/tokenize", "/health", "/metrics", "/v1/models"):

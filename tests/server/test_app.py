@@ -30,6 +30,8 @@ ROUTES = {
     "/health": {"get"},
     "/version": {"get"},
     "/metrics": {"get"},
+    "/requests": {"get"},
+    "/requests/{id}": {"get"},
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire import logs
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient
@@ -416,6 +417,7 @@ class AsyncLLM:
 
     async def _receive(self) -> None:
         """The background task: deliver what the engine says until it is gone."""
+        logs.request_id.set(None)  # whose request began it does not matter
         try:
             while True:
                 message = await self._client.receive()

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from quire import logs
 from quire.engine.client import EngineClient
 from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, ToEngine
 from quire.errors import EngineDeadError, GenerationError, QuireError
@@ -251,6 +252,7 @@ class SupervisedClient:
 
     async def _watch(self) -> None:
         """The watchdog: a background task."""
+        logs.request_id.set(None)  # whose request began it does not matter
         patience = 0
         before = time.monotonic()
         while True:

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from quire.frontend.request_stream import RequestStream
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.errors import shorten
+from quire.server.tracing import trace_of
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -45,6 +46,9 @@ def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int
         "status": status,
         "ms": round(1000 * seconds, 1),
     }
+    trace = trace_of(scope)
+    if trace is not None:
+        fields["trace_id"] = trace[2].decode()
     text = "{client} {method} {path} {status} {ms:.1f} ms {request_id}".format(**fields)
     rules = context.keys.rules(state.get("key_digest"))
     if rules is not None:

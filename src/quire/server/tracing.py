@@ -140,9 +140,8 @@ class Tracing:
         """Return the context that the client's `traceparent` names; an empty one without it, or if it is malformed."""
         from opentelemetry.context import Context
 
-        given = [value for name, value in scope["headers"] if name == b"traceparent"]
-        found = TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
-        if found is None or (found[1] == b"00" and found[5]):
+        found = trace_of(scope)
+        if found is None:
             return Context()
         parent = self._api.SpanContext(
             trace_id=int(found[2], 16),
@@ -151,6 +150,13 @@ class Tracing:
             trace_flags=self._api.TraceFlags(int(found[4], 16)),
         )
         return self._api.set_span_in_context(self._api.NonRecordingSpan(parent), Context())
+
+
+def trace_of(scope: Scope) -> re.Match[bytes] | None:
+    """Return the parts of the request's `traceparent`: version, trace, span, flags; None if there is no valid one."""
+    given = [value for name, value in scope["headers"] if name == b"traceparent"]
+    found = TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
+    return None if found is None or (found[1] == b"00" and found[5]) else found
 
 
 def traced_parameters(params: Params) -> dict[str, Any]:

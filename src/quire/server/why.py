@@ -31,9 +31,7 @@ def explain(prompts: Sequence[Mapping[str, Any]], seconds: float, num_restarts: 
         parts += [(took, text + name) for took, text in _parts(prompt)]
     if num_restarts:
         times = "once" if num_restarts == 1 else f"{num_restarts} times"
-        trouble.append(
-            (seconds, f"the engine was restarted {times}; what it had computed was computed again")
-        )
+        trouble.append((seconds, f"the engine was restarted {times}; what it had computed was computed again"))
     parts = [part for part in parts if part[0] >= LEAST_SHARE * seconds]
     told = sorted([*trouble, *parts], key=lambda part: -part[0])
     kept = told[:MOST_SENTENCES]
