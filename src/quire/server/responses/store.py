@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -87,10 +87,11 @@ class StoredResponse:
 
 
 class _Shelf:
-    """What is kept for one key, oldest first, and the items by their own ids and those of the responses they are in."""
+    """What is kept for one key: all responses, the finished ones by age, and items by their ids and responses."""
 
     def __init__(self) -> None:
-        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.responses: dict[str, StoredResponse] = {}
+        self.finished: OrderedDict[str, StoredResponse] = OrderedDict()
         self.items: dict[str, dict[str, Item]] = {}
         self.size = 0
 
@@ -108,6 +109,7 @@ class ResponseStore:
         self._seconds = config.stored_response_ttl
         self._clock = clock
         self._shelves: dict[bytes, _Shelf] = {}
+        self._finished: OrderedDict[str, StoredResponse] = OrderedDict()  # of all keys, by age
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -123,7 +125,6 @@ class ResponseStore:
     def add(self, stored: StoredResponse) -> None:
         """Keep a response that has begun. Until it has ended, it stays."""
         shelf = self._shelves.setdefault(stored.owner, _Shelf())
-        stored.expires = self._clock() + self._seconds
         shelf.responses[stored.response_id] = stored
         for item in stored.items:
             shelf.items.setdefault(item["id"], {})[stored.response_id] = item
@@ -138,6 +139,7 @@ class ResponseStore:
         stored.expires = self._clock() + self._seconds
         stored.size = stored.measure()
         shelf.size += stored.size
+        shelf.finished[stored.response_id] = self._finished[stored.response_id] = stored
         for item in stored.response["output"]:
             shelf.items.setdefault(item["id"], {})[stored.response_id] = item
         self._make_room()
@@ -187,6 +189,8 @@ class ResponseStore:
     def _remove(self, stored: StoredResponse) -> None:
         shelf = self._shelves[stored.owner]
         del shelf.responses[stored.response_id]
+        shelf.finished.pop(stored.response_id, None)
+        self._finished.pop(stored.response_id, None)
         shelf.size -= stored.size
         for item in (*stored.items, *stored.response["output"]):
             places = shelf.items.get(item["id"], {})
@@ -198,30 +202,17 @@ class ResponseStore:
 
     def _expire(self) -> None:
         now = self._clock()
-        for stored in [stored for stored in self._oldest() if stored.expires <= now]:
-            self._remove(stored)
-
-    def _oldest(self) -> Iterator[StoredResponse]:
-        """Yield the finished responses whose time may be over."""
-        for shelf in self._shelves.values():
-            for stored in shelf.responses.values():
-                if stored.finished:
-                    yield stored
+        while self._finished and next(iter(self._finished.values())).expires <= now:
+            self._remove(next(iter(self._finished.values())))
 
     def _make_room(self) -> None:
         self._expire()
-        while self.num_stored > self._most:
-            if not self._drop(lambda shelf: len(shelf.responses)):
-                break
-        while self.size > self._most_bytes:
-            if not self._drop(lambda shelf: shelf.size):
-                break
+        while self._finished and self.num_stored > self._most:
+            self._drop(lambda shelf: len(shelf.responses))
+        while self._finished and self.size > self._most_bytes:
+            self._drop(lambda shelf: shelf.size)
 
-    def _drop(self, weight: Callable[[_Shelf], int]) -> bool:
-        """Forget the oldest finished response of the key that weighs the most; return whether there was one."""
-        for shelf in sorted(self._shelves.values(), key=weight, reverse=True):
-            for stored in shelf.responses.values():
-                if stored.finished:
-                    self._remove(stored)
-                    return True
-        return False
+    def _drop(self, weight: Callable[[_Shelf], int]) -> None:
+        """Forget the oldest finished response of the key that weighs the most, of those that have one."""
+        heaviest = max([shelf for shelf in self._shelves.values() if shelf.finished], key=weight)
+        self._remove(next(iter(heaviest.finished.values())))
