@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
@@ -21,12 +22,13 @@ _LOOK_SECONDS = 0.5
 def start_module(
     module: str, *arguments: str, on_exit: Callable[[int], None] = lambda code: None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module PID ARGUMENTS`, PID being this process; the package is found if not installed, too.
+    """Have `main()` of a module run in a process that ends with this one; what it returns is the exit code.
 
-    The child is to call `die_with_parent` first. It is reaped as soon as it ends; nobody has to wait for it.
+    The package is found if not installed, too. The child is reaped as soon as it ends; nobody has to wait for it.
 
     Args:
-        on_exit: called then, in another thread, with the exit code. options: of `Popen`.
+        arguments: `sys.argv[1:]` of the child.
+        on_exit: called when it has ended, in another thread, with the exit code. options: of `Popen`.
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
@@ -35,7 +37,7 @@ def start_module(
 
     def keep() -> None:
         try:
-            command = [sys.executable, "-m", module, str(os.getpid()), *arguments]
+            command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
             process = subprocess.Popen(command, env=environment, **options)
         except BaseException as error:  # thread boundary: it is for the caller
             started.set_exception(error)
@@ -66,3 +68,15 @@ def die_with_parent(parent: int) -> None:
         threading.Thread(target=look, name="parent-watch", daemon=True).start()
     if os.getppid() != parent:  # it ended before it could be arranged
         os._exit(1)
+
+
+def main() -> None:
+    """Entry point of all children; this module imports little, so that what ties them to their parent comes soon."""
+    die_with_parent(int(sys.argv[1]))
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    sys.exit(importlib.import_module(module).main())
+
+
+if __name__ == "__main__":
+    main()

@@ -380,6 +380,43 @@ def test_after_a_killed_front_its_processes_are_gone_and_nothing_is_left(folder:
     assert ours == []
 
 
+@pytest.mark.slow
+def test_fronts_killed_at_any_moment_of_their_beginning_leave_no_process(folder: Path) -> None:
+    program = FRONT.format(folder=str(folder), module=faulty_engine.MODULE, load=True)
+    rng = random.Random(5)
+
+    def children_of(front: int) -> list[psutil.Process]:
+        """Those that were told that `front` is their parent, whoever that is now."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if process.info["cmdline"]
+            and process.info["cmdline"][1:2] == ["-m"]
+            and str(front) in process.info["cmdline"]
+        ]
+
+    seen = 0
+    for _ in range(20):
+        front = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=dict(os.environ, PYTHONPATH=str(ROOT / "src")),
+        )
+        started = time.monotonic()
+        while not children_of(front.pid) and time.monotonic() < started + 30.0:
+            time.sleep(0.001)
+        time.sleep(rng.choice([0.0, 0.01, 0.1, 0.3]))
+        seen += len(children_of(front.pid))
+        front.kill()
+        front.wait()
+        deadline = time.monotonic() + 10.0  # one that just begins has to begin before it can end
+        while children_of(front.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert seen >= 20
+
+
 def test_a_child_does_not_die_with_the_thread_that_asked_for_it(folder: Path) -> None:
     async def scenario() -> None:
         client = ProcessClient(config_for(folder), module=faulty_engine.MODULE)
@@ -397,7 +434,7 @@ def test_a_child_does_not_die_with_the_thread_that_asked_for_it(folder: Path) ->
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin(folder: Path) -> None:
     child = subprocess.run(
-        [sys.executable, "-m", "quire.engine.process", "1"],
+        [sys.executable, "-m", "quire.child_process", "1", "quire.engine.process"],
         stdin=subprocess.DEVNULL,
         env=dict(os.environ, PYTHONPATH=str(ROOT / "src")),
         timeout=60,

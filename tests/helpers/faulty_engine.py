@@ -8,13 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 
 from quire.config import EngineConfig
+from quire.engine import process
 from quire.engine.core import EngineCore
-from quire.engine.process import main
 from quire.executor.null import NullExecutor
 from quire.step import ModelOutput, SchedulerOutput
 
@@ -48,5 +47,6 @@ def make_core(config: EngineConfig) -> EngineCore:
     return EngineCore(config, executor=FaultyExecutor())
 
 
-if __name__ == "__main__":
-    sys.exit(main(make_core))
+def main() -> int:
+    """Entry point of the child."""
+    return process.main(make_core)

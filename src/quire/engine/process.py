@@ -317,5 +317,5 @@ def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     os.close(started["heartbeat"])
     config = EngineConfig.from_kwargs(**started["options"])
     code = serve(EngineEnd(started["channel"]), signs, config, make_core)
-    gc.freeze()  # else Python looks through all objects once more before it ends, and a server that stops waits for that
+    gc.freeze()  # else Python looks through all objects once more before it ends, and a server that stops waits for it
     return code

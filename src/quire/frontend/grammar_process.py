@@ -15,7 +15,6 @@ import sys
 import msgspec
 
 from quire import logs
-from quire.child_process import die_with_parent
 from quire.errors import RequestError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.frontend.grammar_jobs import FAULT, Answer, FormJob, Job, read_frame, write_frame
@@ -51,14 +50,9 @@ def answer_to(job: Job) -> Answer:
 
 def main() -> None:
     """Answer jobs until standard input ends; an empty message says that it is ready."""
-    die_with_parent(int(sys.argv[1]))  # also in the middle of a job
-    logs.setup(*sys.argv[2:4], process="grammar")
+    logs.setup(*sys.argv[1:3], process="grammar")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     write_frame(sys.stdout.buffer, b"")
     while (data := read_frame(sys.stdin.buffer)) is not None:
         write_frame(sys.stdout.buffer, _encode(answer_to(_decode_job(data))))
-
-
-if __name__ == "__main__":
-    main()
