@@ -119,7 +119,9 @@ def test_what_was_waited_for(folder: Path) -> None:
     add(core, "a", [1] * 8, max_tokens=10)
     add(core, "b", [2] * 8, max_tokens=1)
     finish(core)
-    assert story(core, "b")["events"][0]["waited_for"] == "seats"
+    assert story(core, "b", since_us=100_000_000)["events"][0]["waited_for"] == "seats"
+    late = story(core, "b", since_us=100_105_000)["events"][0]
+    assert late["waited_for"] is None, "what was before it came does not count"
 
     core = make_core(folder, num_gpu_blocks_override=8)
     add(core, "a", [1] * 24, max_tokens=6)
@@ -164,15 +166,16 @@ def test_the_ring_forgets_the_oldest(folder: Path, monkeypatch: pytest.MonkeyPat
     told = story(core, "a")
     assert not told["complete"]
     assert 0 < told["steps"]["count"] <= 7
-    assert story(core, "a", since=99)["steps"] == told["steps"]
+    assert story(core, "a", since_us=99_000_000)["steps"] == told["steps"]
 
 
 def test_steps_outside_of_its_time_are_not_looked_at(folder: Path) -> None:
     core = make_core(folder)
     add(core, "a", [1] * 4, max_tokens=4)
     finish(core)
-    assert story(core, "a", since=90, until=99)["steps"]["count"] == 0
-    assert story(core, "nobody", since=100)["events"] == []
+    assert story(core, "a", since_us=90_000_000, until_us=99_000_000)["steps"]["count"] == 0
+    assert story(core, "a", since_us=100_000_000, until_us=100_015_000)["steps"]["count"] == 2
+    assert story(core, "nobody", since_us=100_000_000)["events"] == []
 
 
 def test_bad_arguments(folder: Path) -> None:

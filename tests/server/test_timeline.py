@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.inline import InlineEngine
 from quire.executor.null import NullExecutor
-from quire.server.timeline import MOST_KEPT, Timelines
+from quire.server.timeline import MOST_KEPT, Timelines, Visited
 from quire.server.why import explain
 from tests.helpers.fake_engine import fake_front_model, small_tokenizer
 from tests.helpers.live_server import LiveServer, MakeServer
@@ -172,6 +173,23 @@ def test_only_the_last_ones_are_kept() -> None:
         timelines.end(named)
     assert len(timelines._by_name) == MOST_KEPT + 1
     assert timelines.find(None, "shared").response_id == str(MOST_KEPT + 4)
+
+
+def test_restarts_meanwhile_are_told() -> None:
+    class Engine:
+        num_restarts = 3
+        ready = False
+
+    engine: Any = Engine()
+    visited = Visited("resp", "req", None, None, "fake", engine, [], {})
+    engine.num_restarts = 5
+    assert visited.tell({})["engine_restarts"] == 2
+    visited.end()
+    engine.num_restarts = 9
+    told = visited.tell({})
+    assert told["engine_restarts"] == 2
+    assert told["why"] == ["the engine was restarted 2 times; what it had computed was computed again"]
+    assert asyncio.run(visited.fetch()) == {}
 
 
 def prompt_of(**changes: Any) -> dict[str, Any]:

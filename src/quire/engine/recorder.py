@@ -22,9 +22,10 @@ MAX_STEPS = 4096
 MAX_ENTRIES = 262144  # of all steps' dicts together: some 20 MB
 MAX_WAITS = 1024
 MAX_FOLLOWED = 8
-MAX_CHUNKS = 64
-MAX_EVENTS = 64
+MAX_CHUNKS = 32
+MAX_EVENTS = 32
 NUM_SLOWEST = 5
+MICROSECONDS = 1e6
 _SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # what names of sequences have behind that of their request
 
 
@@ -34,13 +35,23 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         request_id: as in `AddRequest`, without the part that `Processor` adds where it splits a request.
         num_sequences: how many it began with; the first `MAX_FOLLOWED` are followed.
-        since, until: whole seconds of the engine's clock between which it lived; 0: still does.
+        since_us, until_us: between these microseconds of the engine's clock it lived; until 0: it still does.
     """
 
     request_id: Annotated[str, msgspec.Meta(max_length=1024)]
     num_sequences: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
-    since: Annotated[int, msgspec.Meta(ge=0)] = 0
-    until: Annotated[int, msgspec.Meta(ge=0)] = 0
+    since_us: Annotated[int, msgspec.Meta(ge=0)] = 0
+    until_us: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def since(self) -> float:
+        """As `since_us`, in seconds."""
+        return self.since_us / MICROSECONDS
+
+    @property
+    def until(self) -> float:
+        """As `until_us`, in seconds."""
+        return self.until_us / MICROSECONDS
 
 
 class Admission(NamedTuple):
@@ -230,6 +241,7 @@ class _Story:
     def __init__(self, recorder: FlightRecorder, show: ShowTimeline) -> None:
         self._recorder = recorder
         self._id = show.request_id
+        self._since = show.since
         count = min(show.num_sequences, MAX_FOLLOWED)
         names = [show.request_id] if show.num_sequences == 1 else [f"{show.request_id}-{i}" for i in range(count)]
         self._names = dict.fromkeys(names)
@@ -258,7 +270,7 @@ class _Story:
         own = sum([scheduled[name] for name in self._names if name in scheduled])
         if own:
             self._computed(record, own)
-        elif not self.begun and not self.steps and record.seconds is not None:
+        elif not self.begun and not self.steps and record.started + (record.seconds or 0.0) > self._since:
             self._queue.append(record)
 
     def _admitted(self, record: StepRecord, admission: Admission) -> None:

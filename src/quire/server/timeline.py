@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,12 +66,12 @@ class Visited:
         self.ended: float | None = None
         self._key_digest = key_digest
         self._given_id = given_id
-        self._llm: AsyncLLM | None = llm
+        self._llm = weakref.ref(llm)  # a model that was unloaded meanwhile must not stay for this
         self._streams: Sequence[RequestStream] = streams
         self._timings: list[Timings] | None = None
         self._restarts_before = llm.num_restarts
         self._num_restarts = 0
-        self._stories: dict[str, dict[str, Any]] | None = None
+        self._stories: bytes | None = None
 
     @property
     def names(self) -> set[tuple[bytes | None, str]]:
@@ -84,32 +85,35 @@ class Visited:
 
     def end(self) -> None:
         """Keep the figures, and let go of everything else."""
-        self.ended = time.monotonic()
         self._num_restarts = self.num_restarts
+        self.ended = time.monotonic()
         self._timings = self.timings
         self._streams = ()
 
     @property
     def num_restarts(self) -> int:
         """How often the engine was replaced meanwhile."""
-        if self.ended is not None or self._llm is None:
+        llm = self._llm()
+        if self.ended is not None or llm is None:
             return self._num_restarts
-        return self._llm.num_restarts - self._restarts_before
+        return llm.num_restarts - self._restarts_before
 
     async def fetch(self) -> dict[str, dict[str, Any]]:
         """Return the engine's part of the story, by engine id; of requests that have ended it is kept."""
-        if self._stories is not None or self._llm is None:
-            return self._stories or {}
+        if self._stories is not None:
+            kept: dict[str, dict[str, Any]] = msgspec.msgpack.decode(self._stories)
+            return kept
         stories = {}
+        llm = self._llm()
         try:
             async with asyncio.timeout(ENGINE_SECONDS):
                 for timings in self.timings[:MOST_PROMPTS]:
-                    if self._llm.ready:
-                        stories[timings.engine_id] = await self._llm.call("timeline", **_asked(timings))
+                    if llm is not None and llm.ready:
+                        stories[timings.engine_id] = await llm.call("timeline", **_asked(timings))
         except (QuireError, TimeoutError):
             pass  # the engine is gone, or busy: what the front knows is true anyway
         if self.ended is not None:
-            self._stories, self._llm = stories, None
+            self._stories = msgspec.msgpack.encode(stories)  # a tenth of what the objects take
         return stories
 
     def summary(self) -> dict[str, Any]:
@@ -223,12 +227,12 @@ def _json(value: Any) -> Response:
 
 def _asked(timings: Timings) -> dict[str, int | bool | str]:
     """Return the arguments of the engine's call."""
-    until = 0 if timings.finished is None else int(timings.finished) + 2
+    until = 0 if timings.finished is None else int(1e6 * timings.finished) + 1
     return {
         "request_id": timings.engine_id,
         "num_sequences": timings.num_sequences,
-        "since": int(timings.arrival),
-        "until": until,
+        "since_us": int(1e6 * timings.arrival),
+        "until_us": until,
     }
 
 
