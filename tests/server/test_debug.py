@@ -161,4 +161,4 @@ def test_bad_queries_are_refused_by_name(held: LiveServer, path: str, query: str
 def test_they_are_described(held: LiveServer) -> None:
     paths = held.http.get("/openapi.json").json()["paths"]
     names = [item["name"] for item in paths["/debug/blocks"]["get"]["parameters"]]
-    assert names == ["limit", "start", "tier", "tokens", "format"]
+    assert names == ["limit", "start", "tier", "tokens", "format", "model"]

@@ -171,6 +171,18 @@ def test_a_client_that_goes_away_while_a_model_is_loaded_is_forgotten() -> None:
     several.run(work)
 
 
+def test_nobody_waits_for_a_model_longer_than_the_answer_may_take() -> None:
+    several = Several("ab", request_timeout=0.05)
+    several.clients["a"][0].start = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+
+    async def work(http: httpx.AsyncClient) -> None:
+        answer = await complete(http, "a")
+        assert answer.status_code == 504
+        assert several.status()["a"] == "loading", "others may want it"
+
+    several.run(work)
+
+
 def test_metrics_are_of_each_model_and_go_on_after_it_was_loaded_again() -> None:
     several = Several("abc", max_loaded_models=1)
 

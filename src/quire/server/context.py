@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.errors import HTTPProblem
+from quire.server.limits import Deadline, timed_out
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.responses.store import ResponseStore
@@ -153,10 +154,10 @@ def context_of(request: Request) -> ServerContext:
 async def model_context(request: Request, name: str | None) -> ModelContext:
     """Return the context of the model called so (None: the first one), which stays loaded until the answer is complete.
 
-    It may have to be loaded first, which ends if the client goes away.
+    It may have to be loaded first; nobody waits for that whose client has gone, or whose time is over.
 
     Raises:
-        NotFoundError: there is no such model. QuireError: it cannot be loaded.
+        NotFoundError: there is no such model. QuireError: it cannot be loaded, or not in time.
     """
     server = context_of(request)
     model = server.models.first if name is None else server.models.find(name)
@@ -168,8 +169,13 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
     if model.open:
         await acquire()
     else:
+        deadline: Deadline | None = request.scope["state"].get("deadline")
         try:
-            await until_disconnect(request.receive, acquire())
+            async with asyncio.timeout(None if deadline is None else deadline.left):
+                await until_disconnect(request.receive, acquire())
+        except TimeoutError:
+            assert deadline is not None
+            raise timed_out(deadline.seconds) from None
         except ClientGoneError:
             raise HTTPProblem(CLIENT_CLOSED, "the client has gone", code="client_closed") from None
     return ModelContext(server, model, name if name in model.names else model.names[0])

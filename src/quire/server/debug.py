@@ -16,7 +16,7 @@ from starlette.responses import Response
 from quire.checks import unknown_field
 from quire.engine.messages import MOST_SHOWN
 from quire.errors import RequestError, echo
-from quire.server.context import context_of
+from quire.server.context import context_of, model_context
 from quire.server.errors import JSON, HTTPProblem
 
 MOST_DIGITS = 9
@@ -31,20 +31,21 @@ def _described(*names: str) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {
         **{name: {"type": "integer", "minimum": 0, "maximum": most} for name, most in NUMBERS.items()},
         **{name: {"type": "string", "enum": list(choices)} for name, choices in CHOICES.items()},
+        "model": {"type": "string"},
     }
     return {"parameters": [{"name": name, "in": "query", "required": False, "schema": kinds[name]} for name in names]}
 
 
-@router.get("/debug/blocks", openapi_extra=_described("limit", "start", "tier", "tokens", "format"))
+@router.get("/debug/blocks", openapi_extra=_described("limit", "start", "tier", "tokens", "format", "model"))
 async def blocks(request: Request) -> Response:
     """Show the queues, the sizes of all tiers, and the blocks of one, each with its state and its owners."""
-    return await _show(request, "blocks", ("limit", "start", "tier", "tokens", "format"))
+    return await _show(request, "blocks", ("limit", "start", "tier", "tokens", "format", "model"))
 
 
-@router.get("/debug/prefixes", openapi_extra=_described("limit", "tokens", "format"))
+@router.get("/debug/prefixes", openapi_extra=_described("limit", "tokens", "format", "model"))
 async def prefixes(request: Request) -> Response:
     """Show the radix tree of the cached prefixes."""
-    return await _show(request, "prefixes", ("limit", "tokens", "format"))
+    return await _show(request, "prefixes", ("limit", "tokens", "format", "model"))
 
 
 async def _show(request: Request, method: str, names: tuple[str, ...]) -> Response:
@@ -54,7 +55,8 @@ async def _show(request: Request, method: str, names: tuple[str, ...]) -> Respon
         raise HTTPProblem(
             403, "token ids are not shown where several API keys share the server", code="not_allowed", param="tokens"
         )
-    answer = await context.models.first.llm.call(method, **arguments)
+    name = request.query_params.get("model")
+    answer = await (await model_context(request, name)).llm.call(method, **arguments)
     if arguments.get("text"):
         return Response(answer["text"] + "\n", media_type="text/plain")
     return Response(msgspec.json.encode(answer), media_type=JSON)
@@ -66,6 +68,8 @@ def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool
     for name, value in request.query_params.items():
         if name not in names:
             raise unknown_field(name, names)
+        if name == "model":
+            continue  # whose engine is asked
         if name in NUMBERS:
             arguments[name] = _number(name, value)
         elif value not in CHOICES[name]:
