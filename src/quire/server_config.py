@@ -103,7 +103,7 @@ class ServerConfig:
     engine_stall_timeout: float = option(
         3.0,
         "Seconds for which an engine process may be silent beyond what its work explains, before it is replaced.",
-        low=0.5,
+        low=2.0,
         high=86400.0,
         metavar="SECONDS",
     )

@@ -24,7 +24,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_streams_go_on_when_the_engine_is_killed(server: Server) -> None:
     bodies = [body_of(number, max_tokens=150) for number in range(3)]
-    bodies.append(body_of(3, max_tokens=150, stream=False, n=2, logprobs=2))
+    bodies += [
+        body_of(3, max_tokens=150, stream=False, n=2, logprobs=2),
+        body_of(4, max_tokens=150, temperature=1, seed=5, mirostat=2, mirostat_tau=4.0),
+        body_of(5, max_tokens=150, ignore_eos=False, structured_outputs={"regex": "([a-z]{3,8} ){30}"}),
+        body_of(6, max_tokens=150, temperature=0.7, seed=6, repetition_penalty=1.2, dry_multiplier=0.8),
+    ]
     with load(server, bodies) as undisturbed:
         expected = undisturbed.answers()
     engine = engine_pid(server)
@@ -35,8 +40,9 @@ def test_streams_go_on_when_the_engine_is_killed(server: Server) -> None:
         assert server.get("/livez")[0] == 200
         late = read(server, body_of(9, max_tokens=5))  # comes while there is no engine
         answers = disturbed.answers()
+    assert {item.reason for item in expected} == {"length", "stop"}
     assert [(item.status, item.text, item.reason, item.done) for item in answers] == [
-        (200, item.text, "length", True) for item in expected
+        (200, item.text, item.reason, True) for item in expected
     ]
     assert (late.status, late.reason) == (200, "length")
     assert is_ready(server)

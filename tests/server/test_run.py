@@ -87,7 +87,7 @@ def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., P
     server = start()
     assert server.url.startswith("http://127.0.0.1:")
     assert server.line() == f"ready url={server.url} model=fake"
-    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"}, timeout=20)
     assert answer.status_code == 200
     server.signal(number)
     assert server.end() == 0
@@ -134,7 +134,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
         server.wait_for_open(1)
         server.signal(signal.SIGTERM)
         server.wait_for_status("draining")
-        refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutting_down")
         server.signal(signal.SIGTERM)
         assert waiting.result(20).status_code == 503
@@ -143,7 +143,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
 
 def test_a_signal_while_loading_ends_it(start: Callable[..., Process]) -> None:
     server = start("slow")
-    assert httpx.get(f"{server.url}/health").json() == {"status": "loading"}
+    assert httpx.get(f"{server.url}/health", timeout=20).json() == {"status": "loading"}
     server.signal(signal.SIGTERM)
     assert server.end() == 0
 

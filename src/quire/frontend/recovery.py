@@ -268,7 +268,7 @@ class SupervisedClient:
             if silent > STALLED_SECONDS and not self.stalled:
                 logger.warning("the engine has been silent for %.1f s without a reason", silent)
             self.stalled = silent > STALLED_SECONDS
-            if silent > max(self._stall_timeout, STALLED_SECONDS) and self._client is not self._killed:
+            if silent > self._stall_timeout and self._client is not self._killed:
                 await self._end_stuck(silent)
 
     async def _end_stuck(self, silent: float) -> None:
