@@ -233,24 +233,25 @@ export class Chat {
       return;
     }
     const told = message.content || message.tool_calls || message.reasoning;
-    const { param } = error;
-    const index = /^messages\[(\d+)\]/.exec(param);
-    const place = index ? places[Number(index[1])] : undefined;
-    let shown = false;
-    if (place === -1) shown = this.settings.showError("system", error.message);
-    else if (param === "model") {
-      showFieldError($("model"), error.message);
-      shown = true;
-    } else if (param) shown = this.settings.showError(param, error.message);
-    if (shown && !told) {
-      this.withdraw(message);
+    const control = this.blamed(error.param, places);
+    if (!control || told) {
+      message.error = error.message;
       return;
     }
-    message.error = error.message;
+    this.withdraw(message, `Not sent: ${error.message}`);
+    if (control.id === "model") showFieldError(control, error.message);
+    else this.settings.showError(control, error.message);
+  }
+
+  /** Return the control for the field that an error names, if there is one. */
+  blamed(param, places) {
+    const index = /^messages\[(\d+)\]/.exec(param);
+    if (index) return places[Number(index[1])] === -1 ? $("system") : null;
+    return param === "model" ? $("model") : this.settings.controlOf(param);
   }
 
   /** Take back an answer that never began, and give the user the text to send again. */
-  withdraw(message, reason = "Nothing was sent: one of the settings is not accepted.") {
+  withdraw(message, reason) {
     const { messages } = this.conversation;
     const place = messages.indexOf(message);
     const asked = messages[place - 1];

@@ -77,6 +77,7 @@ function start() {
   });
   loadModels(engine);
   engine.soon();
+  if (matchMedia("(pointer: fine)").matches) $("prompt").focus();
 }
 
 start();

@@ -9,8 +9,8 @@ const SECOND_COLOR = "#c2703d";
 const HEIGHT = 54;
 
 const mean = (sum, number) => (number ? sum / number : null);
-const rate = (value) => [value === null ? "\u2013" : value >= 100 ? value.toFixed(0) : value.toFixed(1), "tokens/s"];
-const share = (value) => [value === null ? "\u2013" : (100 * value).toFixed(value < 0.1 ? 1 : 0), "%"];
+const rate = (value) => value === null ? ["\u2013", ""] : [value.toFixed(value >= 100 ? 0 : 1), "tokens/s"];
+const share = (value) => value === null ? ["\u2013", ""] : [(100 * value).toFixed(value < 0.1 ? 1 : 0), "%"];
 
 const PLOTS = [
   { id: "speed", label: "Throughput", lines: ["generated", "prompt"], format: rate,
@@ -18,7 +18,8 @@ const PLOTS = [
     now: (history) => history.over(4, (seconds, length) => sum(seconds, "generated") / length) },
   { id: "usage", label: "KV cache in use", lines: ["in use", "prefix hits"], format: share, top: 1,
     of: (second) => [second.usage, second.hitRate], keep: true,
-    now: (history) => history.latest((second) => second.usage) },
+    now: (history) => history.latest((second) => second.usage),
+    aside: (history) => history.over(60, (seconds) => seconds.at(-1).hitShare) },
   { id: "first", label: "Time to first token", lines: ["mean", "longest"], format: duration,
     of: (second) => [mean(second.sumFirst, second.numFirst), second.numFirst ? second.maxFirst : null], points: true,
     now: (history) => history.over(30, (seconds) => mean(sum(seconds, "sumFirst"), sum(seconds, "numFirst"))) },
@@ -54,13 +55,18 @@ export class History {
     this.rateHits();
   }
 
-  /** Share of the prompt tokens of each second that were found in the prefix cache. */
+  /** Share of the prompt tokens of each second that were found in the prefix cache, and of the last minute up to it. */
   rateHits() {
     let before = null;
+    const minute = [];
     for (const number of [...this.seconds.keys()].sort((a, b) => a - b)) {
       const second = this.seconds.get(number);
       const queries = before ? second.queries - before.queries : 0;
       second.hitRate = queries > 0 ? Math.max(0, second.hits - before.hits) / queries : null;
+      minute.push(second);
+      while (minute[0].number < number - 60) minute.shift();
+      const looked = second.queries - minute[0].queries;
+      second.hitShare = looked > 0 ? Math.max(0, second.hits - minute[0].hits) / looked : null;
       before = second;
     }
   }
@@ -87,10 +93,11 @@ export class Plots {
     this.items = PLOTS.map((plot) => {
       const value = el("b");
       const canvas = el("canvas", { "aria-hidden": "true" });
+      const keys = plot.lines.map((name, index) => el("span", { class: `key ${index ? "two" : "one"}`, text: name }));
       root.append(el("figure", { class: "plot", "data-plot": plot.id },
         el("figcaption", {}, plot.label, value), canvas,
-        el("p", {}, ...plot.lines.map((name, index) => el("span", { class: `key ${index ? "two" : "one"}`, text: name })))));
-      return { plot, canvas, value };
+        el("p", {}, ...keys)));
+      return { plot, canvas, value, keys };
     });
     new ResizeObserver(() => this.draw()).observe(root);
     for (const input of document.querySelectorAll("input[name=span]")) {
@@ -117,6 +124,8 @@ export class Plots {
     for (const item of this.items) {
       const [number, unit] = this.value(item.plot.id, stats);
       item.value.replaceChildren(number, el("small", { text: unit }));
+      const aside = item.plot.aside?.(this.history) ?? null;
+      item.keys[1].textContent = item.plot.lines[1] + (aside === null ? "" : ` ${item.plot.format(aside).join("")}`);
       this.drawOne(item);
     }
   }
@@ -145,10 +154,11 @@ export class Plots {
     const style = getComputedStyle(document.documentElement);
     const accent = style.getPropertyValue("--accent").trim();
     const lines = plot.lines.map((_, index) => this.series(plot, index));
-    const top = plot.top ?? nice(Math.max(0, ...lines.flat().filter((value) => value !== null)));
+    const most = Math.max(0, ...lines.flat().filter((value) => value !== null));
+    const top = plot.top ?? nice(most);
     const y = (value) => HEIGHT - 1.5 - (Math.min(value, top) / top) * (HEIGHT - 16);
     const x = (index) => (index / (this.span - 1)) * (width - 4) + 2;
-    this.drawAxis(context, plot, width, top, style);
+    this.drawAxis(context, width, plot.top || most ? plot.format(top) : ["", ""], style);
     lines.forEach((values, index) => {
       context.strokeStyle = context.fillStyle = index ? SECOND_COLOR : accent;
       context.lineWidth = index ? 1.25 : 1.75;
@@ -159,7 +169,7 @@ export class Plots {
     context.globalAlpha = 1;
   }
 
-  drawAxis(context, plot, width, top, style) {
+  drawAxis(context, width, [number, unit], style) {
     context.strokeStyle = style.getPropertyValue("--line").trim();
     context.lineWidth = 1;
     context.beginPath();
@@ -171,7 +181,6 @@ export class Plots {
     context.fillStyle = style.getPropertyValue("--muted").trim();
     context.font = `11px ${style.getPropertyValue("--sans")}`;
     context.textAlign = "right";
-    const [number, unit] = plot.format(top);
     context.fillText(`${number.replace(/\.0+$/, "")} ${unit}`.trim(), width, 11);
   }
 

@@ -11,8 +11,9 @@ const NUMBERS = [
   { name: "min_p", label: "Min p", hint: "0" },
   { name: "seed", label: "Seed", hint: "random", whole: true },
 ];
-const TEXTS = ["system", "stop", "schema", "tools", "tool-choice"];
-const ALIASES = { max_completion_tokens: "max_tokens", response_format: "schema", tool_choice: "tool-choice" };
+const TEXTS = ["system", "stop", "schema", "tools", "tool-choice", "parallel"];
+const ALIASES = { max_completion_tokens: "max_tokens", response_format: "schema", tool_choice: "tool-choice",
+  parallel_tool_calls: "parallel" };
 
 const EXAMPLE_SCHEMA = {
   type: "object",
@@ -22,6 +23,7 @@ const EXAMPLE_SCHEMA = {
     bound: { type: "boolean" },
   },
   required: ["title", "pages", "bound"],
+  additionalProperties: false,
 };
 const EXAMPLE_TOOLS = [{
   type: "function",
@@ -32,6 +34,7 @@ const EXAMPLE_TOOLS = [{
       type: "object",
       properties: { city: { enum: ["Oslo", "Lisbon", "Nairobi"] }, unit: { enum: ["C", "F"] } },
       required: ["city", "unit"],
+      additionalProperties: false,
     },
   },
 }];
@@ -132,18 +135,21 @@ export class Settings {
     const tools = this.parsed($("tools"));
     if (tools !== undefined) fields.tools = Array.isArray(tools) ? tools : [tools];
     if ($("tool-choice").value && tools !== undefined) fields.tool_choice = $("tool-choice").value;
+    if ($("parallel").value && tools !== undefined) fields.parallel_tool_calls = false;
     if (this.reveal()) throw new SettingsError("the settings need another look");
     return fields;
   }
 
-  /** Show what the server says of a field. Returns false if no field here is meant. */
-  showError(param, message) {
+  /** Return the control that a field of a request belongs to, such as `tools[0].function.name`. */
+  controlOf(param) {
     const root = param.split(/[.[]/)[0];
-    const control = this.controls.find((item) => item.id === (ALIASES[root] || root));
-    if (!control) return false;
+    return this.controls.find((item) => item.id === (ALIASES[root] || root));
+  }
+
+  /** Show what the server says of a control, and go there. */
+  showError(control, message) {
     showFieldError(control, message);
     this.reveal();
-    return true;
   }
 
   /** Open what hides the first field with an error, and go there. Returns whether there is one. */

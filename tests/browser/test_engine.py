@@ -1,0 +1,114 @@
+"""The live picture of the engine in a real browser: it is drawn, it changes, and it says whose the blocks are."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import OpenPage
+from tests.browser.playground import Playground
+from tests.helpers.server import Server
+
+pytestmark = pytest.mark.browser
+
+
+def in_background(server: Server, **body: Any) -> threading.Thread:
+    """Send a completion that takes a while."""
+    whole = {"model": "quire-demo", "ignore_eos": True, "max_tokens": 700, "temperature": 1.0, **body}
+    thread = threading.Thread(target=lambda: server.post("/v1/completions", whole))
+    thread.start()
+    return thread
+
+
+def test_blocks_are_drawn_and_change_while_text_is_generated(page: Playground) -> None:
+    before = page.ready().pool()
+    assert before["cells"] == 512 == before["used"] + before["cached"] + before["free"]
+    page.long_answers()
+    page.send("Go on.")
+    page.until(lambda: page.pool()["mine"] > 4)
+    first = page.pool()
+    assert first["used"] >= first["mine"]
+    assert page.colors() > 1
+    assert page.text(".request.mine .name") == "this chat"
+    page.until(lambda: page.pool()["mine"] > first["mine"])
+    page.page.keyboard.press("Escape")
+    page.until(lambda: page.pool()["used"] == 0)
+    assert page.pool()["cached"] > before["cached"]
+    assert page.page.locator(".request").count() == 0
+
+
+def test_requests_of_others_have_colours_and_names_of_their_own(page: Playground, server: Server) -> None:
+    page.ready()
+    threads = [in_background(server, prompt=f"Act {number}.", request_id=f"other{number}") for number in range(3)]
+    page.until(lambda: page.page.locator(".request").count() >= 3)
+    names = page.page.locator(".request .name").all_inner_texts()
+    assert {f"text other{number}" for number in range(3)} <= set(names)
+    swatches = page.evaluate("() => [...document.querySelectorAll('.request .swatch')].map((s) => s.style.background)")
+    assert len(set(swatches)) >= 3
+    assert page.pool()["mine"] == 0
+    for thread in threads:
+        thread.join(60)
+    page.until(lambda: page.page.locator(".request").count() == 0)
+
+
+def test_samples_share_blocks_and_waiting_requests_wait(page: Playground, server: Server) -> None:
+    page.ready()
+    prompt = "The king is come to court. " * 8
+    threads = [in_background(server, prompt=prompt, n=4, max_tokens=150) for _ in range(4)]
+    page.until(lambda: page.pool()["shared"] > 0)
+    page.until(lambda: "Waiting" in page.text("#queues"))
+    assert "\u00d74" in page.text("#queues")
+    for thread in threads:
+        thread.join(60)
+
+
+def test_a_block_says_what_it_is(page: Playground) -> None:
+    page.ready().long_answers()
+    page.send("Go on.")
+    page.until(lambda: page.pool()["mine"] > 3)
+    canvas = page.page.locator(".pool canvas").first
+    canvas.focus()
+    page.page.keyboard.press("Home")
+    page.until(lambda: page.text("#pool-readout").startswith("Block 0: "))
+    told = set()
+    for _ in range(60):
+        page.page.keyboard.press("ArrowRight")
+        told.add(page.text("#pool-readout").split(": ", 1)[1])
+    assert "held by this chat" in told
+    page.page.keyboard.press("Escape")
+    canvas.hover(position={"x": 5, "y": 5})
+    page.until(lambda: page.text("#pool-readout").startswith("Block 0: "))
+
+
+def test_plots_and_numbers_follow(page: Playground) -> None:
+    page.ready().long_answers()
+    page.send("Go on.")
+    page.until(lambda: not page.answering)
+    speed = ".plot[data-plot=speed] b"
+    page.until(lambda: float(page.text(speed).split("tokens")[0]) > 1)
+    assert page.text(".plot[data-plot=first] b").strip().endswith("s")
+    assert "tokens/s" in page.text("#engine-brief")
+    drawn = """() => [...document.querySelectorAll('.plot canvas')].map((canvas) =>
+      canvas.getContext('2d').getImageData(0, 20, canvas.width, canvas.height - 24).data.some((value) => value > 0))"""
+    page.until(lambda: all(page.evaluate(drawn)))
+    page.page.check("input[name=span][value='60']", force=True)
+    assert all(page.evaluate(drawn))
+
+
+def test_all_viewers_together_ask_the_engine_at_most_four_times_a_second(open_page: OpenPage, server: Server) -> None:
+    pages = [open_page().ready() for _ in range(3)]
+    numbers = {page.evaluate("() => document.body.dataset.pictures") for page in pages}
+    assert len(numbers) == 1  # nothing runs, so that there is one picture, and all have it
+    polls = [url for page in pages for _, url, _ in page.requests if "/playground/state" in url]
+    assert polls and all("since=" in url for url in polls)
+
+
+def test_a_server_that_goes_away_is_missed(page: Playground) -> None:
+    page.ready()
+    page.expected += ["Failed to load resource", "net::"]
+    page.page.route("**/playground/state*", lambda route: route.abort())
+    page.until(lambda: page.text("#engine-state") == "not reachable")
+    page.page.unroute("**/playground/state*")
+    page.until(lambda: page.text("#engine-state") == "ready")
