@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from quire.errors import GenerationError, QuireError, RequestError
+from quire.errors import QuireError, RequestError
 from quire.server.chat import ChatCompletion
 from quire.server.errors import error_object
 from quire.server.generation import Usage
@@ -88,6 +88,5 @@ def complete(response: dict[str, Any], finish_reason: str | None) -> None:
 def fail(response: dict[str, Any], error: QuireError) -> None:
     """Note that the engine gave up, or that the request can never be served."""
     response["status"] = "failed"
-    known = isinstance(error, RequestError) and not isinstance(error, GenerationError)
-    code = "invalid_prompt" if known else "server_error"
+    code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
     response["error"] = {"code": code, "message": error_object(error)["error"]["message"]}
