@@ -22,6 +22,7 @@ from tests.server.anthropic.wire import (
     prompt_of,
 )
 from tests.server.families import front_of
+from tests.server.test_lifecycle import request_bytes
 
 
 @pytest.fixture(scope="module")
@@ -267,12 +268,7 @@ def test_models_that_do_not_reason(plain: LiveServer) -> None:
 def test_a_client_that_goes_away_frees_its_request(make_server: MakeServer) -> None:
     server = make_server()
     server.do(server.fake_client.hold)
-    body = json.dumps({"model": "fake", "max_tokens": 50, "messages": HI}).encode()
     with server.connect() as connection:
-        connection.sendall(
-            b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        connection.sendall(request_bytes(MESSAGES, {"model": "fake", "max_tokens": 50, "messages": HI}))
         server.wait_until(lambda: len(server.engine.live) == 1)
     server.wait_until(lambda: not server.engine.live and not server.context.generations)
