@@ -48,7 +48,7 @@ def test_a_preemption_is_named(make_server: MakeServer) -> None:
     assert 0 < event["tokens"] < 20
     assert event["recomputed"] == 16 + event["tokens"]
     assert 0 <= event["at"] <= event["resumed"] <= prompt["finished_at"]
-    [sentence] = [line for line in told["why"] if line.startswith("preempted (recompute) after ")]
+    [sentence] = [line for line in told["why"] if line.startswith("preempted once (recompute) after ")]
     assert f"after {event['tokens']} token" in sentence
     assert told["prompt_tokens"] == 32 and told["completion_tokens"] == 40
 
@@ -219,8 +219,16 @@ def test_the_sentences() -> None:
         "the engine was restarted once; what it had computed was computed again",
         "waited 3.2 s for room in the KV cache",
         "generating 101 tokens took 1.0 s, 10.0 ms each",
-        "preempted (swap) after 40 tokens: 800 ms",
+        "preempted once (swap) after 40 tokens: 800 ms",
     ]
+    again = [{**lost, "how": "recompute", "tokens": count, "recomputed": 60 + count} for count in (1, 40)]
+    assert explain([prompt_of(events=again, preemptions=2)], 1.1, 0)[0] == (
+        "preempted 2 times (recompute) after 1, 40 tokens: 1.6 s, of which some to compute 161 tokens again"
+    )
+    gone = {"event": "preempted", "how": "swap", "tokens": 1}
+    assert explain([prompt_of(events=[gone], preemptions=1)], 1.1, 0)[-1] == (
+        "preempted once (swap) after 1 token: not back yet"
+    )
     slow = {"seconds": 0.5, "own_tokens": 1, "prompt_tokens": 2000}
     steps = {"p50": 0.01, "mean_sequences": 13.0}
     [decode, _] = explain([prompt_of(steps=steps, slowest_steps=[slow])], 1.1, 0)

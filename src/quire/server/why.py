@@ -30,8 +30,8 @@ def explain(prompts: Sequence[Mapping[str, Any]], seconds: float, num_restarts: 
         trouble += [(took, text + name) for took, text in _preemptions(prompt)]
         parts += [(took, text + name) for took, text in _parts(prompt)]
     if num_restarts:
-        times = "once" if num_restarts == 1 else f"{num_restarts} times"
-        trouble.append((seconds, f"the engine was restarted {times}; what it had computed was computed again"))
+        text = f"the engine was restarted {_times(num_restarts)}; what it had computed was computed again"
+        trouble.append((seconds, text))
     parts = [part for part in parts if part[0] >= LEAST_SHARE * seconds]
     told = sorted([*trouble, *parts], key=lambda part: -part[0])
     kept = told[:MOST_SENTENCES]
@@ -40,20 +40,22 @@ def explain(prompts: Sequence[Mapping[str, Any]], seconds: float, num_restarts: 
 
 
 def _preemptions(prompt: Mapping[str, Any]) -> Iterator[Part]:
-    told = 0
-    for event in prompt.get("events", ()):
-        if event["event"] != "preempted":
-            continue
-        told += 1
-        took = event.get("seconds")
-        lasted = "not back yet" if took is None else _time(took)
-        text = f"preempted ({event['how']}) after {_tokens(event['tokens'])}: {lasted}"
-        if event.get("recomputed"):
-            text += f", of which some to compute {_tokens(event['recomputed'])} again"
-        yield took or 0.0, text
-    unknown = prompt["preemptions"] - told
+    events = [event for event in prompt.get("events", ()) if event["event"] == "preempted"]
+    for how in sorted({event["how"] for event in events}):
+        alike = [event for event in events if event["how"] == how]
+        lost = sum(event.get("seconds") or 0.0 for event in alike)
+        counts = ", ".join([str(event["tokens"]) for event in alike])
+        tokens = f"{counts} token{'' if counts == '1' else 's'}"
+        back = all(event.get("seconds") is not None for event in alike)
+        lasted = _time(lost) if back else f"{_time(lost)}, and not back yet" if lost else "not back yet"
+        text = f"preempted {_times(len(alike))} ({how}) after {tokens}: {lasted}"
+        again = sum(event.get("recomputed") or 0 for event in alike)
+        if again:
+            text += f", of which some to compute {_count(again)} again"
+        yield lost, text
+    unknown = prompt["preemptions"] - len(events)
     if unknown > 0:
-        yield 0.0, f"preempted {'once' if unknown == 1 else f'{unknown} times'}; when is not known any more"
+        yield 0.0, f"preempted {_times(unknown)}; when is not known any more"
 
 
 def _parts(prompt: Mapping[str, Any]) -> Iterator[Part]:
@@ -74,37 +76,41 @@ def _parts(prompt: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _prefill(prompt: Mapping[str, Any]) -> str:
-    text = f"computing its {_tokens(prompt['prompt_tokens'], 'prompt token')} took {_time(prompt['prefill_seconds'])}"
+    text = f"computing its {_count(prompt['prompt_tokens'], 'prompt token')} took {_time(prompt['prefill_seconds'])}"
     chunks = prompt.get("num_chunks") or 0
     if chunks > 1:
         text += f", in {chunks} steps"
     others = max((chunk["others"] for chunk in prompt.get("chunks", ())), default=0)
     if others:
-        text += f" shared with up to {others} other sequences"
+        text += f" shared with up to {_count(others, 'other sequence')}"
     if prompt["cached_tokens"]:
         text += f"; {prompt['cached_tokens']} of them came from the cache"
     return text
 
 
 def _decode(prompt: Mapping[str, Any]) -> str:
-    text = f"generating {_tokens(prompt['completion_tokens'])} took {_time(prompt['decode_seconds'])}"
+    text = f"generating {_count(prompt['completion_tokens'])} took {_time(prompt['decode_seconds'])}"
     if prompt["mean_token_seconds"]:
         text += f", {_time(prompt['mean_token_seconds'])} each"
     steps = prompt.get("steps") or {}
     beside = steps.get("mean_sequences", 1.0) - 1.0
     if beside >= 0.5:
-        text += f", beside {beside:.0f} other sequences on average"
+        text += f", beside {_count(round(beside), 'other sequence')} on average"
     slowest = max(prompt.get("slowest_steps", ()), key=lambda step: step["seconds"] or 0.0, default=None)
     if slowest is not None and slowest["seconds"] and slowest["seconds"] > 3 * steps.get("p50", slowest["seconds"]):
         text += f"; the slowest step took {_time(slowest['seconds'])}"
         foreign = slowest["prompt_tokens"] - (slowest["own_tokens"] if slowest["own_tokens"] > 1 else 0)
         if foreign > 0:
-            text += f", for it computed {_tokens(foreign, 'prompt token')} of others"
+            text += f", for it computed {_count(foreign, 'prompt token')} of others"
     return text
 
 
-def _tokens(count: int, name: str = "token") -> str:
+def _count(count: int, name: str = "token") -> str:
     return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _time(seconds: float) -> str:
