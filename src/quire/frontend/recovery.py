@@ -9,7 +9,6 @@ ended, so that the same happens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
 STALLED_SECONDS = 2.0
-STACKS_SECONDS = 0.5
+STACKS_SECONDS = 2.0  # a client takes half a second at most
 SLEPT_SECONDS = 1.0  # late by so much, this process did not run itself, and the engine perhaps neither
 MOST_SHOWN = 8
 
@@ -274,9 +273,11 @@ class SupervisedClient:
     async def _end_stuck(self, silent: float) -> None:
         client = self._client
         logger.error("the engine is stuck: silent for %.1f s; it is ended", silent)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(STACKS_SECONDS):
                 await client.dump_stacks()
+        except Exception:  # a boundary: whatever keeps it from telling where it is, it must be ended
+            logger.exception("where the engine is stuck cannot be told")
         if client is self._client and not self.recovering:
             self._killed = client
             client.kill()  # its end is noticed by `receive`
