@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +163,25 @@ def test_the_server_goes_with_its_engine(start: Callable[..., Process]) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     assert server.end() == 70
     assert server.errors[-1] == "error: the engine process ended (signal 9)\n"
+
+
+def test_systemd_hears_of_ready_alive_and_stopping(
+    start: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "100000")
+        server = start()
+        heard = []
+        while not {b"READY=1", b"WATCHDOG=1"} <= set(heard):
+            heard.append(systemd.recv(100))
+        server.signal(signal.SIGTERM)
+        while b"STOPPING=1" not in heard:
+            heard.append(systemd.recv(100))
+        assert server.end() == 0
+        assert set(heard) == {b"READY=1", b"WATCHDOG=1", b"STOPPING=1"}
 
 
 def test_a_port_in_use_is_one_line_and_98(start: Callable[..., Process]) -> None:

@@ -47,6 +47,7 @@ WATCH_SECONDS = 0.25
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+
 def make_async_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
     """Return the engine that the config describes."""
     return AsyncLLM(config, listeners=listeners)
