@@ -294,6 +294,23 @@ def test_a_stuck_step_tells_where_it_is_and_can_be_ended(folder: Path, caplog: p
     assert "in execute" in caplog.text
 
 
+def test_an_engine_that_is_closed_while_it_is_asked_where_it_is(folder: Path) -> None:
+    async def scenario() -> None:
+        async with started(folder) as client:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            asked = asyncio.create_task(client.dump_stacks())
+            await asyncio.sleep(0)
+            client.kill()
+            await client.close()
+            assert await asked == ""
+            assert await client.dump_stacks() == ""
+            assert client.stalled_for() == 0.0
+            client.kill()
+
+    run(scenario())
+
+
 def test_an_engine_that_does_not_listen_is_closed_by_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.process._CLOSE_SECONDS", 0.2)
 

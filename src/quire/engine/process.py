@@ -189,6 +189,7 @@ class ProcessClient:
         """
         if self._process is None or self._watch is None or self._exit.done():
             return ""
+        pid, doing = self._process.pid, json.dumps(self._watch.describe())  # now: it may be closed meanwhile
         stacks = ""
         if self._ready:  # before that it may not have said yet that it does not want to die of the signal
             self._process.send_signal(_DUMP_SIGNAL)
@@ -201,9 +202,7 @@ class ProcessClient:
                     break
                 stacks += piece
         told = stacks or "It does not say where it is."
-        logger.warning(
-            "the engine process %d is at %s\n%s", self._process.pid, json.dumps(self._watch.describe()), told
-        )
+        logger.warning("the engine process %d is at %s\n%s", pid, doing, told)
         return stacks
 
     def _read_stacks(self) -> str:
