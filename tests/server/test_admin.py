@@ -135,6 +135,25 @@ def test_they_may_have_a_key_of_their_own_which_is_good_for_nothing_else() -> No
     several.run(work)
 
 
+def test_no_spelling_of_a_path_lets_an_ordinary_key_in() -> None:
+    several = Several(
+        "a", at_start="a", enable_admin_endpoints=True, api_key=["user"], admin_api_key=["root"], root_path="/llm"
+    )
+
+    async def work(http: httpx.AsyncClient) -> None:
+        headers = {"Authorization": "Bearer user"}
+        for method, path in (*ROUTES, ("POST", "/v1/models//unload"), ("POST", "/v1/models/a%2Funload")):
+            for spelling in (path, "/llm" + path, "/llm/llm" + path, path + "/", path + "?", "/" + path):
+                answer = await http.request(method, "http://server" + spelling, headers=headers)
+                assert answer.status_code in (401, 404, 405), spelling
+        assert several.status() == {"a": "loaded"}
+        for _, path in ROUTES[3:]:
+            answer = await http.post("/llm" + path, headers={"Authorization": "Bearer root"})
+            assert answer.status_code == 200
+
+    several.run(work)
+
+
 def test_without_one_any_key_will_do() -> None:
     several = Several("a", at_start="a", enable_admin_endpoints=True, api_key=["user"])
 

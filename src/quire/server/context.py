@@ -51,7 +51,7 @@ class ServerContext:
         self.config = config
         self.metrics = metrics
         self.keys = ApiKeys(config.server.api_key, config.server.api_key_file)
-        self._admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
+        self.admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
         self.generations: set[Abortable] = set()
         self.responses = ResponseStore(config.server)
@@ -64,7 +64,9 @@ class ServerContext:
 
     def keys_for(self, method: str, path: str) -> ApiKeys:
         """Return the keys that are good for a route: those that operate models may have keys of their own."""
-        return self._admin_keys if is_admin_route(method, path) else self.keys
+        root = self.config.server.root_path.rstrip("/")
+        path = path.removeprefix(root) if path.startswith(root + "/") else path
+        return self.admin_keys if is_admin_route(method, path) else self.keys
 
     def note_rejection(self, reason: str) -> None:
         """Count a request that is turned away: one of `metrics.REJECTIONS`."""

@@ -334,6 +334,8 @@ class ModelPool:
         for model in self.models:
             if model.task is not None or model.waiters:
                 continue
+            if model.open:
+                model.on_sleep(0)  # one that died asleep is awake when it was replaced
             if model.llm.errored and model.remake is not None and not model.vital:
                 model.note_death(now)
                 if model.pinned and model.at_start and now >= model.retry_at:
