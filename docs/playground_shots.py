@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from tests.browser.playground import Playground  # noqa: E402
 from tests.helpers.server import Server, serve  # noqa: E402
 
-OPTIONS = "--num-gpu-blocks-override 640 --block-size 8 --max-num-seqs 12 --swap-space 2MiB".split()
+OPTIONS = ("--num-gpu-blocks-override=640", "--block-size=8", "--max-num-seqs=12", "--swap-space=2MiB")
 NUM_CLIENTS = 11
-WARM_UP_SECONDS = 30
+WARM_UP_SECONDS = 75
 COMMON = "The king is come to court, and all his lords with him. Enter the duke, the earl, and a messenger. "
 QUESTIONS = ("What is Quire?", "What is 27 + 48?")
 LAST = "Now speak as Romeo would, at length."
@@ -82,7 +82,7 @@ def shoot(browser: Any, server: Server, path: Path, view: Callable[[Playground],
     context.close()
     with Image.open(path) as image:
         image.convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
-    print(f"{path}: {path.stat().st_size // 1000} kB")
+    sys.stdout.write(f"{path}: {path.stat().st_size // 1000} kB\n")
 
 
 def main() -> None:

@@ -160,6 +160,18 @@ def test_tools_are_called_and_answered(page: Playground) -> None:
     assert page.page.locator(".message .field-error:visible").count() == 0
 
 
+def test_what_is_there_stays_where_it_is_while_more_comes(page: Playground) -> None:
+    page.ready().send("What is 27 + 48?")
+    page.answer()
+    page.evaluate("() => document.querySelectorAll('.message').forEach((item) => { item.dataset.seen = 'yes'; })")
+    page.send("What is 11 + 12?")
+    page.answer()
+    seen = page.evaluate("() => [...document.querySelectorAll('.message')].map((item) => item.dataset.seen || 'no')")
+    assert seen == ["yes", "yes", "no", "no"]
+    assert page.page.locator("text=Regenerate").count() == 2
+    assert [item.is_visible() for item in page.page.locator("text=Regenerate").all()] == [False, True]
+
+
 def test_a_message_is_changed_and_sent_again(page: Playground) -> None:
     page.ready().send("What is 27 + 48?")
     page.answer()

@@ -50,18 +50,27 @@ export class Chat {
     this.prompt.style.height = `${this.prompt.scrollHeight}px`;
   }
 
+  /** Bring the list up to date. What is there already stays, so that screen readers hear only what is new. */
   draw() {
-    this.views = this.conversation.messages.map((message, place) => this.viewOf(message, place));
-    this.list.replaceChildren(...(this.views.length ? this.views.map((view) => view.root) : [this.welcome()]));
+    const { messages } = this.conversation;
+    this.views = messages.map((message, place) => {
+      const view = this.views[place];
+      return view?.message === message ? view : this.viewOf(message, place);
+    });
+    const wanted = this.views.length ? this.views.map((view) => view.root) : [this.welcome()];
+    wanted.forEach((root, place) => {
+      if (this.list.children[place] !== root) this.list.insertBefore(root, this.list.children[place] || null);
+    });
+    while (this.list.children.length > wanted.length) this.list.lastElementChild.remove();
     this.toEnd();
   }
 
   viewOf(message, place) {
-    const last = place === this.conversation.messages.length - 1;
+    const model = message.role === "assistant";
     return new MessageView(message, {
       edit: message.role === "user" ? (text) => this.edit(place, text) : null,
-      regenerate: message.role === "assistant" && last ? () => this.regenerate(place) : null,
-      answer: message.role === "assistant" && last ? (call, text) => this.answer(call, text) : null,
+      regenerate: model ? () => this.regenerate(place) : null,
+      answer: model ? (call, text) => this.answer(call, text) : null,
     });
   }
 
@@ -117,12 +126,8 @@ export class Chat {
     this.conversation.add({ role: "tool", tool_call_id: call.id, content: text });
     const answered = new Set(messages.slice(caller + 1).map((message) => message.tool_call_id));
     const left = messages[caller].tool_calls.some((item) => !answered.has(item.id));
-    const view = this.viewOf(messages.at(-1), messages.length - 1);
-    this.list.append(view.root);
-    if (!left) {
-      this.draw();
-      this.generate();
-    }
+    this.draw();
+    if (!left) this.generate();
   }
 
   /** Return the request that would be sent now. Raises `SettingsError`. */
@@ -183,9 +188,11 @@ export class Chat {
     message.stats = clock.stats();
     if (!message.content && !message.tool_calls && message.error === undefined && !message.finish) message.finish = "stop";
     this.conversation.save();
-    if (this.conversation.messages.includes(message)) this.draw();
-    // A text without content is read out from here, when it is complete.
-    this.list.removeAttribute("aria-busy");
+    const atEnd = this.isAtEnd();
+    view.streaming = false;
+    view.update();
+    if (atEnd) this.toEnd();
+    this.list.removeAttribute("aria-busy"); // from here on, the whole answer is read out
   }
 
   take(message, chunk, clock) {
@@ -254,6 +261,7 @@ export class Chat {
   withdraw(message, reason) {
     const { messages } = this.conversation;
     const place = messages.indexOf(message);
+    if (place < 0) return; // the conversation was cleared meanwhile
     const asked = messages[place - 1];
     if (asked?.role === "user" && !this.prompt.value) {
       this.prompt.value = asked.content;

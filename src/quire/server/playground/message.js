@@ -30,7 +30,7 @@ export class MessageView {
     return el("span", { class: "actions" },
       copy,
       edit ? button("Edit", () => this.openEditor(), { class: "quiet" }) : null,
-      regenerate ? button("Regenerate", regenerate, { class: "quiet" }) : null);
+      regenerate ? button("Regenerate", regenerate, { class: "quiet last-only" }) : null);
   }
 
   /** Show what the message has by now. */
@@ -80,6 +80,7 @@ export class MessageView {
     const field = el("input", { type: "text", spellcheck: "false" });
     return el("form", { class: "answer", on: { submit: (event) => {
       event.preventDefault();
+      event.currentTarget.remove();
       this.actions.answer(call, field.value);
     } } }, el("label", {}, "What the function returned", field), el("button", { type: "submit", class: "small", text: "Answer" }));
   }
