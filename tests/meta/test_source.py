@@ -28,6 +28,7 @@ BROAD = {"Exception", "BaseException"}
 # Quire has no variables of its own; these hand down, read or set those of others.
 ENVIRONMENT_READERS = {
     "child_process.py": "PYTHONPATH, for the child",
+    "cli/collect_env.py": "what a report of a problem should say",
     "server/sd_notify.py": "how systemd says that it listens",
 }
 
