@@ -102,7 +102,9 @@ def test_models_that_do_not_exist(server: LiveServer) -> None:
     check_error(post(server, EMBED, {"input": "a"}), 400, "missing_required_parameter", "model")
 
 
-CASES = [(path, name) for path, model, _ in ROUTES for name in sorted({*model.model_fields, *model.refused} - {"model"})]
+CASES = [
+    (path, name) for path, model, _ in ROUTES for name in sorted({*model.model_fields, *model.refused} - {"model"})
+]
 
 
 @pytest.mark.parametrize(("path", "name"), CASES, ids=[f"{path.rsplit('/')[-1]}-{name}" for path, name in CASES])

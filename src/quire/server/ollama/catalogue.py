@@ -47,7 +47,7 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """List the models that are loaded."""
-    models = [model for model in context_of(request).models.models if model.llm.ready]
+    models = [model for model in context_of(request).models.models if model.status == "loaded"]
     return _json(
         {
             "models": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -91,7 +92,7 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
     return await _answered(request, answer, chat.close, told, stream=body.stream)
 
 
-async def _answered(request: Request, answer: Answer, close: Any, told: Words, *, stream: bool) -> Response:
+async def _answered(request: Request, answer: Answer, close: Callable[[], None], told: Words, *, stream: bool) -> Response:
     if stream:
         return LineStream(told.telling_of(answer.lines()), close)
     try:
