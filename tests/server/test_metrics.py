@@ -152,6 +152,7 @@ def test_models_of_one_server_have_values_of_their_own() -> None:
     assert value("vllm:admission_rejections_total", "one", reason="queue_full") == 0
     assert value("vllm:admission_rejections_total", "two", reason="queue_full") == 1
     assert metrics.registry.get_sample_value("quire:rejected_total", {"reason": "rate_limit"}) == 1
+    assert value("vllm:admission_rejections_total", "one", reason="rate_limit") == 0, "nobody knows which it was for"
     text = metrics.render("")[0].decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), "each is described once"

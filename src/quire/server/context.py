@@ -68,10 +68,10 @@ class ServerContext:
         path = path.removeprefix(root) if path.startswith(root + "/") else path
         return self.admin_keys if is_admin_route(method, path) else self.keys
 
-    def note_rejection(self, reason: str) -> None:
-        """Count a request that is turned away: one of `metrics.REJECTIONS`."""
+    def note_rejection(self, reason: str, model: str | None = None) -> None:
+        """Count a request that is turned away: one of `metrics.REJECTIONS`; `model` is its own name, if it has one."""
         if self.metrics is not None:
-            self.metrics.on_rejected(reason)
+            self.metrics.on_rejected(reason, model)
 
     @contextmanager
     def open_request(self, scope: Scope) -> Iterator[None]:
@@ -144,7 +144,7 @@ class ModelContext:
 
     def note_rejection(self, reason: str) -> None:
         """As in `ServerContext`."""
-        self.server.note_rejection(reason)
+        self.server.note_rejection(reason, self.model.names[0])
 
 
 def context_of(request: Request) -> ServerContext:

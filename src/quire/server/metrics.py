@@ -73,9 +73,10 @@ class Metrics:
             reason: one of a few words, such as those of `REJECTIONS`. model: which one it was for, if it came so far.
         """
         self._rejected.labels(reason).inc()
-        metrics = self._models.get(model) if model is not None else next(iter(self._models.values()), None)
-        if metrics is not None:
-            metrics.on_rejected(reason)
+        if model is None and len(self._models) == 1:
+            [model] = self._models
+        if model in self._models:
+            self._models[model].on_rejected(reason)
 
     async def watch_loop(self) -> None:
         """Measure how late the event loop is, until cancelled."""
