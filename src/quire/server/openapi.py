@@ -32,6 +32,7 @@ ANYWHERE = {
 WITH_NAMES = {"404": "There is no such model or object."}
 WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415": "The body is not plain JSON."}
 WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
+OVERLOADED = {"529": "The queues are full; Retry-After says when to come back."}  # Anthropic's status for it
 PROBES = {"503": "Not able to serve; the body says why."}
 # Of what is not JSON, or not always: the other types of whole answers and of streams.
 TYPES = {
@@ -130,6 +131,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     if path in OPEN_PATHS:
         responses.update({status: {"description": text} for status, text in PROBES.items()})
     statuses = ANYWHERE | (WITH_BODY if "requestBody" in operation else WITH_NAMES if "{" in path else {})
+    if family_of(path) is Family.ANTHROPIC:
+        statuses = statuses | OVERLOADED
     for status, text in statuses.items():
         content = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         responses.setdefault(status, {"description": text, "content": content})
