@@ -124,6 +124,7 @@ def test_those_that_must_stay_must_leave_room(write: Write, text: str, most: int
 
 
 def test_the_command_ends_with_code_2_and_one_line(quire: Callable[..., Any], write: Write) -> None:
+    assert quire("plan", "--models", "models.yaml").code == 2
     for words in (
         ("--models", str(write("- {model: a, max_num_seq: 4}"))),
         ("--models", "no-such-file.yaml"),

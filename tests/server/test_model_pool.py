@@ -387,6 +387,21 @@ def test_closing_ends_loads_and_sends_everybody_away(make: Make) -> None:
     assert all(engine.closed for engines in world.engines.values() for engine in engines)
 
 
+def test_those_who_wait_can_be_sent_away_while_the_rest_goes_on(make: Make) -> None:
+    world = make("ab", 1, held=True)
+    first = world.begin("a")
+    world.finish_load("a")
+    waiting = world.begin("b")
+    world.do(world.pool.abort_waiting)
+    error = waiting.exception()
+    assert isinstance(error, HTTPProblem)
+    assert error.code == "server_shutting_down"
+    assert first.result() == "a"
+    assert world.engine("a").ready
+    world.end("a")
+    assert world.log == ["load a"]
+
+
 def test_unknown_names_are_told_which_there_are(make: Make) -> None:
     world = make("abc", None)
     with pytest.raises(NotFoundError, match="this server has a, b, c"):

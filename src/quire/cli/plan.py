@@ -15,6 +15,7 @@ from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
 from quire.cli.model import MODEL_HELP
 from quire.config import SERVER_GROUPS, EngineConfig
+from quire.errors import ConfigError
 from quire.options import check_option, option, option_fields
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Plan and print; return 0, or 1 if it does not fit."""
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
+    if config.server.models is not None:
+        raise ConfigError("models: a plan is about one model; quire serve --models looks at several", param="models")
     defaults = {item.name: item for item in option_fields((PlanOptions,))}
     options = PlanOptions(
         **{name: check_option(item, getattr(args, name)) for name, item in defaults.items() if hasattr(args, name)}
