@@ -18,12 +18,13 @@ import msgspec
 
 from quire.engine.messages import AbortRequests, AddRequest, Call, ToEngine
 
-LEAST_SECONDS = 8.0  # that anything may take
+LEAST_SECONDS = 3.0  # that anything may take
 UNKNOWN_SECONDS = 120.0  # that a step may take if nothing is known of its like
 CALL_SECONDS = 600.0  # that an operation may take, such as waking a model
 SLOWER = 20.0  # a step this many times slower than all of its size before is not working any more
+FORGOTTEN = 0.01  # of the slowest step of a size, with each later one: one odd step must not count for ever
 MOST_TOLD = 20  # ids in a log
-LOOK_SECONDS = 5.0  # of the time between two looks at the signs, so much counts
+LOOK_SECONDS = 2.0  # of the time between two looks at the signs, so much counts
 
 _BEAT, _BEGAN, _ALLOWED, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
 _HEAD = 128  # bytes
@@ -132,7 +133,7 @@ class Allowances:
 
     Sizes are told apart by powers of two. A step may take 20 times as long as the slowest of its size so far; if there
     was none, as long as one of the nearest smaller size, scaled up; and if nothing is known, two minutes. Never less
-    than eight seconds: machines are busy, and pages come from disk.
+    than three seconds: machines are busy, and pages come from disk.
     """
 
     def __init__(self, least: float = LEAST_SECONDS, unknown: float = UNKNOWN_SECONDS, slower: float = SLOWER) -> None:
@@ -153,7 +154,7 @@ class Allowances:
     def note(self, num_tokens: int, seconds: float) -> None:
         """Learn that a step took so long."""
         size = num_tokens.bit_length()
-        self._slowest[size] = max(self._slowest.get(size, 0.0), seconds)
+        self._slowest[size] = max(self._slowest.get(size, 0.0) * (1.0 - FORGOTTEN), seconds)
 
 
 class Unwatched:
@@ -268,7 +269,7 @@ class LifeSigns(Unwatched):
 class Watch:
     """Says how long an engine has been silent beyond what its work explains.
 
-    Time in which nobody looked counts for five seconds at most: if the whole machine or the front was stopped, the
+    Time in which nobody looked counts for two seconds at most: if the whole machine or the front was stopped, the
     engine was, too, and must be given the time to get on.
     """
 
