@@ -34,5 +34,7 @@ print("stream:", "".join(chunk.text for chunk in llm.stream("Hello!")))
 for method in ("json_schema", "function_calling"):
     city = llm.with_structured_output(City, method=method, strict=True).invoke("Tell me of a city.")
     print(f"{method}:", type(city).__name__)
-message = llm.bind_tools([get_temperature], tool_choice="any", strict=True, parallel_tool_calls=False).invoke("Is it warm in Oslo?")
+message = llm.bind_tools([get_temperature], tool_choice="any", strict=True, parallel_tool_calls=False).invoke(
+    "Is it warm in Oslo?"
+)
 print("tool call:", message.tool_calls[0]["name"], get_temperature.invoke(message.tool_calls[0]["args"]))

@@ -52,8 +52,12 @@ def test_every_option_has_a_flag_that_sets_it():
     samples = {int: "2", float: "0.5", str: "text", dict: "{}"}
     for flag in FLAGS:
         word = flag.choices[-1] if flag.choices else samples.get(flag.kind, "")
-        if flag.name in ("tensor_parallel_size", "max_body_bytes"):
-            word = {"tensor_parallel_size": "1", "max_body_bytes": "2kib"}[flag.name]
+        word = {
+            "tensor_parallel_size": "1",
+            "max_body_bytes": "2kib",
+            "engine_stall_timeout": "2.5",
+            "stored_response_ttl": "1.5",
+        }.get(flag.name, word)
         words = [flag.option] if flag.kind is bool else [flag.option, word]
         assert set(parse(*words)) == {flag.name}
 

@@ -152,7 +152,7 @@ def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     ("error", "code", "shown"),
     [
         (ModelError("model.safetensors: is cut short"), 2, "error: model.safetensors: is cut short\n"),
-        (EngineDeadError("two\nlines"), 1, "error: two lines\n"),
+        (EngineDeadError("two\nlines"), 70, "error: two lines\n"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError("oops"), 1, "error: unexpected ZeroDivisionError: oops; --debug shows where\n"),
     ],

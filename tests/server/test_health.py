@@ -30,7 +30,7 @@ class Loading(FakeClient):
         self.broken = False
 
     async def start(self) -> Any:
-        while not self.let.is_set():
+        while not self.let.is_set():  # noqa: ASYNC110 - set by another thread
             await asyncio.sleep(0.001)
         if self.broken:
             raise EngineDeadError("killed while it loaded")

@@ -39,7 +39,8 @@ def document() -> str:
     """Return the whole page."""
     parts = [HEAD]
     parts += _section(
-        "Engine: serve, plan, chat, generate, run-batch, bench latency, bench throughput, bench quality", flags_of(CONFIG_GROUPS)
+        "Engine: serve, plan, chat, generate, run-batch, bench latency, bench throughput, bench quality",
+        flags_of(CONFIG_GROUPS),
     )
     parts += _section("serve", flags_of((ServerConfig,)))
     parts += _section(

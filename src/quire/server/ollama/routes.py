@@ -92,7 +92,9 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
     return await _answered(request, answer, chat.close, told, stream=body.stream)
 
 
-async def _answered(request: Request, answer: Answer, close: Callable[[], None], told: Words, *, stream: bool) -> Response:
+async def _answered(
+    request: Request, answer: Answer, close: Callable[[], None], told: Words, *, stream: bool
+) -> Response:
     if stream:
         return LineStream(told.telling_of(answer.lines()), close)
     try:
