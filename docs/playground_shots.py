@@ -81,7 +81,7 @@ def shoot(browser: Any, server: Server, path: Path, view: Callable[[Playground],
     page.page.screenshot(path=path)
     context.close()
     with Image.open(path) as image:
-        image.convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     sys.stdout.write(f"{path}: {path.stat().st_size // 1000} kB\n")
 
 

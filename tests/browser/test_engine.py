@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser.conftest import OpenPage
+from tests.browser.conftest import OPTIONS, OpenPage
 from tests.browser.playground import Playground
-from tests.helpers.server import Server
+from tests.helpers.faults import engine_pid
+from tests.helpers.server import Server, serve
 
 pytestmark = pytest.mark.browser
 
@@ -114,3 +118,23 @@ def test_a_server_that_goes_away_is_missed(page: Playground) -> None:
     page.until(lambda: page.text("#engine-state") == "not reachable")
     page.page.unroute("**/playground/state*")
     page.until(lambda: page.text("#engine-state") == "ready")
+
+
+def test_an_engine_that_is_killed_is_replaced_before_ones_eyes(open_page: OpenPage, tmp_path: Path) -> None:
+    with serve(tmp_path / "log", *OPTIONS) as server:
+        page = open_page(server.url).ready()
+        page.long_answers()
+        page.send("Go on.")
+        page.until(lambda: page.pool()["mine"] > 3)
+        page.evaluate(
+            """() => {
+              window.states = [];
+              const pill = document.getElementById('engine-state');
+              new MutationObserver(() => window.states.push(pill.textContent)).observe(pill, {childList: true});
+            }"""
+        )
+        os.kill(engine_pid(server), signal.SIGKILL)
+        page.until(lambda: "restarting" in page.evaluate("() => window.states"))
+        page.until(lambda: page.text("#engine-state") == "ready" and page.page.locator(".pool canvas").count())
+        assert len(page.answer()) > 1000
+        assert page.page.locator(".message .field-error:visible").count() == 0

@@ -16,6 +16,9 @@ from quire.engine.core import EngineCore
 from quire.engine.inline import InlineEngine
 from quire.errors import EngineDeadError
 from quire.executor.null import NullExecutor
+from quire.frontend.async_llm import AsyncLLM
+from quire.server.context import ServerContext
+from quire.server.model_pool import ServedModel
 from quire.server.playground_files import FILES, PATHS, STATE_PATH, path_of
 from quire.server.recent import SECONDS, RecentPast
 from quire.step import SchedulerStats
@@ -249,6 +252,29 @@ def test_an_engine_that_died_for_good_has_failed(make_server: MakeServer) -> Non
     server.wait_until(lambda: server.llm.errored)
     found = server.http.get(STATE_PATH).json()
     assert found["state"] == "failed" and "picture" not in found
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "word", "drawn"),
+    [
+        (AsyncLLM, "recovering", True, "restarting", False),
+        (AsyncLLM, "stalled", True, "stalled", True),
+        (AsyncLLM, "is_sleeping", True, "sleeping", False),
+        (ServedModel, "status", "unloaded", "unloaded", True),
+        (ServerContext, "draining", True, "draining", True),
+    ],
+)
+def test_it_says_in_a_word_how_the_engine_is(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, word: str, drawn: bool
+) -> None:
+    server = make_server(llm={"engine": InlineEngine(make_core())})
+    assert server.http.get(STATE_PATH).json()["state"] == "ready"
+    if owner is ServerContext:
+        monkeypatch.setattr(server.context, name, value)
+    else:
+        monkeypatch.setattr(owner, name, property(lambda _: value))
+    found = server.http.get(STATE_PATH).json()
+    assert (found["state"], "picture" in found) == (word, drawn)
 
 
 def test_a_large_pool_is_a_small_answer(make_server: MakeServer) -> None:
