@@ -345,7 +345,7 @@ def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
         first = world.client
         first.hold()
         stream = await llm.submit("x", params())
-        for silent, stalled in ((1.9, False), (2.5, True), (0.0, False), (2.9, True)):
+        for silent, stalled in ((1.4, False), (1.6, True), (0.0, False), (2.9, True)):
             first.stalled = silent
             await settle()
             assert llm.stalled == stalled

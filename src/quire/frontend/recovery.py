@@ -23,7 +23,7 @@ from quire.frontend.suspects import Court
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
-STALLED_SECONDS = 2.0
+STALLED_SECONDS = 1.5  # beyond what is explained: then the server is not ready
 STACKS_SECONDS = 2.0  # a client takes half a second at most
 SLEPT_SECONDS = 1.0  # late by so much, this process did not run itself, and the engine perhaps neither
 MOST_SHOWN = 8
