@@ -91,7 +91,7 @@ class Gate:
             with context.open_request(scope):
                 await self._app(scope, receive, visit.send)
         else:
-            with quota.running(), context.open_request(scope):
+            with quota.running() as scope["state"]["slot"], context.open_request(scope):
                 await self._app(scope, receive, visit.send)
 
     def _note(self, scope: Scope, visit: _Visit) -> None:

@@ -114,8 +114,8 @@ class Quota:
         self.tokens = _bucket(self.tokens, rules.tokens_per_minute, self._clock)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count a request while the block runs. Raises `RateLimitError`."""
+    def running(self) -> Iterator[Slot]:
+        """Count a request while the block runs, or for longer if its slot is kept. Raises `RateLimitError`."""
         most = self.rules.max_concurrency
         if most is not None and self.num_running >= most:
             raise RateLimitError(f"this key may have {most} requests at a time", 1.0)
@@ -126,10 +126,12 @@ class Quota:
         if self.requests is not None:
             self.requests.take(1)
         self.num_running += 1
+        slot = Slot(self)
         try:
-            yield
+            yield slot
         finally:
-            self.num_running -= 1
+            if not slot.kept:
+                self.num_running -= 1
 
     def reserve(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Take `num_tokens`, the prompt's and all that may be generated, before it is known how many will be used.
@@ -171,6 +173,30 @@ class Quota:
                     (b"x-ratelimit-reset-" + what, _duration(bucket.lacks(bucket.per_minute)).encode()),
                 ]
         return headers
+
+
+class Slot:
+    """A request's place among those that its key may have at a time.
+
+    Whoever goes on with the request beyond its answer keeps it, and enters it: it is free when that block ends.
+    """
+
+    __slots__ = ("_quota", "kept")
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self.kept = False
+
+    def keep(self) -> None:
+        """Go on counting the request when its answer has been given."""
+        self.kept = True
+
+    def __enter__(self) -> Slot:
+        assert self.kept, "else it is freed twice"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quota.num_running -= 1
 
 
 def _bucket(old: Bucket | None, per_minute: int | None, clock: Clock) -> Bucket | None:

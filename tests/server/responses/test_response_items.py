@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.responses.sealed import seal
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import check_error
 from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, family_server, refused, says
@@ -21,6 +22,7 @@ def family() -> Iterator[LiveServer]:
 
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c9", "name": "note", "input": "x"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "dark"}
 
 
@@ -95,7 +97,11 @@ def test_calls_reasoning_and_outputs_become_messages(family: LiveServer) -> None
         ([{"role": "user"}], "input[0].content", "missing_required_parameter"),
         ([{"role": "user", "content": []}], "input[0].content", "empty_array"),
         ([{"role": "user", "content": "a", "naem": "b"}], "input[0].naem", "unknown_parameter"),
-        ([{"role": "assistant", "content": "a", "phase": "commentary"}], "input[0].phase", "unsupported_parameter"),
+        ([{"role": "assistant", "content": "a", "phase": "other"}], "input[0].phase", "invalid_value"),
+        ([{"role": "user", "content": "a", "phase": "commentary"}], "input[0].phase", "invalid_value"),
+        ([{**CUSTOM, "call_id": "c1"}, OUTPUT], "input[1].call_id", "invalid_value"),
+        ([CALL, {**OUTPUT, "type": "custom_tool_call_output"}], "input[1].call_id", "invalid_value"),
+        ([{"type": "custom_tool_call", "call_id": "c", "name": "n"}], "input[0].input", "missing_required_parameter"),
         (
             [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
             "input[0].content[1].type",
@@ -111,7 +117,15 @@ def test_calls_reasoning_and_outputs_become_messages(family: LiveServer) -> None
         ([{**CALL, "name": "a b"}], "input[0].name", "invalid_value"),
         ([{**CALL, "namespace": "x"}], "input[0].namespace", "unsupported_parameter"),
         ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output[0].type", "unsupported_content_type"),
-        ([{"type": "reasoning", "encrypted_content": "x"}], "input[0].encrypted_content", "unsupported_parameter"),
+        ([{"type": "reasoning", "encrypted_content": "x"}], "input[0].encrypted_content", "invalid_value"),
+        ([{"type": "reasoning", "encrypted_content": seal("x")[:-1]}], "input[0].encrypted_content", "invalid_value"),
+        ([{"type": "reasoning", "encrypted_content": seal("x") + "."}], "input[0].encrypted_content", "invalid_value"),
+        ([{"type": "reasoning", "encrypted_content": 5}], "input[0].encrypted_content", "invalid_type"),
+        (
+            [{"type": "reasoning", "encrypted_content": seal("x").replace("1", "2", 1)}],
+            "input[0].encrypted_content",
+            "invalid_value",
+        ),
         ([{"type": "reasoning", "content": [{"type": "a", "text": ""}]}], "input[0].content[0].type", "invalid_value"),
         ([{"id": "msg_nobody"}], "input[0].id", "item_not_found"),
         ([{"role": "user", "content": "x" * 5000}], "input", "context_length_exceeded"),
@@ -159,8 +173,25 @@ def test_bad_items(family: LiveServer, value: Any, param: str, code: str) -> Non
         ({"max_tokens": 5}, "max_tokens", "unsupported_parameter"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "integer_above_max_value"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]", "unsupported_parameter"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "unsupported_parameter"),
+        ({"reasoning": {"summary": "concise"}}, "reasoning.summary", "unsupported_parameter"),
+        ({"reasoning": {"generate_summary": "detailed"}}, "reasoning.generate_summary", "unsupported_parameter"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name", "missing_required_parameter"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name", "invalid_value"),
+        ({"tools": [LOOK, {"type": "custom", "name": "look"}]}, "tools[1].name", "invalid_value"),
+        ({"tools": [{"type": "custom", "name": "n", "parameters": {}}]}, "tools[0].parameters", "unknown_parameter"),
+        ({"tools": [{"type": "custom", "name": "n", "format": "text"}]}, "tools[0].format", "invalid_type"),
+        (
+            {"tools": [{"type": "custom", "name": "n", "format": {"type": "grammar", "syntax": "lark"}}]},
+            "tools[0].format.type",
+            "unsupported_parameter",
+        ),
+        ({"tools": [LOOK], "tool_choice": {"type": "custom", "name": "look"}}, "tool_choice.name", "invalid_value"),
+        (
+            {"tools": [{"type": "custom", "name": "n"}], "tool_choice": {"type": "function", "name": "n"}},
+            "tool_choice.name",
+            "invalid_value",
+        ),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
         ({"metadata": {str(index): "" for index in range(17)}}, "metadata", "object_above_max_properties"),
         ({"metadata": {"a" * 65: ""}}, "metadata", "string_above_max_length"),

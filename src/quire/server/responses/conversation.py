@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.errors import RequestError, echo
 from quire.server.messages import MAX_CALLS
-from quire.server.responses.items import Item
+from quire.server.responses.custom_tools import arguments_of
+from quire.server.responses.items import CALL_TEXT, Item
 
 Message = dict[str, Any]
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -26,7 +27,7 @@ def as_messages(instructions: str | None, earlier: Sequence[Item], items: Sequen
         builder.say("system", [instructions])
     for item in earlier:
         # What was cut off has no place in a conversation: it is no JSON.
-        if item["type"] != "function_call" or item["status"] == "completed":
+        if item["type"] not in CALL_TEXT or item["status"] == "completed":
             builder.add(item, "previous_response_id")
     for index, item in enumerate(items):
         builder.add(item, f"input[{index}]")
@@ -38,7 +39,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._calls: set[str] = set()  # their ids
+        self._calls: dict[str, str] = {}  # id -> type
 
     def add(self, item: Item, where: str) -> None:
         """Add an item; `where` is what errors call it."""
@@ -50,8 +51,10 @@ class _Builder:
                 if parts:
                     self._think("\n".join([part["text"] for part in parts]))
             case "function_call":
-                self._call(item, where)
-            case "function_call_output":
+                self._call(item, item["arguments"], where)
+            case "custom_tool_call":
+                self._call(item, arguments_of(item["input"]), where)
+            case "function_call_output" | "custom_tool_call_output":
                 self._answer(item, where)
 
     def say(self, role: str, texts: list[str]) -> None:
@@ -75,13 +78,13 @@ class _Builder:
         else:
             self.messages.append({"role": "assistant", "reasoning": text})
 
-    def _call(self, item: Item, where: str) -> None:
+    def _call(self, item: Item, arguments: str, where: str) -> None:
         call_id = item["call_id"]
         if call_id in self._calls:
             raise RequestError(
                 f"{where}.call_id: there are two calls with the id {echo(call_id)}", param=f"{where}.call_id"
             )
-        self._calls.add(call_id)
+        self._calls[call_id] = item["type"]
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant"})
         calls = self.messages[-1].setdefault("tool_calls", [])
@@ -89,14 +92,15 @@ class _Builder:
             raise RequestError(
                 f"{where}: there may be at most {MAX_CALLS} calls in a row", param=where, code="array_above_max_length"
             )
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": item["name"], "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _answer(self, item: Item, where: str) -> None:
         call_id = item["call_id"]
-        if call_id not in self._calls:
+        kind = item["type"].removesuffix("_output")
+        if self._calls.get(call_id) != kind:
             raise RequestError(
-                f"{where}.call_id: no item before is a function_call with the call_id {echo(call_id)}",
+                f"{where}.call_id: no item before is a {kind} with the call_id {echo(call_id)}",
                 param=f"{where}.call_id",
             )
         output = item["output"]

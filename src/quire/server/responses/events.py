@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.frontend.formats.message import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
+from quire.server.responses.aligned import TokenQueue
+from quire.server.responses.custom_tools import InputReader
 from quire.server.responses.items import Item, new_id
+from quire.server.responses.sealed import seal
 
 StreamEvent = dict[str, Any]
 PAD_TO = 32
@@ -35,27 +38,23 @@ def obfuscated_event(data: bytes) -> bytes:
     return encode_event(_decode(data.partition(b"\ndata: ")[2]), obfuscated=True)
 
 
-def _made_of(text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last ones of some tokens, as many as a text is made of: those before are marks."""
-    left, start = len(text.encode()), len(logprobs)
-    while left > 0 and start:
-        start -= 1
-        left -= len(logprobs[start]["bytes"] or ())
-    return logprobs[start:]
-
-
 class OutputBuilder:
     """The output of one response, so far.
+
+    Args:
+        sealed: whether reasoning comes with `encrypted_content`. custom: names of the tools that are custom ones.
 
     Attributes:
         sequence_number: of the next event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sealed: bool = False, custom: Collection[str] = ()) -> None:
         self.sequence_number = 0
+        self._sealed = sealed
+        self._custom = custom
         self._closed: list[Item] = []
         self._open: _OpenItem | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come out yet
+        self._tokens = TokenQueue()
 
     def event(self, kind: str, **fields: Any) -> StreamEvent:
         """Return the next event."""
@@ -74,25 +73,27 @@ class OutputBuilder:
         Args:
             logprobs: of the tokens that brought it; those of reasoning, calls and marks are not shown.
         """
-        self._logprobs += logprobs
+        self._tokens.add(logprobs)
         made: list[StreamEvent] = []
         for event in events:
             match event:
                 case ReasoningDelta():
+                    self._tokens.skip(event.text)
                     made += [*self._need("reasoning"), *self._delta(event.text)]
                 case ContentDelta():
                     begun = self._need("message")
-                    if begun:
-                        self._logprobs = _made_of(event.text, self._logprobs)
-                    made += [*begun, *self._delta(event.text)]
+                    taken = self._tokens.take(event.text, begun=bool(begun), last=event is events[-1])
+                    made += [*begun, *self._delta(event.text, taken)]
                 case CallStart():
-                    made += [*self._close("completed"), *self._begin(_OpenCall(event.name, event.id or new_id("call")))]
+                    kind = _OpenCustomCall if event.name in self._custom else _OpenCall
+                    made += [*self._close("completed"), *self._begin(kind(event.name, event.id or new_id("call")))]
                 case CallArguments():
-                    made += self._delta(event.text)
+                    assert isinstance(self._open, _OpenCall), "a parser begins what it goes on with"
+                    made += self._delta(self._open.read(event.text))
                 case CallEnd():
                     made += self._close("completed")
-        if events and not isinstance(events[-1], ContentDelta):
-            self._logprobs = []
+        if events and not isinstance(events[-1], ContentDelta | ReasoningDelta):
+            self._tokens.clear()
         return made
 
     def finish(self, *, complete: bool) -> list[StreamEvent]:
@@ -112,7 +113,7 @@ class OutputBuilder:
         """Begin an item of this kind, unless one is open."""
         if self._open is not None and self._open.kind == kind:
             return []
-        return [*self._close("completed"), *self._begin(_OpenText(kind))]
+        return [*self._close("completed"), *self._begin(_OpenText(kind, sealed=self._sealed))]
 
     def _begin(self, item: _OpenItem) -> list[StreamEvent]:
         self._open = item
@@ -122,25 +123,29 @@ class OutputBuilder:
             made.append(self.event("response.content_part.added", **self._place(item), part=item.part("", [])))
         return made
 
-    def _delta(self, text: str) -> list[StreamEvent]:
+    def _delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         item = self._open
         assert item is not None, "a parser begins what it goes on with"
+        if not text:
+            return []
         item.pieces.append(text)
         extras: dict[str, Any] = {}
         if item.kind == "message":
             assert isinstance(item, _OpenText)
-            extras["logprobs"], self._logprobs = self._logprobs, []
-            item.logprobs += extras["logprobs"]
+            extras["logprobs"] = [*logprobs]
+            item.logprobs += logprobs
         return [self.event(f"{item.stream}.delta", **self._place(item), delta=text, **extras)]
 
     def _close(self, status: str) -> list[StreamEvent]:
         item = self._open
         if item is None:
             return []
-        place, text = self._place(item), item.text
+        place = self._place(item)
         if isinstance(item, _OpenCall):
-            made = [self.event(f"{item.stream}.done", **place, name=item.name, arguments=text)]
+            made = self._delta(item.rest())
+            made.append(self.event(f"{item.stream}.done", **place, **item.done()))
         else:
+            text = item.text
             assert isinstance(item, _OpenText)
             extras = {"logprobs": item.logprobs} if item.kind == "message" else {}
             made = [
@@ -175,9 +180,10 @@ class _Growing:
 class _OpenText(_Growing):
     """A message, or reasoning. `kind`: its type. `stream`: what the events of its text begin with."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, sealed: bool) -> None:
         super().__init__()
         self.kind = kind
+        self._sealed = sealed and kind == "reasoning"
         self.stream = "response.output_text" if kind == "message" else "response.reasoning_text"
         self.item_id = new_id("msg" if kind == "message" else "rs")
         self.logprobs: list[dict[str, Any]] = []
@@ -198,20 +204,36 @@ class _OpenText(_Growing):
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
         own: Item = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        if self._sealed and status != "in_progress":
+            own["encrypted_content"] = seal(self.text)
         return {"id": self.item_id, "type": self.kind, "status": status, **own, "content": content}
 
 
 class _OpenCall(_Growing):
-    """A call of a function. `kind`, `stream`: as of texts."""
+    """A call of a function. `kind`, `stream`: as of texts. `field`: where its text is."""
 
     kind = "function_call"
     stream = "response.function_call_arguments"
+    field = "arguments"
+    prefix = "fc"
 
     def __init__(self, name: str, call_id: str) -> None:
         super().__init__()
         self.name = name
         self.call_id = call_id
-        self.item_id = new_id("fc")
+        self.item_id = new_id(self.prefix)
+
+    def read(self, arguments: str) -> str:
+        """Return what more of the arguments adds to the text."""
+        return arguments
+
+    def rest(self) -> str:
+        """Return what the end adds to the text."""
+        return ""
+
+    def done(self) -> dict[str, str]:
+        """Return what is said when the text is complete."""
+        return {"name": self.name, self.field: self.text}
 
     def first(self) -> Item:
         """Return the item without arguments."""
@@ -221,9 +243,31 @@ class _OpenCall(_Growing):
         """Return the item."""
         return self._item(status, self.text)
 
-    def _item(self, status: str, arguments: str) -> Item:
-        names = {"call_id": self.call_id, "name": self.name, "arguments": arguments}
+    def _item(self, status: str, text: str) -> Item:
+        names = {"call_id": self.call_id, "name": self.name, self.field: text}
         return {"id": self.item_id, "type": self.kind, "status": status, **names}
+
+
+class _OpenCustomCall(_OpenCall):
+    """A call of a custom tool."""
+
+    kind = "custom_tool_call"
+    stream = "response.custom_tool_call_input"
+    field = "input"
+    prefix = "ctc"
+
+    def __init__(self, name: str, call_id: str) -> None:
+        super().__init__(name, call_id)
+        self._reader = InputReader()
+
+    def read(self, arguments: str) -> str:
+        return self._reader.feed(arguments)
+
+    def rest(self) -> str:
+        return self._reader.finish()
+
+    def done(self) -> dict[str, str]:
+        return {self.field: self.text}
 
 
 _OpenItem = _OpenText | _OpenCall

@@ -13,6 +13,7 @@ from quire.checks import check_object, missing
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
+from quire.server.responses.sealed import unseal
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -21,16 +22,23 @@ MAX_ITEMS = 8192
 MAX_ID_LENGTH = 256
 STATUSES = ("in_progress", "completed", "incomplete")
 ROLES = ("user", "assistant", "system", "developer")
+PHASES = ("commentary", "final_answer")
 # Field -> the values that ask for nothing, for all fields of items and their parts that exist but are not honoured.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "caller": (),
-    "encrypted_content": (),
     "namespace": (),
-    "phase": (),
     "prompt_cache_breakpoint": (),
 }
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+CALL_TEXT = {"function_call": "arguments", "custom_tool_call": "input"}  # the field with what is called for
 UNSUPPORTED_TYPES = (
     "additional_tools",
     "apply_patch_call",
@@ -40,8 +48,6 @@ UNSUPPORTED_TYPES = (
     "compaction_trigger",
     "computer_call",
     "computer_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
     "file_search_call",
     "image_generation_call",
     "local_shell_call",
@@ -107,10 +113,10 @@ class _Checker:
         match kind:
             case "message":
                 return self._message(value, where)
-            case "function_call":
-                return self._call(value, where)
-            case "function_call_output":
-                return self._call_output(value, where)
+            case "function_call" | "custom_tool_call":
+                return self._call(kind, value, where)
+            case "function_call_output" | "custom_tool_call_output":
+                return self._call_output(kind, value, where)
             case "reasoning":
                 return self._reasoning(value, where)
             case "item_reference":
@@ -148,7 +154,7 @@ class _Checker:
         return {"id": item_id, "type": kind, "status": status}
 
     def _message(self, value: Any, where: str) -> Item:
-        fields = self._fields(value, where, ("type", "id", "status", "role", "content"), ("phase",))
+        fields = self._fields(value, where, ("type", "id", "status", "role", "content", "phase"))
         role = fields.get("role")
         if role is None:
             raise missing(f"{where}.role")
@@ -158,7 +164,15 @@ class _Checker:
         if "content" not in fields:
             raise missing(f"{where}.content")
         content = self._parts(fields["content"], f"{where}.content", answer=role == "assistant")
-        return {**self._head(fields, "message", where), "role": role, "content": content}
+        item = {**self._head(fields, "message", where), "role": role, "content": content}
+        if "phase" not in fields:
+            return item
+        place = f"{where}.phase"
+        if role != "assistant":
+            raise RequestError(f"{place} is for messages of the role assistant only", param=place)
+        if fields["phase"] not in PHASES:
+            raise RequestError(f"{place} must be one of {', '.join(PHASES)}, got {echo(fields['phase'])}", param=place)
+        return {**item, "phase": fields["phase"]}  # a label, which no model here is shown
 
     def _parts(self, content: Any, where: str, *, answer: bool) -> list[dict[str, Any]]:
         if isinstance(content, str):
@@ -197,20 +211,21 @@ class _Checker:
             return {"type": "refusal", "refusal": text}
         return _output_text(text) if answer else {"type": "input_text", "text": text}
 
-    def _call(self, value: Any, where: str) -> Item:
-        known = ("type", "id", "status", "call_id", "name", "arguments")
+    def _call(self, kind: str, value: Any, where: str) -> Item:
+        text = CALL_TEXT[kind]
+        known = ("type", "id", "status", "call_id", "name", text)
         fields = self._fields(value, where, known, ("caller", "namespace"))
-        for name in ("call_id", "name", "arguments"):
+        for name in ("call_id", "name", text):
             if name not in fields:
                 raise missing(f"{where}.{name}")
         return {
-            **self._head(fields, "function_call", where),
+            **self._head(fields, kind, where),
             "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
             "name": check_name(fields["name"], f"{where}.name"),
-            "arguments": _text(fields["arguments"], f"{where}.arguments"),
+            text: _text(fields[text], f"{where}.{text}"),
         }
 
-    def _call_output(self, value: Any, where: str) -> Item:
+    def _call_output(self, kind: str, value: Any, where: str) -> Item:
         known = ("type", "id", "status", "call_id", "name", "output")
         fields = self._fields(value, where, known, ("caller", "namespace"))
         for name in ("call_id", "output"):
@@ -220,19 +235,24 @@ class _Checker:
         if not isinstance(output, str):
             output = self._parts(output, f"{where}.output", answer=False)
         item = {
-            **self._head(fields, "function_call_output", where),
+            **self._head(fields, kind, where),
             "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
             "output": output,
         }
         return item if "name" not in fields else {**item, "name": check_name(fields["name"], f"{where}.name")}
 
     def _reasoning(self, value: Any, where: str) -> Item:
-        known = ("type", "id", "status", "summary", "content")
-        fields = self._fields(value, where, known, ("encrypted_content",))
+        known = ("type", "id", "status", "summary", "content", "encrypted_content")
+        fields = self._fields(value, where, known)
+        content = self._texts(fields.get("content", []), "reasoning_text", f"{where}.content")
+        if "encrypted_content" in fields:
+            place = f"{where}.encrypted_content"
+            restored = unseal(_text(fields["encrypted_content"], place), place)
+            content = content or [{"type": "reasoning_text", "text": restored}]
         return {
             **self._head(fields, "reasoning", where),
             "summary": self._texts(fields.get("summary", []), "summary_text", f"{where}.summary"),
-            "content": self._texts(fields.get("content", []), "reasoning_text", f"{where}.content"),
+            "content": content,
         }
 
     def _texts(self, parts: Any, kind: str, where: str) -> list[dict[str, str]]:

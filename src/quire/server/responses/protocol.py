@@ -57,11 +57,11 @@ class ResponseStreamOptions(_Part):
 
 
 class Reasoning(_Part):
-    """How much a model thinks. Nothing sums it up."""
+    """How much a model thinks. Nothing sums it up: a summary, if there is one ("auto"), is always empty."""
 
     effort: ReasoningEffort | None = None
-    summary: SkipValidation[None] = None
-    generate_summary: SkipValidation[None] = None
+    summary: SkipValidation[Literal["auto"] | None] = None
+    generate_summary: SkipValidation[Literal["auto"] | None] = None
     context: SkipValidation[Literal["auto"] | None] = None
     mode: SkipValidation[Literal["standard"] | None] = None
 

@@ -9,14 +9,15 @@ from quire.errors import QuireError, RequestError
 from quire.server.chat import ChatCompletion
 from quire.server.errors import error_object
 from quire.server.generation import Usage
-from quire.server.responses.protocol import ResponseRequest
+from quire.server.responses.custom_tools import CUSTOM, shown
+from quire.server.responses.protocol import Reasoning, ResponseRequest
 from quire.server.responses.translate import TOOL_FIELDS
 
 
 def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) -> dict[str, Any]:
     """Return the response at its beginning."""
     params = chat.params
-    reasoning, text = body.reasoning, body.text
+    text = body.text
     response: dict[str, Any] = {
         "id": response_id,
         "object": "response",
@@ -33,7 +34,7 @@ def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) 
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "reasoning": _reasoning(body.reasoning),
         "service_tier": "default",
         "store": body.store,
         "temperature": float(getattr(params, "temperature", 1.0)),
@@ -52,13 +53,21 @@ def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) 
 
 
 def _format(value: dict[str, Any] | None) -> dict[str, Any]:
-    shown = {"type": "text"} if value is None else value
-    return {name: item for name, item in shown.items() if item is not None}
+    fields = {"type": "text"} if value is None else value
+    return {name: item for name, item in fields.items() if item is not None}
+
+
+def _reasoning(reasoning: Reasoning | None) -> dict[str, Any]:
+    if reasoning is None:
+        return {"effort": None, "summary": None}
+    return {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: tool.get(name) for name in TOOL_FIELDS}
-    return {**shown, "strict": tool.get("strict") or False}
+    if tool["type"] == CUSTOM:
+        return shown(tool)
+    fields = {name: tool.get(name) for name in TOOL_FIELDS}
+    return {**fields, "strict": tool.get("strict") or False}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -19,13 +19,22 @@ from quire.server.errors import JSON
 from quire.server.parsing import parse_request
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
-from quire.server.responses.events import encode_event, obfuscated_event
+from quire.server.responses.custom_tools import custom_names
+from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
 from quire.server.responses.items import Item, check_input, new_id
 from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
 from quire.server.responses.resource import new_response
 from quire.server.responses.running import ResponseRun, lease, spawn, start_fitting
 from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server.responses.translate import LOGPROBS, chat_request, check_include, counted_request, told
+from quire.server.responses.translate import (
+    INCLUDED,
+    SEALED,
+    chat_request,
+    check_include,
+    counted_request,
+    told,
+    without_default_effort,
+)
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
 
 router = APIRouter()
@@ -36,7 +45,7 @@ PREFIX = "/v1/responses"
 
 M = TypeVar("M", bound=ConversationRequest)
 
-INCLUDE = {"type": "array", "items": {"enum": [LOGPROBS]}}
+INCLUDE = {"type": "array", "items": {"enum": [*INCLUDED]}}
 
 
 def _described(**parameters: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +92,8 @@ async def create_response(request: Request) -> Response:
     keeps_events = body.background and body.stream
     response = new_response(body, chat, response_id)
     stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events)
-    run = ResponseRun(chat, stored, store if body.store else None)
+    builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
+    run = ResponseRun(chat, stored, store if body.store else None, builder)
     return await _answer(request, body, context, run)
 
 
@@ -113,7 +123,7 @@ async def _answer(request: Request, body: ResponseRequest, context: ModelContext
 
 
 def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) -> ChatCompletion:
-    chat = ChatCompletion(context, body, "resp")
+    chat = ChatCompletion(context, without_default_effort(body, context.llm.front_model), "resp")
     if body.request_id is None:
         chat.response_id = response_id
     return chat
@@ -270,7 +280,8 @@ async def count_input_tokens(request: Request) -> Response:
     _, _, messages = _conversation(request, body)
     try:
         chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
-        chat = ChatCompletion(await model_context(request, body.model), chat_body, "count")
+        context = await model_context(request, body.model)
+        chat = ChatCompletion(context, without_default_effort(chat_body, context.llm.front_model), "count")
         token_ids = await chat.render()
     except RequestError as error:
         raise told(error) from None
@@ -300,7 +311,7 @@ def _query(request: Request, known: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _check_include(query: dict[str, list[str]]) -> None:
-    """Raise for what responses do not have. Log-probabilities are in those that were made with them."""
+    """Raise for what responses do not have. What is included is in those that were made with it."""
     check_include([*query.get("include", ()), *query.get("include[]", ())])
 
 

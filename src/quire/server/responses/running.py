@@ -16,6 +16,7 @@ from quire.outputs import CompletionOutput
 from quire.server.chat import ChatCompletion, ChoiceNews
 from quire.server.context import ModelContext
 from quire.server.errors import error_object
+from quire.server.limits import Slot
 from quire.server.responses.conversation import turns, without_beginning
 from quire.server.responses.events import OutputBuilder, StreamEvent, encode_event
 from quire.server.responses.resource import complete, fail, usage_object
@@ -63,18 +64,21 @@ class ResponseRun:
 
     Args:
         chat: started. stored: where the response is kept; it is the same object there. store: None keeps nothing.
+        builder: of its output.
 
     Attributes:
         error: what ended it, if it did not end by itself.
     """
 
-    def __init__(self, chat: ChatCompletion, stored: StoredResponse, store: ResponseStore | None) -> None:
+    def __init__(
+        self, chat: ChatCompletion, stored: StoredResponse, store: ResponseStore | None, builder: OutputBuilder
+    ) -> None:
         self.chat = chat
         self.stored = stored
         self.response = stored.response
         self.error: QuireError | None = None
         self._store = store
-        self._builder = OutputBuilder()
+        self._builder = builder
         self._aborted = False
         self._ended = False
         stored.abort = self.abort
@@ -178,7 +182,8 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
         scope: what `lease` returned.
     """
     stored = run.stored
-    with run.chat.context.server.open_request(scope):
+    slot: Slot | None = scope["state"].get("slot")
+    with run.chat.context.server.open_request(scope), slot or contextlib.nullcontext():
         try:
             async with contextlib.aclosing(run.events()) as batches:
                 async for events in batches:
@@ -190,9 +195,16 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
 
 
 async def lease(context: ModelContext, request: Request) -> Scope:
-    """Keep a model loaded beyond the answer to the request; `open_request` lets go of it."""
+    """Keep a model loaded, and the place among the requests of a key, beyond the answer to the request.
+
+    `in_background` lets go of both.
+    """
     await context.server.models.acquire(context.model)
-    return {"type": "http", "state": {**request.scope["state"], "models": [context.model]}}
+    state = request.scope["state"]
+    slot: Slot | None = state.get("slot")
+    if slot is not None:
+        slot.keep()
+    return {"type": "http", "state": {**state, "models": [context.model]}}
 
 
 def spawn(run: ResponseRun, scope: Scope, store: ResponseStore) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from quire.checks import INT64_MAX, check_int, check_object, missing
 from quire.errors import RequestError, UnsupportedError, echo, retold
+from quire.frontend.loading import FrontModel
 from quire.server.parsing import refuse_unless_harmless, validate
 from quire.server.protocol import ChatCompletionRequest, SamplingRequest
 from quire.server.responses.conversation import Message
+from quire.server.responses.custom_tools import CUSTOM, CUSTOM_FIELDS, custom_names, function_of
 from quire.server.responses.protocol import (
     CHAT_FIELDS,
     MAX_PAIR_KEY,
@@ -21,7 +23,10 @@ from quire.server.responses.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
+SEALED = "reasoning.encrypted_content"
+INCLUDED = (LOGPROBS, SEALED)
 MAX_TOP_LOGPROBS = 20
+DEFAULT_EFFORT = "medium"
 TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 # Field of a tool -> the values that ask for nothing.
 TOOL_REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -96,14 +101,21 @@ def counted_request(
     return validate(ChatCompletionRequest, {"model": "", "messages": [*messages], **fields})
 
 
+def without_default_effort(chat: ChatCompletionRequest, front: FrontModel) -> ChatCompletionRequest:
+    """Return a chat without the effort that is the API's default, if the model's template knows no efforts at all."""
+    if chat.reasoning_effort != DEFAULT_EFFORT or chat.chat_template is not None:
+        return chat
+    return chat if front.template().reads("reasoning_effort") else chat.model_copy(update={"reasoning_effort": None})
+
+
 def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
     """Return effort, tools, which of them to call, and the form of the text."""
     fields: dict[str, Any] = {}
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         for name, harmless in {
-            "summary": (),
-            "generate_summary": (),
+            "summary": ("auto",),
+            "generate_summary": ("auto",),
             "context": ("auto",),
             "mode": ("standard",),
         }.items():
@@ -114,9 +126,9 @@ def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dic
             fields["response_format"] = _response_format(body.text.format, "text.format", ignore_unknown)
     if body.tools is not None and body.tools != []:
         fields["tools"] = _tools(body.tools, ignore_unknown)
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["tool_choice"] = _tool_choice(body.tool_choice, custom_names(body.tools))
     elif body.tool_choice not in (None, "auto", "none"):
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["tool_choice"] = _tool_choice(body.tool_choice, frozenset())
     return fields
 
 
@@ -155,28 +167,29 @@ def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     kind = tool.get("type")
     if kind is None:
         raise missing(f"{where}.type")
-    if kind != "function":
+    if kind not in ("function", CUSTOM):
         place = f"{where}.type"
         raise UnsupportedError(f"{place}: tools of the type {echo(kind)} are not supported by this server", param=place)
-    check_object(tool, where, (*TOOL_FIELDS, *TOOL_REFUSED), ignore_unknown)
+    check_object(tool, where, (*(CUSTOM_FIELDS if kind == CUSTOM else TOOL_FIELDS), *TOOL_REFUSED), ignore_unknown)
     for name, harmless in TOOL_REFUSED.items():
         _refuse(f"{where}.", name, tool.get(name), harmless)
+    if kind == CUSTOM:
+        return {"type": "function", "function": function_of(tool, where)}
     return {"type": "function", "function": {name: tool.get(name) for name in TOOL_FIELDS if name != "type"}}
 
 
-def _tool_choice(choice: Any) -> Any:
+def _tool_choice(choice: Any, custom: Collection[str]) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     where = "tool_choice"
     match choice.get("type"):
-        case "function":
-            check_object(choice, where, ("type", "name"))
-            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "function" | "custom":
+            return _chosen(choice, where, custom)
         case "allowed_tools":
             check_object(choice, where, ("type", "mode", "tools"))
             tools = choice.get("tools")
             if isinstance(tools, list):
-                tools = [_allowed(tool, f"{where}.tools[{index}]") for index, tool in enumerate(tools)]
+                tools = [_chosen(tool, f"{where}.tools[{index}]", custom) for index, tool in enumerate(tools)]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
         case None:
             raise missing(f"{where}.type")
@@ -186,38 +199,42 @@ def _tool_choice(choice: Any) -> Any:
             )
         case kind:
             raise RequestError(
-                f"{where}.type must be function or allowed_tools, got {echo(kind)}", param=f"{where}.type"
+                f"{where}.type must be function, custom or allowed_tools, got {echo(kind)}", param=f"{where}.type"
             )
 
 
-def _allowed(tool: Any, where: str) -> dict[str, Any]:
+def _chosen(tool: Any, where: str, custom: Collection[str]) -> dict[str, Any]:
+    """Return a tool that is named. Whether there is one of this name is checked later, and of this type here."""
     tool = check_object(tool, where, ("type", "name"))
-    if tool.get("type", "function") != "function":
-        raise RequestError(f"{where}.type must be function, got {echo(tool['type'])}", param=f"{where}.type")
-    return {"type": "function", "function": {"name": tool.get("name")}}
+    kind, name = tool.get("type", "function"), tool.get("name")
+    if kind not in ("function", CUSTOM):
+        raise RequestError(f"{where}.type must be function or custom, got {echo(kind)}", param=f"{where}.type")
+    if isinstance(name, str) and (name in custom) != (kind == CUSTOM):
+        raise RequestError(f"{where}.name: no {kind} tool is called {echo(name)}", param=f"{where}.name")
+    return {"type": "function", "function": {"name": name}}
 
 
-def check_include(include: Any) -> bool:
-    """Return whether log-probabilities are wanted. Raises `RequestError` for everything else."""
+def check_include(include: Any) -> frozenset[str]:
+    """Return what is wanted besides, of `INCLUDED`. Raises `RequestError` for everything else."""
     if include is None:
-        return False
+        return frozenset()
     if not isinstance(include, list):
         raise RequestError(f"include must be a list, got {echo(include)}", param="include", code="invalid_type")
     for index, name in enumerate(include):
         where = f"include[{index}]"
         if not isinstance(name, str):
             raise RequestError(f"{where} must be a string, got {echo(name)}", param=where, code="invalid_type")
-        if name != LOGPROBS:
+        if name not in INCLUDED:
             raise UnsupportedError(
-                f"{where}: {echo(name)} is not supported by this server; the only value accepted is {LOGPROBS}",
+                f"{where}: {echo(name)} is not supported by this server; accepted are {' and '.join(INCLUDED)}",
                 param=where,
             )
-    return bool(include)
+    return frozenset(include)
 
 
 def _alternatives(body: ResponseRequest) -> int | None:
     """Return how many alternatives of each token are shown; None if no log-probabilities are."""
-    shown = check_include(body.include)
+    shown = LOGPROBS in check_include(body.include)
     count = 0
     if body.top_logprobs is not None:
         count = check_int("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
