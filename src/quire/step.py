@@ -299,8 +299,21 @@ class SequenceOutput(msgspec.Struct):
     sampler_state: float | None = None
 
 
+# Of `SchedulerStats`: what only ever grows; its other fields say how things are now.
+STATS_COUNTERS = (
+    "num_preemptions",
+    "num_swapped_out",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "host_cache_hits",
+    "disk_cache_hits",
+    "num_steps",
+    "num_scheduled_tokens",
+)
+
+
 class SchedulerStats(msgspec.Struct):
-    """A snapshot of the scheduler after a step; the counters only ever grow.
+    """A snapshot of the scheduler after a step; those of `STATS_COUNTERS` only ever grow.
 
     `num_running` and `num_waiting` count sequences and requests; `num_swapped`, of the waiting, those whose KV is in
     the host's pool, `num_deferred` those whose grammar is being compiled. `num_disk_blocks` are stored on disk.

@@ -16,21 +16,18 @@ from quire.scheduler.beam import BeamSearch
 from quire.scheduler.plan import Plan
 from quire.scheduler.policy import BY_ORDER, Policy, WaitingQueue
 from quire.scheduler.request import Request, RequestStatus, Sequence
-from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerStats, SequenceOutput
+from quire.step import (
+    STATS_COUNTERS,
+    ContinuingSequenceData,
+    ForkData,
+    NewSequenceData,
+    SchedulerStats,
+    SequenceOutput,
+)
 
 LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step,
 LONG_PROMPT_LEAST = 256  # but so many tokens at least: smaller steps spend their time on reading weights
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-COUNTERS = (
-    "num_preemptions",
-    "num_swapped_out",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "host_cache_hits",
-    "disk_cache_hits",
-    "num_steps",
-    "num_scheduled_tokens",
-)  # of `SchedulerStats`; its other fields say how things are now
 
 
 class RequestLives:
@@ -104,7 +101,7 @@ class RequestLives:
 
     def go_on_counting(self, before: SchedulerStats) -> None:
         """Take over the counters of a scheduler in whose place this one stands."""
-        for name in COUNTERS:
+        for name in STATS_COUNTERS:
             setattr(self._stats, name, getattr(before, name))
 
     # ---- requests come and go ----

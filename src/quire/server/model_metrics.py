@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from quire.frontend.stats import FinishedRequest
 from quire.server.recent import RecentPast
-from quire.step import SchedulerStats
+from quire.step import STATS_COUNTERS, SchedulerStats
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -41,17 +41,6 @@ PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
 STAGES = ("queued", "prefill", "decode")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
-# Of a scheduler's snapshot, what only ever grows while the same engine runs.
-COUNTED = (
-    "num_preemptions",
-    "num_swapped_out",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "host_cache_hits",
-    "disk_cache_hits",
-    "num_steps",
-    "num_scheduled_tokens",
-)
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -367,7 +356,7 @@ class _Total:
     """The counters of all engines that a model has had, one after the other; each began at zero."""
 
     def __init__(self) -> None:
-        self._before = dict.fromkeys(COUNTED, 0)
+        self._before = dict.fromkeys(STATS_COUNTERS, 0)
         self._latest = SchedulerStats()
 
     def take(self, stats: SchedulerStats) -> bool:
@@ -375,7 +364,7 @@ class _Total:
         latest, self._latest = self._latest, stats
         if stats is latest or stats.num_steps >= latest.num_steps:
             return False
-        for name in COUNTED:
+        for name in STATS_COUNTERS:
             self._before[name] += getattr(latest, name)
         return True
 
