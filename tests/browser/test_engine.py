@@ -60,9 +60,8 @@ def test_requests_of_others_have_colours_and_names_of_their_own(page: Playground
 def test_samples_share_blocks_and_waiting_requests_wait(page: Playground, server: Server) -> None:
     page.ready()
     prompt = "The king is come to court. " * 8
-    threads = [in_background(server, prompt=prompt, n=4, max_tokens=150) for _ in range(4)]
-    page.until(lambda: page.pool()["shared"] > 0)
-    page.until(lambda: "Waiting" in page.text("#queues"))
+    threads = [in_background(server, prompt=prompt, n=4, max_tokens=300) for _ in range(5)]
+    page.until(lambda: page.pool()["shared"] > 0 and "Waiting" in page.text("#queues"))
     assert "\u00d74" in page.text("#queues")
     for thread in threads:
         thread.join(60)

@@ -5,6 +5,7 @@ import { count, el } from "./dom.js";
 const REFS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 const MOST_HEIGHT = { device: 216, host: 44 };
+const MANY = 8192; // cells that need more height
 const LARGEST = 17;
 const SMALLEST = 2;
 
@@ -93,13 +94,14 @@ export class Pool {
   layOut() {
     const width = this.root.clientWidth;
     const cells = this.map.states.length;
-    const most = MOST_HEIGHT[this.tier];
+    const most = MOST_HEIGHT[this.tier] * (cells > MANY ? 1.5 : 1);
     let size = Math.ceil(Math.sqrt((width * most) / cells));
     while (size > SMALLEST && Math.ceil(cells / Math.floor(width / size)) * size > most) size--;
     size = Math.min(LARGEST, Math.max(SMALLEST, size));
     const columns = Math.max(1, Math.min(cells, Math.floor(width / size)));
-    const pitch = size < LARGEST ? width / columns : size; // a little more than `size`, so that the width is filled
-    return { width, size, columns, pitch, rows: Math.ceil(cells / columns), gap: size >= 9 ? 2 : size >= 4 ? 1 : 0 };
+    const gap = size >= 9 ? 2 : size >= 4 ? 1 : 0;
+    const pitch = gap && size < LARGEST ? width / columns : size; // a little more than `size`, to fill the width
+    return { width, size, columns, pitch, gap, rows: Math.ceil(cells / columns) };
   }
 
   draw() {
