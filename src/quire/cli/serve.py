@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.flags import add_flags, flags_of, given_values
 from quire.cli.log import setup_logging
@@ -18,6 +18,9 @@ from quire.cli.model_file import check_room, read_entries
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.server.model_entry import ModelEntry
+
+if TYPE_CHECKING:
+    from quire.engine.process import ProcessClient
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -43,9 +46,25 @@ def run(args: argparse.Namespace) -> int:
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
     setup_logging(config.server.log_level, config.server.log_format)
-    from quire.server.run import run_server  # heavy: only once the options are known to be good
+    first = start_engine(config) if entries is None and config.server.engine == "process" else None
+    try:
+        from quire.server.run import run_server  # heavy: only once the options are known to be good
 
-    return run_server(config, entries=None if entries is None else shared_out(entries))
+        return run_server(config, entries=None if entries is None else shared_out(entries), first=first)
+    except BaseException:
+        if first is not None:
+            first.kill()
+        raise
+
+
+def start_engine(config: EngineConfig) -> ProcessClient:
+    """Return a client whose process begins to load the model, while this one still imports what a server needs."""
+    from quire.engine.process import ProcessClient
+    from quire.server.fairness import with_key_weights
+
+    client = ProcessClient(with_key_weights(config))
+    client.spawn()
+    return client
 
 
 def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:

@@ -23,10 +23,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import uvicorn
 
 from quire.config import EngineConfig
+from quire.engine.client import EngineClient
+from quire.engine.create import create_client
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
@@ -53,19 +56,38 @@ def make_async_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> A
     return AsyncLLM(config, listeners=listeners)
 
 
+class FirstEngine:
+    """Makes engines like `make_async_llm`, the first one around a client whose process was started before."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client: EngineClient | None = client
+
+    def __call__(self, config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
+        """Return the engine."""
+        client, self._client = self._client, None
+        if client is None:
+            return make_async_llm(config, listeners)
+        again = partial(create_client, config, config.server.engine)
+        return AsyncLLM(config, listeners=listeners, client=client, make_client=again)
+
+
 def run_server(
-    config: EngineConfig, make_llm: MakeLLM = make_async_llm, entries: Sequence[ModelEntry] | None = None
+    config: EngineConfig,
+    make_llm: MakeLLM = make_async_llm,
+    entries: Sequence[ModelEntry] | None = None,
+    first: EngineClient | None = None,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
     Args:
         config: of the server, and of its model unless there are `entries` of several.
-        make_llm: where engines come from.
+        make_llm: where engines come from. first: a client of the first one, whose process is being started.
 
     Raises:
         AddressInUseError, ConfigError: the address cannot be used.
         QuireError: the engine could not start, or died.
     """
+    make_llm = make_llm if first is None else FirstEngine(first)
     config = with_key_weights(config)
     with (
         listening(config.server) as listener,
