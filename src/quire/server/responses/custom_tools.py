@@ -43,8 +43,9 @@ def function_of(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     shape = tool.get("format")
     if shape is not None:
         _check_format(shape, f"{where}.format")
-    function = {"name": check_name(tool.get("name"), f"{where}.name"), "parameters": PARAMETERS, "strict": True}
-    return function if tool.get("description") is None else {**function, "description": tool["description"]}
+    name = check_name(tool.get("name"), f"{where}.name")
+    said = {} if tool.get("description") is None else {"description": tool["description"]}
+    return {"name": name, **said, "parameters": PARAMETERS, "strict": True}
 
 
 def _check_format(shape: Any, where: str) -> None:
