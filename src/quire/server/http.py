@@ -144,8 +144,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            status = 414 if len(self.url) > MAX_URL_BYTES else 431
-            self._refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code="head_too_large"))
+            # The codes are those of heads that come in one piece and are refused by the gate.
+            status, code = (414, "url_too_long") if len(self.url) > MAX_URL_BYTES else (431, "headers_too_large")
+            self._refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code=code))
 
     def on_message_begin(self) -> None:
         """Begin a head."""
