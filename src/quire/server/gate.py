@@ -27,7 +27,8 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
-FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # of them no limit of a key counts
+FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # of them no limit of a key counts
+CANCEL_PATH = re.compile(r"(/.*)?/v1/responses/[^/]+/cancel")  # nor of this: it is how a key's places become free
 ALWAYS_SERVED = OPEN_PATHS | frozenset(
     {"/load", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect", STATE_PATH}
 )
@@ -87,7 +88,7 @@ class Gate:
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
-        if quota is None or scope["method"] in FREE_METHODS:
+        if quota is None or scope["method"] in FREE_METHODS or CANCEL_PATH.fullmatch(scope["path"]):
             with context.open_request(scope):
                 await self._app(scope, receive, visit.send)
         else:
