@@ -114,7 +114,8 @@ def custom_id_of(line: bytes) -> str | None:
         custom_id = parse_json(line).get("custom_id")
     except RequestError:
         return None
-    return custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_ID_LENGTH else None
+    known = isinstance(custom_id, str) and len(custom_id) <= MAX_ID_LENGTH and not _is_broken(custom_id)
+    return custom_id if known else None
 
 
 def _text(value: Mapping[str, Any], name: str) -> str:
@@ -123,7 +124,18 @@ def _text(value: Mapping[str, Any], name: str) -> str:
         raise missing(name)
     if not isinstance(text, str):
         raise RequestError(f"{name} must be a string, got {echo(text)}", param=name, code="invalid_type")
+    if _is_broken(text):
+        raise RequestError(f"{name} has a lone surrogate; it is not valid Unicode text", param=name)
     return text
+
+
+def _is_broken(text: str) -> bool:
+    """Whether there is half a surrogate pair in a text, which could not be written into a result."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 async def call_app(app: ASGIApp, url: str, body: bytes) -> Reply:
