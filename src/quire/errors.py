@@ -28,6 +28,8 @@ def echo(value: Any) -> str:
     """Return `value` as it may be repeated in an error message: at most 200 characters, control characters escaped."""
     if isinstance(value, list | tuple | dict | set) and len(value) > 20:
         return f"a {type(value).__name__} of {len(value)} items"
+    if isinstance(value, str | bytes):
+        value = value[: MAX_ECHO + 1]
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 512 else "a very large integer"
     return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
 

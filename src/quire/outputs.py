@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
+import msgspec
+
 from quire.errors import QuireError
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, gc=False):  # there may be millions, and the collector need not look at any
     """One token's log-probability (natural log, from the raw logits), its rank (1 = most likely) and its text."""
 
     logprob: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -315,13 +316,13 @@ class AsyncLLM:
                 truncate_prompt_tokens=truncate_prompt_tokens,
             )
 
-        size = text_size([messages, tools, documents, chat_template_kwargs])
+        size = text_size([messages, tools, documents, chat_template_kwargs], enough=THREAD_CHARS)
         return await self._in_thread(render) if size > THREAD_CHARS or chat_template is not None else render()
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str) -> list[int]:
         processor = self._alive()
         content, _ = split_prompt(prompt, param)
-        if isinstance(content, str) and len(content) > THREAD_CHARS:
+        if len(content) > THREAD_CHARS:
             return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param))
         return processor.tokenize(prompt, params, param=param)
 
@@ -577,18 +578,21 @@ class AsyncLLM:
         return self._client.last_recovery_seconds
 
 
-def text_size(value: Any) -> int:
-    """Return the number of characters in all texts of a JSON-like value, with some for each container."""
+def text_size(value: Any, enough: float = math.inf) -> int:
+    """Return the number of characters in all texts of a JSON-like value, with some for each container and item.
+
+    What is beyond `enough` need not be counted.
+    """
     total = 0
     left = [value]
-    while left:
+    while left and total <= enough:
         item = left.pop()
         if isinstance(item, str):
             total += len(item)
         elif isinstance(item, Mapping):
-            total += 16
+            total += 16 * (1 + len(item))
             left.extend(item.values())
         elif isinstance(item, list | tuple):
-            total += 16
+            total += 16 + 2 * len(item)
             left.extend(item)
     return total

@@ -15,7 +15,7 @@ from typing import Any
 from quire.engine.messages import AddRequest, EngineOutputs
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.journal import Journal, Progress
+from quire.frontend.journal import REST, Journal, Progress
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -141,8 +141,8 @@ class _Completion:
         first_or_last = self.num_taken is None or self.finish_reason is not None
         return self.changed and (first_or_last or self.num_tokens - (self.num_taken or 0) >= interval)
 
-    def take(self, delta: bool) -> CompletionOutput:
-        """Build the output; with `delta` only what was not taken before."""
+    def take(self, delta: bool, last: bool = False) -> CompletionOutput:
+        """Build the output; with `delta` only what was not taken before. `last`: there will be no other one."""
         text = "".join(self.text_parts)
         if delta:
             token_ids, logprobs = self.token_ids[self.num_taken or 0 :], self.logprobs
@@ -150,7 +150,8 @@ class _Completion:
             self.logprobs = None if logprobs is None else type(logprobs)()
         else:
             token_ids = self.token_ids.copy()
-            logprobs = None if self.logprobs is None else self.logprobs.copy()
+            logprobs = self.logprobs if last or self.logprobs is None else self.logprobs.copy()
+            self.logprobs = None if last else self.logprobs
             self.text_parts = [text]
         self.changed = False
         self.num_taken = self.num_tokens
@@ -189,7 +190,9 @@ class RequestState:
         self.prompt_token_ids = adds[0].prompt_token_ids
         self.params = params
         self.n = params.n if adds[0].beam is None else adds[0].beam.beam_width
-        self.ids = {request_id, *(add.request_id for add in adds), *(name for add in adds for name in add.sequence_ids)}
+        # All names that the engine may know it by, also after the death of another one.
+        self.ids = {request_id, *[name for add in adds for name in (add.request_id, *add.sequence_ids)]}
+        self.ids |= {add.request_id + REST for add in adds if len(add.sequence_ids) > 1}
         self.max_tokens = adds[0].max_tokens
         self.notify = notify
         self.error: Exception | None = None
@@ -300,7 +303,7 @@ class RequestState:
                 return None
             shown = due if delta else shown
         self._changed = False
-        outputs = [item.take(delta) for item in shown if item.changed or not delta]
+        outputs = [item.take(delta, self.finished) for item in shown if item.changed or not delta]
         prompt_logprobs = self.prompt_logprobs
         if delta:
             if self._prompt_logprobs_taken:

@@ -35,6 +35,7 @@ Params = SamplingParams | BeamSearchParams
 
 PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 PIECE_CHARS = 32768
+CHECKED_AT_ONCE = 65536
 MAX_SALT_LENGTH = 1024
 MAX_TENANT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
@@ -424,7 +425,14 @@ def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = F
     Args:
         text: the ids come from tokenizing `param`, so the error names the whole of it.
     """
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+    pieces = (
+        [ids]
+        if len(ids) <= CHECKED_AT_ONCE
+        else (  # others must have their turn, if this is a thread
+            ids[start : start + CHECKED_AT_ONCE] for start in range(0, len(ids), CHECKED_AT_ONCE)
+        )
+    )
+    if not ids or all(set(map(type, part)) == {int} and min(part) >= 0 and max(part) < vocab_size for part in pieces):
         return
     for index, token in enumerate(ids):
         where = param if text else f"{param}[{index}]"

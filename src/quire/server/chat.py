@@ -36,7 +36,7 @@ from quire.server.generation import (
 )
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
-from quire.server.parsing import parse_request
+from quire.server.parsing import at_ease, parse_request
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.templates import check_template, template_arguments
@@ -52,7 +52,8 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse_request(
         request, ChatCompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
     )
-    generation = ChatCompletion(await model_context(request, body.model), body)
+    context = await model_context(request, body.model)
+    generation = await at_ease(request, lambda: ChatCompletion(context, body))
     await generation.start(request)
     if body.stream:
         return EventStream(generation.events(), generation.close)

@@ -24,6 +24,7 @@ from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
 from quire.server.errors import JSON, aborted, shutting_down
 from quire.server.forms import requested_form
+from quire.server.json_text import write_patiently
 from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of, timed_out
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
@@ -34,9 +35,11 @@ from quire.server.tracing import traced_parameters
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
-YIELD_EVERY = 16
+YIELD_EVERY = 4
 THREAD_CHARS = 65536
 CHARS_PER_TOKEN = 4
+MAX_TOLD = 2**21
+CHARS_PER_ENTRY = 16
 LOGGED_CHARS = 1000
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
@@ -195,6 +198,7 @@ class Generation:
         self._expired = False
         self._quota: Quota | None = None
         self._reserved = 0
+        self._num_told = 0
         self.form = requested_form(body, ignore_unknown=context.config.server.ignore_unknown_fields)
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
@@ -252,6 +256,7 @@ class Generation:
                     within=None if self._deadline is None else self._deadline.left,
                 )
                 self.streams.append(await self._in_time(submission))
+                self._check_size(params)
                 if self.context.config.server.enable_log_requests:
                     most = self.context.config.server.max_log_len
                     log_prompt(self.response_id, self.streams[-1], params, LOGGED_CHARS if most is None else most)
@@ -281,6 +286,34 @@ class Generation:
             longest = params.max_tokens or self.context.llm.max_model_len
             num_tokens = num_prompt_tokens + len(prompts) * each * min(longest, self.context.llm.max_model_len)
             self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
+
+    def _check_size(self, params: Params) -> None:
+        """Raise `RequestError` if more would have to be told, and kept until then, than one answer may have.
+
+        With log-probabilities, each token counts as often as there are alternatives. What is told of a prompt is told
+        with each of its choices.
+        """
+        if isinstance(params, BeamSearchParams):
+            return
+        state, body = self.streams[-1].state, self.body
+        vocab_size = self.context.llm.vocab_size
+
+        def each(count: int | None) -> int:
+            return 0 if count is None else 1 + (vocab_size if count == -1 else count)
+
+        logprobs = max(each(params.logprobs), each(len(params.logprob_token_ids or ()) or None))
+        repeated = bool(getattr(body, "echo", False)) or body.return_token_ids
+        of_prompt = params.n * max(each(params.prompt_logprobs), int(repeated)) * len(state.prompt_token_ids)
+        of_answer = params.num_sequences * logprobs * state.max_tokens
+        self._num_told += of_prompt + of_answer
+        if self._num_told > max(MAX_TOLD, 1 + vocab_size):
+            names = {"prompt_logprobs": of_prompt if params.prompt_logprobs is not None else 0, "logprobs": of_answer}
+            name = max(names, key=lambda item: names[item]) if any(names.values()) else "n"
+            raise RequestError(
+                f"this request could be told of {self._num_told} tokens and alternatives; one answer may have "
+                f"{MAX_TOLD}: ask for a smaller max_tokens, n, or {name}",
+                param=name,
+            )
 
     def _expire(self) -> None:
         self._expired = True
@@ -364,12 +397,25 @@ class Generation:
             self.check(output.outputs)
             del output.outputs[self.n :]
 
-        def body() -> bytes:
-            return msgspec.json.encode(build(outputs))
+        if sum([_weight(output) for output in outputs]) <= THREAD_CHARS:
+            return Response(msgspec.json.encode(build(outputs)), media_type=JSON)
 
-        size = sum(len(completion.text) for output in outputs for completion in output.outputs)
-        # Reading calls and reasoning takes a tenth of a second for a million characters; others must not wait for that.
-        return Response(await asyncio.to_thread(body) if size > THREAD_CHARS else body(), media_type=JSON)
+        def body() -> bytes:
+            data = write_patiently(build(outputs))
+            outputs.clear()  # here, because that takes as long
+            return data
+
+        # A million characters, in which there may be calls, take a tenth of a second: others must not wait for that.
+        return Response(await asyncio.to_thread(body), media_type=JSON)
+
+
+def _weight(output: RequestOutput) -> int:
+    """Return how much work it is to tell of an output, in characters of text."""
+    weight = 0
+    for positions in [output.prompt_logprobs, *[completion.logprobs for completion in output.outputs]]:
+        if positions:
+            weight += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
+    return weight + sum([len(completion.text) + len(completion.token_ids) for completion in output.outputs])
 
 
 class Usage:

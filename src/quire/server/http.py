@@ -175,6 +175,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: anybody could fill the log with it, key or not."""
+
     def _on_late_head(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from quire.checks import missing, unknown_field
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.errors import HTTPProblem
+from quire.server.json_text import MAX_VALUES, TooManyValuesError, check_strings, is_simple, read_patiently
 from quire.server.protocol import RequestModel
 
 MAX_DEPTH = 64
@@ -33,6 +34,7 @@ NAMED_ELSEWHERE = ("model", "prompt", "messages")
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "tools")
 
 M = TypeVar("M", bound=RequestModel)
+T = TypeVar("T")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -88,13 +90,23 @@ def _too_large(limit: int) -> HTTPProblem:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises `RequestError`: invalid_json, or invalid_type for another value."""
+    """Return the JSON object in `body`; it takes long unless that `is_simple`.
+
+    Raises:
+        RequestError: invalid_json, or invalid_type for another value. HTTPProblem: 413, it has too many values.
+    """
+    simple = is_simple(body)
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8 (byte {error.start})") from None
     try:
-        value = _decode(text)
+        if not simple:
+            check_strings(body)
+        value = _decode(text, simple=simple)
+    except TooManyValuesError:
+        message = f"the body has more than {MAX_VALUES} values"
+        raise HTTPProblem(413, message, code="request_too_large") from None
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
@@ -108,13 +120,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _decode(text: str) -> Any:
+def _decode(text: str, *, simple: bool) -> Any:
+    load: Callable[..., Any] = json.loads if simple else read_patiently
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return load(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError:
         raise
     except ValueError:  # an integer with more digits than Python reads
-        return json.loads(text, parse_constant=_refuse_constant, parse_int=_parse_int)
+        return load(text, parse_constant=_refuse_constant, parse_int=_parse_int)
 
 
 def _parse_int(digits: str) -> int:
@@ -143,12 +156,11 @@ def _check_depth(value: Any) -> None:
 
 
 def _is_deep(value: Any, most: int) -> bool:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
         level = [
             item
             for parent in level
-            if isinstance(parent, dict | list)
             for item in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(item, dict | list)
         ]
@@ -175,10 +187,20 @@ async def parse_request(request: Request, model: type[M], *, limit: int, ignore_
         RequestError: naming the field, the value, and what is allowed. HTTPProblem: as `read_body`.
     """
     body = await read_body(request, limit)
-    data = parse_json(body)
-    if b"\\ud" in body or b"\\uD" in body:
-        _check_surrogates(data)
-    return validate(model, data, ignore_unknown=ignore_unknown)
+
+    def read() -> M:
+        data = parse_json(body)
+        if b"\\ud" in body or b"\\uD" in body:
+            _check_surrogates(data)
+        return validate(model, data, ignore_unknown=ignore_unknown)
+
+    request.scope["state"]["heavy"] = not is_simple(body)
+    return await at_ease(request, read)
+
+
+async def at_ease(request: Request, work: Callable[[], T]) -> T:
+    """Return `work()`, which looks at everything in a request's body; beside the event loop, if that has many parts."""
+    return await asyncio.to_thread(work) if request.scope["state"].get("heavy") else work()
 
 
 def _check_surrogates(data: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from quire.server.tokenize import encode_text, tokenizer_of
 from quire.tokenizer.tokenizer import check_text
 
 MAX_INPUTS = 2048
-YIELD_EVERY = 16
+YIELD_EVERY = 4
 LONG_TEXT = 4096
 Task = Literal["embed", "rerank", "score", "classify", "pool"]
 VERBS: dict[Task, str] = {

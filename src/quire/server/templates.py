@@ -10,12 +10,14 @@ from typing import Any
 
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.async_llm import text_size
 from quire.frontend.loading import FrontModel
 from quire.frontend.tools import ToolRequest
 from quire.server.context import ModelContext
 from quire.server.protocol import ChatCompletionRequest, TokenizeRequest
 
 FORBIDDEN = TEMPLATE_ARGUMENTS | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+MAX_VARIABLES = 65536  # characters
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 Body = ChatCompletionRequest | TokenizeRequest
@@ -57,6 +59,10 @@ def template_arguments(
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
+    if text_size(variables, enough=MAX_VARIABLES) > MAX_VARIABLES:
+        raise RequestError(
+            f"chat_template_kwargs may have about {MAX_VARIABLES} characters", param="chat_template_kwargs"
+        )
     for name in variables:
         if name in FORBIDDEN or name.startswith("_") or not name.isidentifier():
             shown = echo(name)[1:-1]

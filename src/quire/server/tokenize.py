@@ -18,7 +18,7 @@ from quire.frontend.tools import requested_tools
 from quire.server.context import context_of, model_context
 from quire.server.errors import JSON
 from quire.server.messages import check_messages
-from quire.server.parsing import parse_request
+from quire.server.parsing import at_ease, parse_request
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
 from quire.server.templates import check_template, template_arguments
 from quire.tokenizer.tokenizer import Tokenizer, check_text
@@ -43,7 +43,9 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None and body.prompt is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
     if body.messages is not None:
-        messages = check_messages(body.messages, ignore_unknown=server.ignore_unknown_fields)
+        messages = await at_ease(
+            request, lambda: check_messages(body.messages, ignore_unknown=server.ignore_unknown_fields)
+        )
         tools = requested_tools(body.tools, None, True, ignore_unknown=server.ignore_unknown_fields)
         tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
         check_template(llm.front_model, body, tools, answered=False)
@@ -53,10 +55,14 @@ async def tokenize(request: Request) -> Response:
         tokens = await encode_text(llm, body.prompt, body.add_special_tokens is not False, "prompt")
     else:
         raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
-    answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.id_to_token(token) for token in tokens]
-    return Response(msgspec.json.encode(answer), media_type=JSON)
+
+    def build() -> bytes:
+        answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.id_to_token(token) for token in tokens]
+        return msgspec.json.encode(answer)
+
+    return Response(await _maybe_in_thread(len(tokens), build), media_type=JSON)
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
@@ -74,7 +80,7 @@ async def detokenize(request: Request) -> Response:
         raise RequestError(
             f"tokens must be a list of token ids, got {echo(tokens)}", param="tokens", code="invalid_type"
         )
-    check_ids(tokens, llm.vocab_size, "tokens")
+    await _maybe_in_thread(len(tokens), lambda: check_ids(tokens, llm.vocab_size, "tokens"))
     text = await _maybe_in_thread(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
     return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)
 

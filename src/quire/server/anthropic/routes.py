@@ -15,7 +15,7 @@ from quire.server.anthropic.translate import Translation, translate
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.errors import JSON
-from quire.server.parsing import parse_request, validate
+from quire.server.parsing import at_ease, parse_request, validate
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
 
@@ -29,7 +29,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     body, context, translation = await _translated(request, MessagesRequest)
     with translation.words.telling():
-        chat = _chat(context, translation)
+        chat = await at_ease(request, lambda: _chat(context, translation))
         await chat.start(request)
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
     headers = _headers(request)
@@ -52,7 +52,8 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of such a message has."""
     _, context, translation = await _translated(request, CountTokensRequest)
     with translation.words.telling():
-        token_ids = await _chat(context, translation).render()
+        chat = await at_ease(request, lambda: _chat(context, translation))
+        token_ids = await chat.render()
     answer = {"input_tokens": len(token_ids)}
     return Response(msgspec.json.encode(answer), headers=_headers(request), media_type=JSON)
 
@@ -62,7 +63,8 @@ async def _translated(request: Request, model: type[R]) -> tuple[R, ModelContext
     body = await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
     context = await model_context(request, body.model)
     front = context.llm.front_model
-    return body, context, translate(body, front, ignore_unknown=server.ignore_unknown_fields)
+    translation = await at_ease(request, lambda: translate(body, front, ignore_unknown=server.ignore_unknown_fields))
+    return body, context, translation
 
 
 def _chat(context: ModelContext, translation: Translation) -> ChatCompletion:

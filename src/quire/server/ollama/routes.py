@@ -20,7 +20,7 @@ from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
 from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.protocol import ChatRequest, GenerateRequest
 from quire.server.ollama.translate import chat_fields, check_keep_alive, completion_fields, words
-from quire.server.parsing import parse_request, validate
+from quire.server.parsing import at_ease, parse_request, validate
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body_schema
 from quire.server.retelling import Words
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
@@ -82,11 +82,15 @@ async def generate(request: Request) -> Response:
 
 async def _chat(request: Request, context: ModelContext, body: ChatRequest | GenerateRequest, clock: Clock) -> Response:
     told = words() if isinstance(body, ChatRequest) else words(["system", "prompt"] if body.system else ["prompt"])
-    with told.telling():
+
+    def make() -> ChatCompletion:
         fields = chat_fields(
             body, context.llm.front_model, context.llm.max_model_len, context.config.server.ignore_unknown_fields
         )
-        chat = ChatCompletion(context, validate(ChatCompletionRequest, fields))
+        return ChatCompletion(context, validate(ChatCompletionRequest, fields))
+
+    with told.telling():
+        chat = await at_ease(request, make)
         await chat.start(request)
     answer = Answer(chat, chat.reader(), clock, in_message=isinstance(body, ChatRequest))
     return await _answered(request, answer, chat.close, told, stream=body.stream)

@@ -13,15 +13,16 @@ from starlette.responses import Response
 
 from quire.checks import missing, unknown_field
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
+from quire.frontend.async_llm import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.errors import JSON
-from quire.server.parsing import parse_request
+from quire.server.parsing import at_ease, parse_request
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
 from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
-from quire.server.responses.items import Item, check_input, new_id
+from quire.server.responses.items import MAX_ITEMS, Item, check_input, new_id
 from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
 from quire.server.responses.resource import new_response
 from quire.server.responses.running import ResponseRun, lease, spawn, start_fitting
@@ -41,6 +42,7 @@ router = APIRouter()
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 MAX_DIGITS = 9
+LARGE = 65536  # bytes of a conversation from which on nothing is done to it on the event loop
 PREFIX = "/v1/responses"
 
 M = TypeVar("M", bound=ConversationRequest)
@@ -80,18 +82,20 @@ async def create_response(request: Request) -> Response:
             "background is not supported by this server, which keeps no responses (--max-stored-responses)",
             param="background",
         )
-    earlier, items, messages = _conversation(request, body)
+    earlier, items, messages, size = await _conversation(request, body)
     try:
-        chat_body = chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
+        chat_body = await at_ease(
+            request, lambda: chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
+        )
         context = await model_context(request, body.model)
         response_id = new_id("resp")
-        chat = _chat(context, chat_body, response_id)
+        chat = await at_ease(request, lambda: _chat(context, chat_body, response_id))
         await start_fitting(chat, request, truncate=body.truncation == "auto")
     except RequestError as error:
         raise told(error) from None
     keeps_events = body.background and body.stream
     response = new_response(body, chat, response_id)
-    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events)
+    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events, input_size=size)
     builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
     run = ResponseRun(chat, stored, store if body.store else None, builder)
     return await _answer(request, body, context, run)
@@ -138,23 +142,31 @@ def _ignores_unknown(request: Request) -> bool:
     return context_of(request).config.server.ignore_unknown_fields
 
 
-def _conversation(request: Request, body: ConversationRequest) -> tuple[list[Item], list[Item], list[Message]]:
-    """Return what was said earlier, what is new, and the messages that both are."""
+async def _conversation(
+    request: Request, body: ConversationRequest
+) -> tuple[list[Item], list[Item], list[Message], int]:
+    """Return what was said earlier, what is new, the messages that both are, and their size, about as in bytes."""
     store, owner = _store(request), _owner(request)
-    earlier: list[Item] = []
-    if body.previous_response_id is not None:
-        earlier = store.previous(owner, body.previous_response_id).conversation
-    elif body.input is None:
+    previous = None if body.previous_response_id is None else store.previous(owner, body.previous_response_id)
+    if previous is None and body.input is None:
         raise missing("input")
-    items = check_input(
-        [] if body.input is None else body.input,
-        lambda item_id: store.item(owner, item_id),
-        ignore_unknown=_ignores_unknown(request),
-    )
-    messages = as_messages(body.instructions, earlier, items)
+    if previous is not None and previous.size > LARGE:
+        request.scope["state"]["heavy"] = True
+    given = [] if body.input is None else body.input
+    # Looked up here, because what follows may be done in a thread.
+    named = [item.get("id") for item in given[:MAX_ITEMS] if isinstance(item, dict)] if isinstance(given, list) else []
+    found = {item_id: store.item(owner, item_id) for item_id in named if isinstance(item_id, str)}
+
+    def read() -> tuple[list[Item], list[Item], list[Message], int]:
+        earlier = [] if previous is None else previous.conversation
+        items = check_input(given, found.get, ignore_unknown=_ignores_unknown(request))
+        size = text_size(items) + (0 if previous is None else previous.size)
+        return earlier, items, as_messages(body.instructions, earlier, items), size
+
+    earlier, items, messages, size = await at_ease(request, read)
     if not messages:
         raise RequestError("input must not be empty", param="input", code="empty_array")
-    return earlier, items, messages
+    return earlier, items, messages, size
 
 
 async def _exhaust(run: ResponseRun) -> None:
@@ -277,7 +289,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     body = await _parse(request, InputTokensRequest)
-    _, _, messages = _conversation(request, body)
+    _, _, messages, _ = await _conversation(request, body)
     try:
         chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
         context = await model_context(request, body.model)

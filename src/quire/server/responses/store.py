@@ -27,14 +27,22 @@ class StoredResponse:
 
     Attributes:
         response: the resource. earlier: the conversation before its own `items`. events: of its stream, encoded, if
-            they are kept; the place is the sequence number.
+            they are kept; the place is the sequence number. input_size: of `earlier` and `items`, if it is known.
         abort, output: end it, and tell what there is of it, while it is on its way.
     """
 
     def __init__(
-        self, owner: bytes, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item], *, events: bool
+        self,
+        owner: bytes,
+        response: dict[str, Any],
+        earlier: Sequence[Item],
+        items: Sequence[Item],
+        *,
+        events: bool,
+        input_size: int | None = None,
     ) -> None:
         self.owner = owner
+        self._input_size = input_size
         self.response = response
         self.earlier = earlier
         self.items = items
@@ -68,7 +76,8 @@ class StoredResponse:
     def measure(self) -> int:
         """Return about how many bytes it takes. What it shares with others counts for each of them."""
         events = sum([len(event) for event in self.events or ()])
-        return text_size([self.earlier, self.items]) + len(msgspec.json.encode(self.response)) + events
+        given = text_size([self.earlier, self.items]) if self._input_size is None else self._input_size
+        return given + len(msgspec.json.encode(self.response)) + events
 
     def settle(self) -> None:
         """Let go of what has made it, and wake those who wait for its end."""

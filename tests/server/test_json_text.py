@@ -1,0 +1,115 @@
+"""Reading and writing JSON patiently gives what doing it at once gives, within bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import RequestError
+from quire.server import json_text
+from quire.server.errors import HTTPProblem
+from quire.server.json_text import is_simple, read_patiently, write_patiently
+from quire.server.parsing import parse_json
+from tests.helpers.live_server import LiveServer
+
+LEAVES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(max_size=9)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(st.integers(-9, 10**6), max_size=60)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=25,
+)
+
+
+def outcome(read: Any, text: str) -> tuple[str, str]:
+    try:
+        return "value", repr(read(text))
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    VALUES, st.none() | st.tuples(st.floats(0, 1), st.sampled_from(["", ",", "]", "}", '"', "1", "-", "e", " ", "x"]))
+)
+def test_patience_changes_nothing(value: Any, wound: tuple[float, str] | None) -> None:
+    text = json.dumps(value)
+    if wound is not None:  # mostly not JSON any more
+        place = int(wound[0] * len(text))
+        text = text[:place] + wound[1] + text[place + 1 :]
+    assert outcome(read_patiently, text) == outcome(json.loads, text)
+
+
+@pytest.mark.parametrize("size", [0, 1, 20_000, 70_000])
+def test_long_lists_of_numbers(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(json_text, "PIECE", 4096)
+    numbers = [1000 + index for index in range(size)]
+    assert read_patiently(json.dumps([numbers, numbers])) == [numbers, numbers]
+    assert read_patiently(json.dumps(numbers, separators=(",", ":\n"))) == numbers
+    for wrong in ("1,,2", "1 2", ",1", "1,", "01", "+1", "1.", "-"):
+        text = "[" + "5," * size + wrong + "]"
+        assert outcome(read_patiently, text) == outcome(json.loads, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.integers(1, 300))
+def test_what_is_written_patiently_is_read_as_it_was(value: dict[str, Any], count: int) -> None:
+    value = {**value, "choices": [{"logprobs": {"content": [{"token": "a", "bytes": [97]}] * count}, **value}] * 2}
+    assert json.loads(write_patiently(value)) == json.loads(msgspec.json.encode(value))
+    assert json.loads(write_patiently({"positions": [None, {5: {"rank": 1}}] * count}))["positions"][1] == {
+        "5": {"rank": 1}
+    }
+
+
+def test_a_long_text_is_simple() -> None:
+    assert is_simple(json.dumps({"prompt": "a" * 10**6}).encode())
+    assert not is_simple(b"[" + b"[]," * 10_000 + b"[]]")
+
+
+@pytest.mark.parametrize(
+    "part", [b"[]", b"{}", b'""', b'{"a":1}', b'["x"]', b"[" * 60 + b"]" * 60], ids=lambda part: part.decode()[:8]
+)
+def test_a_body_has_a_bounded_number_of_values(monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
+    monkeypatch.setattr(json_text, "MAX_VALUES", 20_000)
+    with pytest.raises(HTTPProblem, match="values") as problem:
+        parse_json(b'{"prompt":[' + b",".join([part] * 90_000) + b"]}")
+    assert problem.value.status == 413
+    few = parse_json(b'{"prompt":[' + b",".join([part] * 6_000 if part != b"[" * 60 + b"]" * 60 else [part]) + b"]}")
+    assert len(few["prompt"]) in (1, 6_000)
+
+
+def test_a_body_of_many_parts_is_still_checked() -> None:
+    many = b"0," * 10_000 + b"0"
+    for body, code in [
+        (b'{"a":[' + many + b"]", "invalid_json"),
+        (b'{"a":[' + many + b"],NaN}", "invalid_json"),
+        (b"[" + many + b"]", "invalid_type"),
+        (b'{"a":[' + many + b'],"b":' + b"[" * 70 + b"]" * 70 + b"}", "invalid_json"),
+        (b'{"a":[' + many + b'],"b":' + b"[" * 90_000 + b"]" * 90_000 + b"}", "invalid_json"),
+    ]:
+        with pytest.raises(RequestError) as error:
+            parse_json(body)
+        assert error.value.code == code
+    assert parse_json(b'{"a":[' + many + b"]," + b'"b":' + b"9" * 5000 + b"}")["b"] > 2**64
+
+
+def test_large_bodies_are_answered_as_small_ones(server: LiveServer) -> None:
+    parts = [{"type": "text", "text": "a"}] * 4000
+    body = {"model": "fake", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = server.http.post(path, json=body)
+        assert answer.status_code == 400 and "context length" in answer.text
+    short = {"model": "fake", "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4000}]}
+    assert server.http.post("/tokenize", json=short).json()["count"] < 20
+    assert server.http.post("/v1/chat/completions", json={**short, "max_tokens": 1}).status_code == 200
+    items = [{"role": "user", "content": "a" if index == 3999 else ""} for index in range(4000)]
+    answer = server.http.post("/v1/responses", json={"model": "fake", "input": items, "truncation": "auto"})
+    assert answer.status_code == 200, answer.text
