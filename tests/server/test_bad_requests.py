@@ -106,7 +106,7 @@ def test_content_types_of_json(server: LiveServer, kind: str) -> None:
         ("PUT", CHAT, 405, "method_not_supported"),
         ("POST", "/health", 405, "method_not_supported"),
         ("POST", "/v1/nope", 404, "unknown_url"),
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/nope", 404, "unknown_url"),
         ("POST", COMPLETIONS + "/", 404, "unknown_url"),
         ("POST", "/V1/completions", 404, "unknown_url"),
         ("GET", "/%1b[2J%0a", 404, "unknown_url"),

@@ -32,6 +32,7 @@ def test_every_rung_is_larger_than_the_one_below_and_sees_no_future() -> None:
     assert sizes == sorted(set(sizes))
 
 
+@pytest.mark.slow
 def test_context_lowers_the_loss_where_the_text_needs_it() -> None:
     by_name = {rung.name: rung.val_loss for rung in climb(PATTERN, steps=30)}
     perceptron, *_, complete = by_name.values()
