@@ -77,3 +77,16 @@ def test_nobody_is_killed_before_requests_may_end() -> None:
     assert stop and int(stop.group(1)) > shutdown(made["systemd"])
     grace = documents("docker/compose.yaml")[0]["services"]["quire"]["stop_grace_period"]
     assert int(grace.rstrip("s")) > shutdown(made["compose"])
+
+
+def test_every_file_that_a_container_is_given_exists() -> None:
+    composed = documents("docker/compose.yaml")[0]
+    mounts = [mount for service in composed["services"].values() for mount in service.get("volumes", [])]
+    for mount in mounts:
+        source = mount.split(":")[0]
+        assert source in composed["volumes"] or (DEPLOY / "docker" / source).exists(), source
+    scraped = documents("docker/prometheus.yml")[0]["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert [target.split(":")[0] for target in scraped] == ["quire"]
+    assert set(composed["secrets"]) == {
+        name for service in composed["services"].values() for name in service.get("secrets", ())
+    }
