@@ -23,7 +23,7 @@ TOOL = {
 
 base_url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = Anthropic(base_url=base_url, api_key="none")
-options = {"model": "quire-demo", "max_tokens": 64, "temperature": 0.0}
+options = {"model": "quire-demo", "max_tokens": 256, "extra_body": {"temperature": 0.0}}
 hello = {"role": "user", "content": "Hello!"}
 
 print("answer:", client.messages.create(messages=[hello], **options).content[0].text)
