@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.inline import InlineEngine
 from quire.executor.null import NullExecutor
-from quire.server.timeline import MOST_KEPT, Timelines, Visited
+from quire.server.timeline import MOST_KEPT, MOST_KEPT_PROMPTS, Timelines, Visited
 from quire.server.why import explain
 from tests.helpers.fake_engine import fake_front_model, small_tokenizer
 from tests.helpers.live_server import LiveServer, MakeServer
@@ -155,9 +155,10 @@ def test_chats_are_found_by_the_id_the_client_chose(server: LiveServer) -> None:
 
 def test_only_the_last_ones_are_kept() -> None:
     class Named:
-        def __init__(self, number: int) -> None:
+        def __init__(self, number: int, num_prompts: int = 1) -> None:
             self.response_id = str(number)
             self.names = {(None, str(number)), (None, "shared")}
+            self.timings = [None] * num_prompts
 
         def end(self) -> None:
             """Nothing to keep."""
@@ -173,6 +174,14 @@ def test_only_the_last_ones_are_kept() -> None:
         timelines.end(named)
     assert len(timelines._by_name) == MOST_KEPT + 1
     assert timelines.find(None, "shared").response_id == str(MOST_KEPT + 4)
+    for number in range(200):
+        many: Any = Named(number, num_prompts=256)
+        timelines.begin(many)
+        timelines.end(many)
+        assert timelines.find(None, str(number)) is many
+    kept = list(timelines._ended)
+    assert sum([len(named.timings) for named in kept]) == timelines._num_prompts <= MOST_KEPT_PROMPTS
+    assert len(kept) == MOST_KEPT_PROMPTS // 256
 
 
 def test_restarts_meanwhile_are_told() -> None:

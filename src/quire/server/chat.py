@@ -6,7 +6,8 @@ Other interfaces use `ChatCompletion`, too: `start` hands a conversation to the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +34,8 @@ from quire.server.generation import (
     count_ids,
     recommended,
     request_params,
+    told,
+    weight_of,
 )
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
@@ -43,6 +46,8 @@ from quire.server.templates import check_template, template_arguments
 from quire.server.tokenize import with_special_tokens
 
 router = APIRouter()
+
+MOST_AT_ONCE = 65536  # bytes of a stream that are made before others have their turn
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
@@ -245,8 +250,12 @@ class ChatCompletion(Generation):
                 choices = [_StreamedChoice(self) for _ in range(self.n)]
                 data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks()])
             for item in news:
-                for choice in choices[item.output.index].chunks(item):
-                    data += event(chunk_usage.put({**head, "choices": [choice]}))
+                work = partial(choices[item.output.index].events, item, chunk_usage, head)
+                data += await told(weight_of([item.output]), work)
+                if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
+                    yield data
+                    data = b""
+                    await asyncio.sleep(0)
             if data:
                 yield data
         last = chunk_usage.last(self, head)
@@ -297,6 +306,10 @@ class _StreamedChoice:
             last = {"content": ""} if reader.is_empty and self._job.ask is not None else {}
             chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, reader)})
         return chunks
+
+    def events(self, news: ChoiceNews, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
+        """Return the events of `chunks`."""
+        return b"".join([event(usage.put({**head, "choices": [choice]})) for choice in self.chunks(news)])
 
     def _wait(self, extras: dict[str, Any]) -> None:
         waiting = self._waiting

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,6 +24,8 @@ from quire.server.generation import (
     check_stream_fields,
     count_ids,
     request_params,
+    told,
+    weight_of,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request
@@ -30,6 +34,7 @@ from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.tokenize import encode_text
 
 DEFAULT_MAX_TOKENS = 16
+MOST_AT_ONCE = 65536  # bytes of a stream that are made before others have their turn
 
 router = APIRouter()
 
@@ -155,9 +160,13 @@ class Completion(Generation):
                 key = (index, completion.index)
                 if key not in choices:
                     choices[key] = _Choice(self, index, completion.index, prompts[index])
-                part = choices[key].part(completion)
-                if part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part:
-                    data += event(chunk_usage.put({**head, "choices": [part]}))
+                choice = choices[key]
+                weight = weight_of([completion], None if choice.begun else choice.positions)
+                data += await told(weight, partial(choice.chunk, completion, chunk_usage, head))
+                if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
+                    yield data
+                    data = b""
+                    await asyncio.sleep(0)
             if data:
                 yield data
         last = chunk_usage.last(self, head)
@@ -214,6 +223,13 @@ class _Choice:
             if first:
                 part["prompt_token_ids"] = prompt_ids
         return part
+
+    def chunk(self, output: CompletionOutput, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
+        """Return the event of a stream with what is in `output`; b"" if there is nothing to say of it."""
+        part = self.part(output)
+        if not (part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part):
+            return b""
+        return event(usage.put({**head, "choices": [part]}))
 
     def _prompt_text(self, prompt_ids: list[int]) -> str:
         prompt, _ = self.job.prompts[self.prompt_index]

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, 
 from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.processor import Params, Prompt
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
 from quire.server.access_log import log_prompt
@@ -32,13 +32,16 @@ from quire.server.timeline import Visited
 from quire.server.timings import answer_metrics
 from quire.server.tracing import traced_parameters
 
+Positions = Sequence[TokenLogprobs | None]
+T = TypeVar("T")
+
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 4
 THREAD_CHARS = 65536
 CHARS_PER_TOKEN = 4
-MAX_TOLD = 2**21
+MAX_TOLD = 2**22
 CHARS_PER_ENTRY = 16
 LOGGED_CHARS = 1000
 # Fields of beam search alone, with the values that ask for nothing.
@@ -397,25 +400,31 @@ class Generation:
             self.check(output.outputs)
             del output.outputs[self.n :]
 
-        if sum([_weight(output) for output in outputs]) <= THREAD_CHARS:
-            return Response(msgspec.json.encode(build(outputs)), media_type=JSON)
+        weight = sum([weight_of(output.outputs, output.prompt_logprobs) for output in outputs])
 
         def body() -> bytes:
-            data = write_patiently(build(outputs))
-            outputs.clear()  # here, because that takes as long
+            answer = build(outputs)
+            data = msgspec.json.encode(answer) if weight <= THREAD_CHARS else write_patiently(answer)
+            outputs.clear()  # here, because that may take as long
             return data
 
-        # A million characters, in which there may be calls, take a tenth of a second: others must not wait for that.
-        return Response(await asyncio.to_thread(body), media_type=JSON)
+        return Response(await told(weight, body), media_type=JSON)
 
 
-def _weight(output: RequestOutput) -> int:
-    """Return how much work it is to tell of an output, in characters of text."""
-    weight = 0
-    for positions in [output.prompt_logprobs, *[completion.logprobs for completion in output.outputs]]:
+def weight_of(completions: Sequence[CompletionOutput], prompt: Positions | None = None) -> int:
+    """Return how much work it is to tell of outputs, and of a prompt's log-probabilities, in characters of text."""
+    weight = sum([len(completion.text) + len(completion.token_ids) for completion in completions])
+    for positions in [prompt, *[completion.logprobs for completion in completions]]:
         if positions:
             weight += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
-    return weight + sum([len(completion.text) + len(completion.token_ids) for completion in output.outputs])
+    return weight
+
+
+async def told(weight: int, work: Callable[[], T]) -> T:
+    """Return `work()`. Much of it is done in a thread: a million characters, or a fifth as many log-probabilities,
+    take a second, and others must not wait for that.
+    """
+    return await asyncio.to_thread(work) if weight > THREAD_CHARS else work()
 
 
 class Usage:

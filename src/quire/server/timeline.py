@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
 
 MOST_KEPT = 1000
+MOST_KEPT_PROMPTS = 8000  # of all of them
 MOST_PROMPTS = 4  # of one request, whose steps are told of
 MOST_LISTED = 1000
 FETCHES_PER_SECOND = 20
@@ -153,6 +154,7 @@ class Timelines:
     def __init__(self) -> None:
         self._live: dict[Visited, None] = {}
         self._ended: OrderedDict[Visited, None] = OrderedDict()
+        self._num_prompts = 0  # of those that have ended
         self._by_name: dict[tuple[bytes | None, str], Visited] = {}
         self._fetched: deque[float] = deque(maxlen=FETCHES_PER_SECOND)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -170,7 +172,8 @@ class Timelines:
         del self._live[visited]
         visited.end()
         self._ended[visited] = None
-        if len(self._ended) > MOST_KEPT:
+        self._num_prompts += len(visited.timings)
+        while len(self._ended) > MOST_KEPT or (self._num_prompts > MOST_KEPT_PROMPTS and len(self._ended) > 1):
             self._forget(next(iter(self._ended)))
         now = time.monotonic()
         if len(self._fetched) < FETCHES_PER_SECOND or now - self._fetched[0] > 1.0:
@@ -181,6 +184,7 @@ class Timelines:
 
     def _forget(self, visited: Visited) -> None:
         del self._ended[visited]
+        self._num_prompts -= len(visited.timings)
         for name in visited.names:
             if self._by_name.get(name) is visited:
                 del self._by_name[name]
