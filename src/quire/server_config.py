@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from quire.errors import ConfigError, echo
 from quire.options import option
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
+LONGEST_SOCKET_PATH = 107  # what fits into the kernel's address of a Unix socket
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -183,6 +185,8 @@ class ServerConfig:
                     raise ConfigError(f"uds contradicts {name}; give one of them", param="uds")
             if self.ssl_certfile is not None:
                 raise ConfigError("uds contradicts ssl_certfile: a Unix socket has no TLS", param="uds")
+            if len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH:
+                raise ConfigError(f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes", param="uds")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_ca_certs needs ssl_certfile", param="ssl_ca_certs")
         if (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None):

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import socket
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,8 +110,14 @@ def check_server(config: EngineConfig) -> None:
     check_readable(files)
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
+    if config.server.api_key_file is not None:
+        from quire.server.key_file import read_keys  # not for everybody
+
+        read_keys(config.server.api_key_file, warn=False)
     if config.server.uds is None:
         check_address(config.server.host, config.server.port)
+    elif os.path.lexists(config.server.uds) and not stat.S_ISSOCK(os.lstat(config.server.uds).st_mode):
+        raise ConfigError(f"uds: {config.server.uds!r} exists and is no socket", param="uds")
 
 
 def check_readable(files: Mapping[str, str | None], where: str = "") -> None:

@@ -31,13 +31,16 @@ MOST = 10**9
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_keys(path: str) -> dict[bytes, KeyRules]:
+def read_keys(path: str, *, warn: bool = True) -> dict[bytes, KeyRules]:
     """Return the rules of each key, by the SHA-256 digest of the key.
+
+    Args:
+        warn: whether the log is told of a file that everybody may read.
 
     Raises:
         ConfigError: the file cannot be read, has no keys, or has an entry that is not understood.
     """
-    entries = _entries(_text(path))
+    entries = _entries(_text(path, warn))
     keys: dict[bytes, KeyRules] = {}
     names: set[str] = set()
     for number, entry in enumerate(entries, 1):
@@ -58,7 +61,7 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _text(path: str) -> str:
+def _text(path: str, warn: bool) -> str:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -67,7 +70,7 @@ def _text(path: str) -> str:
         raise _bad(f"{path!r} cannot be read: {error.strerror}") from None
     if len(data) > MAX_BYTES:
         raise _bad(f"{path!r} is larger than {MAX_BYTES} bytes")
-    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+    if warn and stat.S_ISREG(mode) and mode & stat.S_IROTH:
         logger.warning("api_key_file: every user of this machine may read %s", path)
     try:
         return data.decode()

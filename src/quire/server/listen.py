@@ -16,10 +16,9 @@ from fastapi import FastAPI
 
 from quire.errors import AddressInUseError, ConfigError
 from quire.server.http import BoundedHttpProtocol, default_connections, tune_listener
-from quire.server_config import ServerConfig
+from quire.server_config import LONGEST_SOCKET_PATH, ServerConfig
 
 BACKLOG = 2048
-LONGEST_PATH = 107  # what fits into the kernel's address of a Unix socket
 CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
@@ -74,8 +73,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def bind_unix(path: str) -> socket.socket:
     """Return a Unix socket that listens and that only its owner may connect to; one that nobody serves is replaced."""
-    if len(os.fsencode(path)) > LONGEST_PATH:
-        raise ConfigError(f"uds: a path may have at most {LONGEST_PATH} bytes", param="uds")
+    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
+        raise ConfigError(f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes", param="uds")
     check_unix(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
