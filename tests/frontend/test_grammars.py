@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -144,3 +146,21 @@ def test_who_waits_too_long_for_a_compiler_is_told_to_come_back() -> None:
         assert compiler.compile(job(regex="a")) is not None
     finally:
         compiler.close()
+
+
+def test_a_process_with_many_open_files_has_grammars_compiled() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("so many files may not be opened here")
+    opened: list[int] = []
+    compiler = GrammarCompiler()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+        while not opened or opened[-1] < 1100:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        assert compiler.compile(job(regex="a+")) is not None
+    finally:
+        compiler.close()
+        for file in opened:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -114,7 +114,7 @@ def test_a_body_that_drips_is_cut_off(make_server: MakeServer, monkeypatch: pyte
         thread = threading.Thread(target=drip)
         thread.start()
         try:
-            answer = connection.recv(65536)
+            answer = read_until(connection, b"}}")
         finally:
             stop.set()
             thread.join()

@@ -13,7 +13,6 @@ import logging
 import select
 import subprocess
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future
 
@@ -162,6 +161,9 @@ class _Process:
             self._read(START_TIMEOUT)
         except (_TooMuchError, _DiedError):
             raise QuireError("the process that compiles grammars does not start") from None
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -182,8 +184,9 @@ class _Process:
         """Wait for the beginning of an answer, then read it: it is written in one go."""
         stream = self._process.stdout
         assert stream is not None
-        deadline = time.monotonic() + timeout
-        ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+        poller = select.poll()  # `select` itself knows no file descriptors above 1023
+        poller.register(stream, select.POLLIN)
+        ready = poller.poll(1000 * timeout)
         data = read_frame(stream) if ready else None  # type: ignore[arg-type]
         if data is None:
             self.kill()
