@@ -14,6 +14,7 @@ import time
 import uuid
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
@@ -59,6 +60,26 @@ def tune_listener(listener: socket.socket) -> None:
         for name, value in LONG_SILENCE.items():
             if hasattr(socket, name):
                 listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
+    """Return the app with answers that end where the connection does: HTTP/1.0 knows no chunks, which uvicorn forgets.
+
+    Args:
+        cycle: uvicorn's state of the request. Told that it sends no chunks, it counts down to the announced length.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cycle.chunked_encoding = False
+            else:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -152,6 +173,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Begin a head."""
         super().on_message_begin()
         self._in_head = True
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_headers_complete(self) -> None:
         """End a head: what follows is the body, which has limits of its own."""
