@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.responses import running
 from quire.server.responses.sealed import seal
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import check_error
@@ -288,3 +289,12 @@ def test_conversations_that_are_too_long_lose_their_first_turns_if_that_is_asked
     assert response["usage"]["input_tokens"] <= 4096 - 500
     assert response["usage"]["input_tokens"] > 4096 - 500 - 2 * 450
     check_error(refused(family, input="x" * 5000, truncation="auto"), 400, "context_length_exceeded", "input")
+
+
+def test_cutting_a_conversation_has_an_end(family: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [{"role": "user", "content": "word " * 100} for _ in range(400)]
+    body = {"model": "fake", "input": items, "truncation": "auto", "max_output_tokens": 16}
+    assert family.http.post(PATH, json=body).status_code == 200
+    monkeypatch.setattr(running, "FITTING_SECONDS", -1.0)
+    answer = family.http.post(PATH, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"

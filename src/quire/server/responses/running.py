@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -25,6 +26,7 @@ from quire.server.responses.translate import told
 
 logger = logging.getLogger(__name__)
 
+FITTING_SECONDS = 10.0  # after which no other cut of a conversation is tried
 ANSWER_SHARE = 4  # of a context, one part in so many is left for the answer when a conversation is cut
 
 
@@ -33,15 +35,19 @@ async def start_fitting(chat: ChatCompletion, request: Request, *, truncate: boo
     try:
         await chat.start(request)
         return
-    except ContextLengthError:
+    except ContextLengthError as error:
         starts = turns(chat.messages) if truncate else []
         if not starts:
             raise
+        too_long = error
+    begun = time.monotonic()
     messages = chat.messages
     most = chat.context.llm.max_model_len
     room = min(getattr(chat.params, "max_tokens", None) or most // ANSWER_SHARE, most // 2)
     low, high = 0, len(starts) - 1  # the first of `starts` from which on it fits; the last one is tried in any case
     while low < high:
+        if time.monotonic() - begun > FITTING_SECONDS:
+            raise too_long  # rendering it takes so long that others have waited enough
         middle = (low + high) // 2
         chat.messages = without_beginning(messages, starts[middle])
         if await _fits(chat, most - room):
