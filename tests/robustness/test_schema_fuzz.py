@@ -18,7 +18,7 @@ from tests.helpers.server import serve
 
 pytest.importorskip("schemathesis", reason="needs the extra robustness")
 
-EXAMPLES = int(os.environ.get("QUIRE_FUZZ_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("QUIRE_FUZZ_EXAMPLES", "500"))
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--api-key", "secret", "--enable-debug-endpoints", "--request-timeout", "10", "--max-model-len", "256")
 

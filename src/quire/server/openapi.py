@@ -130,7 +130,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         responses["200"].setdefault("content", {JSON: {"schema": {}}})[TYPES[path]] = {"schema": {"type": "string"}}
     if path in OPEN_PATHS:
         responses.update({status: {"description": text} for status, text in PROBES.items()})
-    statuses = ANYWHERE | (WITH_BODY if "requestBody" in operation else WITH_NAMES if "{" in path else {})
+    named = "{" in path or any(parameter["name"] == "model" for parameter in operation.get("parameters", ()))
+    statuses = ANYWHERE | (WITH_BODY if "requestBody" in operation else WITH_NAMES if named else {})
     if family_of(path) is Family.ANTHROPIC:
         statuses = statuses | OVERLOADED
     for status, text in statuses.items():
