@@ -36,7 +36,7 @@ def outcome(read: Any, text: str) -> tuple[str, str]:
         return type(error).__name__, str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     VALUES, st.none() | st.tuples(st.floats(0, 1), st.sampled_from(["", ",", "]", "}", '"', "1", "-", "e", " ", "x"]))
 )
@@ -59,7 +59,7 @@ def test_long_lists_of_numbers(monkeypatch: pytest.MonkeyPatch, size: int) -> No
         assert outcome(read_patiently, text) == outcome(json.loads, text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.integers(1, 300))
 def test_what_is_written_patiently_is_read_as_it_was(value: dict[str, Any], count: int) -> None:
     value = {**value, "choices": [{"logprobs": {"content": [{"token": "a", "bytes": [97]}] * count}, **value}] * 2}

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_front_model
 from tests.helpers.live_server import LiveServer
 
-NUM_CLIENTS = 16
+NUM_CLIENTS = 12
 NUM_REQUESTS = 8  # of each client
 MOST_RUNNING = 8  # of a key at a time
 KEYS = ("sk-one", "sk-two", "sk-three")
