@@ -428,3 +428,15 @@ def test_the_server_still_works(server: LiveServer) -> None:
     answer = post(server, COMPLETIONS, {"model": "fake", "prompt": "a", "max_tokens": 3}).json()
     assert answer["usage"]["completion_tokens"] == 3
     assert server.http.head("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("documents", {"a": 1}), ("documents", []), ("tools", []), ("chat_template_kwargs", {}), ("chat_template", "x")]
+    + [("add_generation_prompt", True), ("continue_final_message", True), ("reasoning_effort", "low")],
+)
+def test_a_prompt_is_not_tokenized_with_what_only_conversations_have(
+    server: LiveServer, field: str, value: object
+) -> None:
+    response = server.http.post("/tokenize", json={"prompt": "a", field: value})
+    check_error(response, 400, "invalid_value", field)

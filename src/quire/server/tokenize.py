@@ -24,6 +24,15 @@ from quire.server.templates import check_template, template_arguments
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 THREAD_SIZE = 4096
+CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "tools",
+    "reasoning_effort",
+)
 
 router = APIRouter()
 
@@ -52,6 +61,7 @@ async def tokenize(request: Request) -> Response:
         if body.add_special_tokens:
             tokens = with_special_tokens(llm, tokens)
     elif body.prompt is not None:
+        _check_no_chat(body)
         tokens = await encode_text(llm, body.prompt, body.add_special_tokens is not False, "prompt")
     else:
         raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
@@ -63,6 +73,13 @@ async def tokenize(request: Request) -> Response:
         return msgspec.json.encode(answer)
 
     return Response(await _maybe_in_thread(len(tokens), build), media_type=JSON)
+
+
+def _check_no_chat(body: TokenizeRequest) -> None:
+    """Raise `RequestError` for a field that only conversations have: beside a prompt it would be ignored."""
+    for name in CHAT_FIELDS:
+        if getattr(body, name) not in (None, False):
+            raise RequestError(f"{name} needs messages; a prompt is tokenized as it is", param=name)
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
