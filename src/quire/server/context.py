@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.config import EngineConfig
+from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.errors import HTTPProblem
@@ -72,6 +73,16 @@ class ServerContext:
         """Count a request that is turned away: one of `metrics.REJECTIONS`; `model` is its own name, if it has one."""
         if self.metrics is not None:
             self.metrics.on_rejected(reason, model)
+
+    def check_room(self) -> None:
+        """Raise `OverloadedError` if the only model could not take any request now; of several, none is known yet."""
+        if len(self.models.models) != 1:
+            return
+        try:
+            self.models.first.llm.check_room()
+        except OverloadedError:
+            self.note_rejection("queue_full", self.models.first.names[0])
+            raise
 
     @contextmanager
     def open_request(self, scope: Scope) -> Iterator[None]:

@@ -27,6 +27,10 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
+# Of these it is worth knowing before the body is read whether the engine has room for them.
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
+)
 FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # of them no limit of a key counts
 CANCEL_PATH = re.compile(r"(/.*)?/v1/responses/[^/]+/cancel")  # nor of this: it is how a key's places become free
 ALWAYS_SERVED = OPEN_PATHS | frozenset(
