@@ -432,8 +432,16 @@ def test_the_server_still_works(server: LiveServer) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("documents", {"a": 1}), ("documents", []), ("tools", []), ("chat_template_kwargs", {}), ("chat_template", "x")]
-    + [("add_generation_prompt", True), ("continue_final_message", True), ("reasoning_effort", "low")],
+    [
+        ("documents", {"a": 1}),
+        ("documents", []),
+        ("tools", []),
+        ("chat_template_kwargs", {}),
+        ("chat_template", "x"),
+        ("add_generation_prompt", True),
+        ("continue_final_message", True),
+        ("reasoning_effort", "low"),
+    ],
 )
 def test_a_prompt_is_not_tokenized_with_what_only_conversations_have(
     server: LiveServer, field: str, value: object
