@@ -147,13 +147,5 @@ class ApiKeys:
         return rules.name if rules is not None else ""  # the key was taken out of the file meanwhile
 
 
-def _sent(name: bytes, value: bytes) -> bytes:
-    """Return the digest of the key in a header; b"" if it has none."""
-    if name == b"x-api-key":
-        return digest_of(value.strip())
-    scheme, _, token = value.strip().partition(b" ")
-    return digest_of(token.strip()) if scheme.lower() == b"bearer" else b""
-
-
 def _refusal(message: str) -> HTTPProblem:
     return HTTPProblem(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}, close=True)

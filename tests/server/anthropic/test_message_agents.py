@@ -20,7 +20,7 @@ from tests.server.responses.asking import MARKS, says
 CACHED = {"type": "ephemeral"}
 HEADERS = {
     "anthropic-version": "2023-06-01",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,fine-grained-tool-streaming-2025-05-14",
+    "anthropic-beta": "interleaved-thinking-2025-05-14,fine-grained-tool-streaming-2025-05-14",
     "x-api-key": "none",
     "user-agent": "agent/1.0 (external, cli)",
     "x-app": "cli",
