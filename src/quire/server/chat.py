@@ -138,7 +138,7 @@ class ChatCompletion(Generation):
 
     async def start(self, request: Request) -> None:
         """Render the conversation and hand it to the engine."""
-        self.check_room()
+        self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         token_ids = await self.render()
         self.ask = self._ask(token_ids)
         if self.ask is not None:

@@ -117,7 +117,7 @@ class Completion(Generation):
 
     async def start(self, request: Request) -> None:
         """Check the prompts and hand them to the engine."""
-        self.check_room()
+        self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         prompts = self.prompts
         if not self.body.add_special_tokens:
             prompts = [

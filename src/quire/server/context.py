@@ -74,14 +74,12 @@ class ServerContext:
         if self.metrics is not None:
             self.metrics.on_rejected(reason, model)
 
-    def check_room(self) -> None:
-        """Raise `OverloadedError` if the only model could not take any request now; of several, none is known yet."""
-        if len(self.models.models) != 1:
-            return
+    def check_room(self, model: ServedModel) -> None:
+        """Raise `OverloadedError`, and count it, if a model could not take any request now."""
         try:
-            self.models.first.llm.check_room()
+            model.llm.check_room()
         except OverloadedError:
-            self.note_rejection("queue_full", self.models.first.names[0])
+            self.note_rejection("queue_full", model.names[0])
             raise
 
     @contextmanager

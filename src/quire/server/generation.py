@@ -209,14 +209,6 @@ class Generation:
                 f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
             )
 
-    def check_room(self) -> None:
-        """Raise `OverloadedError` for a queue that is full; to be asked before anything is rendered or tokenized."""
-        try:
-            self.context.llm.check_room()
-        except OverloadedError:
-            self.context.note_rejection("queue_full")
-            raise
-
     async def submit(
         self,
         request: Request,
