@@ -98,6 +98,7 @@ def test_what_is_logged_meanwhile_has_the_requests_id(server: LiveServer, caplog
     try:
         server.http.get("/v1/models", headers={"x-request-id": "one"})
         server.http.get("/v1/models", headers={"x-request-id": "bad id"})
+        server.wait_until(lambda: len(seen) == 2)  # a line is written after its answer has left
     finally:
         logging.getLogger("quire.access").removeHandler(handler)
     assert seen[0] == "one"
