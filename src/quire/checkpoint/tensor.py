@@ -1,8 +1,14 @@
-"""A tensor as it lies in a checkpoint: what a weight file yields and what backends pack. Reading files is not here."""
+"""A tensor as it lies in a checkpoint: what a weight file yields and what backends pack. Reading files is not here.
+
+`HostTensor` holds plain numbers. `QuantizedTensor` stands for those that some files hold in fewer bits: it is cut like
+a plain one, and made into numbers only when a backend packs it, piece by piece.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +46,62 @@ class HostTensor:
     def transposed(self) -> HostTensor:
         """Return the matrix transposed, as a view."""
         return HostTensor(self.array.T, self.dtype)
+
+
+class Integers(NamedTuple):
+    """Rows of weights as integers: weight[n, k] = scales[n, k // group] * (values[n, k] - zeros[n, k // group]).
+
+    values: int8 (8 bits) or uint8 in 0..15 (4 bits) [N, K]. scales: float32 [N, K / group]. zeros: as scales, or None
+    where they are 0 (8 bits) or 8 (4 bits).
+    """
+
+    bits: int
+    group: int
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+
+
+class QuantizedTensor(ABC):
+    """A weight that a checkpoint holds in fewer bits than a float has; usually views of mapped memory.
+
+    Cutting is cheap and reads nothing. `to_float32` is what the format says the weights are, to the last bit.
+    """
+
+    dtype = "quantized"
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights that it stands for."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Return rows [start, stop) of the first axis."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Return columns [start, stop) of the last axis; plain numbers where a group would be cut."""
+
+    @abstractmethod
+    def to_float32(self) -> np.ndarray:
+        """Return the weights."""
+
+    def integers(self) -> Integers | None:
+        """Return the weights as integers with scales, without loss; None where the format is something else."""
+        return None
+
+    @property
+    def array(self) -> np.ndarray:
+        """The weights, float32; for what takes tensors apart in its own way."""
+        return self.to_float32()
+
+    def transposed(self) -> HostTensor:
+        """Return the matrix transposed, as plain numbers."""
+        return HostTensor(self.to_float32().T, "float32")
+
+
+Tensor = HostTensor | QuantizedTensor
 
 
 # All bits of the exponent set: the smallest bit pattern without a sign that is no finite number.

@@ -11,12 +11,13 @@ import logging
 import re
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from quire.checkpoint.safetensors import Checkpoint
-from quire.checkpoint.tensor import HostTensor, count_nonfinite
+from quire.checkpoint.safetensors import TensorEntry
+from quire.checkpoint.tensor import HostTensor, Tensor, count_nonfinite
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -25,31 +26,56 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 20
 
 
+class TensorSource(Protocol):
+    """Weights of a model folder under the names that transformers gives them, whatever its files call and hold them.
+
+    `Checkpoint` reads safetensors; others read other files, or put the parts of quantized weights together.
+    """
+
+    folder: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor exists."""
+
+    def entry(self, name: str) -> TensorEntry:
+        """Its shape, and its dtype: "F32" for quantized ones."""
+
+    def path_of(self, name: str) -> Path:
+        """File that holds it, for messages."""
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor, usually as a view of mapped memory."""
+
+
 class WeightSource(Protocol):
     """Tensors by full name."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensor exists."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, which must have this shape."""
 
 
 class CheckpointWeights:
     """Reads real tensors; refuses NaN and infinity unless told otherwise."""
 
-    def __init__(self, checkpoint: Checkpoint, *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, checkpoint: TensorSource, *, allow_nonfinite: bool = False) -> None:
         self._checkpoint = checkpoint
         self._allow_nonfinite = allow_nonfinite
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a view of the mapped file. Raises ModelError for values that are not finite."""
         tensor = self._checkpoint.read(name)
         assert tensor.shape == shape, "the survey comes first"
-        bad = count_nonfinite(tensor)
+        bad = count_nonfinite(tensor) if isinstance(tensor, HostTensor) else 0
         if bad:
             message = (
                 f"{self._checkpoint.path_of(name)}: tensor {echo(name)} holds {bad} NaN or infinite values of "
@@ -64,7 +90,7 @@ class CheckpointWeights:
 class WeightSurvey:
     """Notes what a model asks for and answers with shapes only; `finish` reports everything that does not fit."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
         self._asked: dict[str, tuple[int, ...]] = {}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import Tensor
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
@@ -142,13 +142,13 @@ class Backend(Protocol):
 
     # Weights
 
-    def vector(self, tensor: HostTensor) -> Array:
+    def vector(self, tensor: Tensor) -> Array:
         """Take a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
 
     def pack_linear(
         self,
-        parts: Sequence[HostTensor],
-        biases: Sequence[HostTensor] | None = None,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
         *,
         gated: bool = False,
         table: bool = False,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import Tensor
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import ALIGNMENT, SLAB_BYTES, Recorded, as_rows
 
@@ -188,15 +188,15 @@ class ShapeBackend:
         self.num_bytes += array.nbytes
         return array
 
-    def vector(self, tensor: HostTensor) -> np.ndarray:
+    def vector(self, tensor: Tensor) -> np.ndarray:
         """Count a vector, which is held in float32; the values mean nothing."""
         self.num_bytes += tensor.array.size * 4
         return np.broadcast_to(np.float32(0), tensor.array.shape)
 
     def pack_linear(
         self,
-        parts: Sequence[HostTensor],
-        biases: Sequence[HostTensor] | None = None,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
         *,
         gated: bool = False,
         table: bool = False,

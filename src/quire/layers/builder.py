@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import WeightSource
 from quire.kernels.backend import Backend
 from quire.layers.parallel import ParallelContext
@@ -34,6 +34,6 @@ class Builder:
         """Whether the tensor exists."""
         return self.prefix + name in self.weights
 
-    def get(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the whole tensor, which has this shape."""
         return self.weights.read(self.prefix + name, shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.activation import activation_kind
 from quire.layers.builder import Builder
@@ -17,7 +17,7 @@ from quire.layers.builder import Builder
 
 def read_stack(
     builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
-) -> tuple[list[HostTensor], list[HostTensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return one [size, in_features] matrix per entry of `sizes`, and one bias [size] each if asked for (else none).
 
     There is one name per size, or a single name for a tensor that holds all of them, one below the other.
@@ -30,7 +30,7 @@ def read_stack(
             [matrix.rows(start, start + size) for start, size in cuts],
             [whole.rows(start, start + size) for whole in biases for start, size in cuts],
         )
-    matrices = []
+    matrices: list[Tensor] = []
     for name, size in zip(names, sizes, strict=True):
         if transposed:
             matrices.append(builder.get(f"{name}.weight", (in_features, size)).transposed())
@@ -41,13 +41,13 @@ def read_stack(
 
 def read_columns(
     builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
-) -> tuple[list[HostTensor], list[HostTensor] | None]:
+) -> tuple[list[Tensor], list[Tensor] | None]:
     """Return this rank's share of the rows of each matrix and, if asked for, of each bias; see `read_stack`."""
     parallel = builder.parallel
     matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
     shares = [parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
 
-    def cut(tensors: list[HostTensor]) -> list[HostTensor]:
+    def cut(tensors: list[Tensor]) -> list[Tensor]:
         return [
             tensor.rows(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
             for tensor, share in zip(tensors, shares)
@@ -108,7 +108,7 @@ class GatedColumnParallelLinear:
         return self.backend.gated_linear(x, self.weight, self.kind)
 
 
-def split_groups(fused: HostTensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[HostTensor]:
+def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[Tensor]:
     """Return queries, keys and values of a tensor that holds, for each KV head, its queries, its key and its value.
 
     The first axis is the one that is taken apart; the parts are those that separate tensors would hold.
@@ -161,7 +161,7 @@ class QKVParallelLinear:
         starts = [first_head * head_size, first_kv_head * head_size, first_kv_head * head_size]
         stops = [starts[0] + self.q_size, starts[1] + self.kv_size, starts[2] + self.kv_size]
 
-        def cut(tensors: list[HostTensor]) -> list[HostTensor]:
+        def cut(tensors: list[Tensor]) -> list[Tensor]:
             return [tensor.rows(start, stop) for tensor, start, stop in zip(tensors, starts, stops)]
 
         self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)

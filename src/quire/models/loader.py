@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.safetensors import Checkpoint
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.open import open_weights
+from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
 from quire.errors import ConfigError, ModelError
 from quire.kernels.backend import Backend
@@ -60,7 +60,7 @@ def load_model(
     if load_format == "dummy":
         return build(info, Builder(DummyWeights(seed), backend, parallel), length)
 
-    checkpoint = Checkpoint(info.path)
+    checkpoint = open_weights(info, load_format)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     build(info, Builder(survey, cast(Backend, counter), parallel), max_model_len=1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
@@ -73,7 +73,7 @@ def load_model(
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
     """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
     counter = _ByteCounter(dtype, quantization)
-    model_class(info.architecture)(info, Builder(WeightSurvey(Checkpoint(info.path)), cast(Backend, counter)), 1)
+    model_class(info.architecture)(info, Builder(WeightSurvey(open_weights(info)), cast(Backend, counter)), 1)
     return counter.num_bytes
 
 
@@ -100,13 +100,13 @@ class _ByteCounter:
     def from_numpy(self, array: np.ndarray) -> Any:
         return None
 
-    def vector(self, tensor: HostTensor) -> Any:
+    def vector(self, tensor: Tensor) -> Any:
         self.num_bytes += tensor.array.size * DTYPE_BYTES["float32"]
 
     def pack_linear(
         self,
-        parts: Sequence[HostTensor],
-        biases: Sequence[HostTensor] | None = None,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
         *,
         gated: bool = False,
         table: bool = False,

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.safetensors import HELD_BYTES, Checkpoint
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import WeightSource, WeightSurvey
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
@@ -166,7 +166,7 @@ class _Shapes:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor without memory."""
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
 
@@ -182,7 +182,7 @@ class _Noted:
     def __contains__(self, name: str) -> bool:
         return name in self._source
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the source's tensor."""
         tensor = self._source.read(name, shape)
         self.names.append(name)
@@ -211,7 +211,7 @@ class _Counter(ShapeBackend):
         self.arena = type(self.arena)()
         self.num_instructions = self.input_bytes = 0
 
-    def vector(self, tensor: HostTensor) -> np.ndarray:
+    def vector(self, tensor: Tensor) -> np.ndarray:
         """Count it for its part."""
         before = self.num_bytes
         made = super().vector(tensor)

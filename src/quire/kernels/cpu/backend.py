@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
 from quire.kernels.cpu import activations, choose, linear, linear_int, norms, rotary, rows
@@ -173,14 +173,14 @@ class CPUBackend:
 
     # Weights
 
-    def vector(self, tensor: HostTensor) -> np.ndarray:
+    def vector(self, tensor: Tensor) -> np.ndarray:
         """See `Backend.vector`."""
         return np.array(tensor.to_float32(), np.float32, order="C")
 
     def pack_linear(
         self,
-        parts: Sequence[HostTensor],
-        biases: Sequence[HostTensor] | None = None,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
         *,
         gated: bool = False,
         table: bool = False,

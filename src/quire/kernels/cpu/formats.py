@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.cpu.interleave import weave_weights_16, weave_weights_32
 from quire.kernels.cpu.threads import Launcher, address_of
 
@@ -78,7 +78,7 @@ def widen(stored: np.ndarray) -> np.ndarray:
     return stored.view(np.float16).astype(np.float32) if stored.dtype == np.int16 else stored
 
 
-def to_storage(tensor: HostTensor, dtype: str) -> np.ndarray:
+def to_storage(tensor: Tensor, dtype: str) -> np.ndarray:
     """Return the values in storage format `dtype`, rounded to nearest even; a view where they are in it already."""
     if tensor.dtype == dtype:
         return tensor.array.view(STORAGE[dtype]) if dtype == "float16" else tensor.array
@@ -93,14 +93,14 @@ def to_storage(tensor: HostTensor, dtype: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def can_gate(parts: Sequence[HostTensor]) -> bool:
+def can_gate(parts: Sequence[Tensor]) -> bool:
     """Whether two matrices can be packed as gate and up."""
     return len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
 
 
 def pack(
-    parts: Sequence[HostTensor],
-    biases: Sequence[HostTensor] | None,
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
     dtype: str,
     launcher: Launcher,
     paired: bool = False,
@@ -129,7 +129,7 @@ def pack(
     return CPULinear(data, _stack_biases(biases, padded, gated), outputs, inputs, paired, gated)
 
 
-def _stack_biases(biases: Sequence[HostTensor] | None, padded: int, gated: bool) -> np.ndarray | None:
+def _stack_biases(biases: Sequence[Tensor] | None, padded: int, gated: bool) -> np.ndarray | None:
     if biases is None:
         return None
     flat = np.concatenate([part.to_float32().reshape(-1) for part in biases])
@@ -140,7 +140,7 @@ def _stack_biases(biases: Sequence[HostTensor] | None, padded: int, gated: bool)
     return bias
 
 
-def _staged(parts: Sequence[HostTensor], depth: int, dtype: str) -> Iterator[np.ndarray]:
+def _staged(parts: Sequence[Tensor], depth: int, dtype: str) -> Iterator[np.ndarray]:
     """Yield the rows of all parts in groups of a multiple of 16, zero rows at the end; elements of a row side by side.
 
     Parts that are stored like that already are yielded as they are. Others go through one reused buffer, which also
@@ -170,7 +170,9 @@ def _staged(parts: Sequence[HostTensor], depth: int, dtype: str) -> Iterator[np.
         yield stage[:stop]
 
 
-def _is_direct(part: HostTensor, depth: int, dtype: str) -> bool:
+def _is_direct(part: Tensor, depth: int, dtype: str) -> bool:
+    if not isinstance(part, HostTensor):
+        return False
     array = part.array
     return (
         part.dtype == dtype

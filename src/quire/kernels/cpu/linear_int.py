@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate
@@ -299,7 +299,7 @@ def _blank(
     return weight
 
 
-def _with_bias(weight: IntLinear, biases: Sequence[HostTensor] | None) -> IntLinear:
+def _with_bias(weight: IntLinear, biases: Sequence[Tensor] | None) -> IntLinear:
     """Return the weight with the stacked biases in the order of its columns."""
     if biases is None:
         return weight
@@ -308,15 +308,17 @@ def _with_bias(weight: IntLinear, biases: Sequence[HostTensor] | None) -> IntLin
     return replace(weight, bias=bias)
 
 
-def _readable(tensor: HostTensor) -> bool:
+def _readable(tensor: Tensor) -> bool:
     """Say whether an op can read the tensor's rows where they lie."""
+    if not isinstance(tensor, HostTensor):
+        return False
     array, size = tensor.array, tensor.array.itemsize
     in_order = array.shape[1] <= 1 or array.strides[1] == size
     known = tensor.dtype in ("float32", "bfloat16", "float16") and array.dtype.isnative
     return known and in_order and array.strides[0] % size == 0 and address_of(array) % size == 0
 
 
-def _pieces(tensor: HostTensor) -> Iterator[tuple[int, HostTensor]]:
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the first row and the rows of pieces that an op can read: the tensor as it is, or copies of some rows."""
     if _readable(tensor):
         yield 0, tensor
@@ -327,7 +329,7 @@ def _pieces(tensor: HostTensor) -> Iterator[tuple[int, HostTensor]]:
         yield start, HostTensor(np.require(values, np.float32, ["C", "A"]), "float32")
 
 
-def _pack(parts: Sequence[HostTensor], weight: IntLinear, launcher: Launcher) -> None:
+def _pack(parts: Sequence[Tensor], weight: IntLinear, launcher: Launcher) -> None:
     """Quantize all parts into `weight`."""
     base, inputs = 0, weight.inputs
     for number, tensor in enumerate(parts):
@@ -345,7 +347,7 @@ def _pack(parts: Sequence[HostTensor], weight: IntLinear, launcher: Launcher) ->
 
 
 def pack_int8(
-    parts: Sequence[HostTensor], biases: Sequence[HostTensor] | None, launcher: Launcher, gated: bool = False
+    parts: Sequence[Tensor], biases: Sequence[Tensor] | None, launcher: Launcher, gated: bool = False
 ) -> IntLinear:
     """Stack matrices [N_i, K] along N and quantize every row to 8 bits; reads a part only when its turn comes.
 
@@ -360,8 +362,8 @@ def pack_int8(
 
 
 def pack_int4(
-    parts: Sequence[HostTensor],
-    biases: Sequence[HostTensor] | None,
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
     launcher: Launcher,
     group: int = 64,
     gated: bool = False,
@@ -423,7 +425,7 @@ def pack_int8_from(
     q: np.ndarray,
     scales: np.ndarray,
     group: int | None = None,
-    biases: Sequence[HostTensor] | None = None,
+    biases: Sequence[Tensor] | None = None,
     gated: bool = False,
 ) -> IntLinear:
     """Pack integers of a quantized checkpoint: w = q * scale.
@@ -446,7 +448,7 @@ def pack_int4_from(
     scales: np.ndarray,
     zeros: np.ndarray | None,
     group: int,
-    biases: Sequence[HostTensor] | None = None,
+    biases: Sequence[Tensor] | None = None,
     gated: bool = False,
 ) -> IntLinear:
     """Pack integers of a quantized checkpoint: w = (q - zero) * scale, zero 8 where `zeros` is None.

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, HostTensor, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Tensor, TopLogprobs
 from quire.kernels.memory import available_memory
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight
@@ -120,14 +120,14 @@ class ReferenceBackend:
 
     # Weights
 
-    def vector(self, tensor: HostTensor) -> torch.Tensor:
+    def vector(self, tensor: Tensor) -> torch.Tensor:
         """See `Backend.vector`."""
         return self.from_numpy(np.array(tensor.to_float32()))
 
     def pack_linear(
         self,
-        parts: Sequence[HostTensor],
-        biases: Sequence[HostTensor] | None = None,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
         *,
         gated: bool = False,
         table: bool = False,

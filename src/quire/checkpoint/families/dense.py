@@ -1,52 +1,11 @@
-"""What each supported architecture's config.json leaves unsaid: its key names, its defaults, how positions enter.
-
-One row per architecture; `quire.models.registry` names the class for each. The defaults are those of the
-architecture's own configuration class, which apply when a folder's config.json omits the key.
-"""
+"""Decoders whose feed-forward layers are dense, and whose layers all attend alike or through a window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
 from quire.checkpoint.fields import Fields
-
-
-class Windows(Enum):
-    """Which layers attend through a sliding window."""
-
-    NEVER = "sliding_window has no meaning"
-    ALL = "every layer, if sliding_window is set"
-    LISTED = "those layer_types names, if use_sliding_window"
-    BY_LAYER = "those layer_types or max_window_layers name, if use_sliding_window"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How to read the config.json of one architecture.
-
-    Attributes:
-        model_type: the config's model_type, used when `architectures` is absent.
-        defaults: values of keys that may be absent. A key that is present but null stays null.
-        keys: our field name -> its key, where they differ.
-        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length, or by a
-            bias on attention (ALiBi), trained up to that length. alibi: config.json's "alibi" takes rotation away.
-        rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
-            where whole heads are.
-        windows: which layers have a sliding window.
-        derive: computes keys from others, where one key does not say it all.
-    """
-
-    model_type: str
-    defaults: Mapping[str, Any]
-    keys: Mapping[str, str] = field(default_factory=dict)
-    rotary: bool = True
-    rotary_part: str | None = None
-    windows: Windows = Windows.NEVER
-    alibi: bool = False
-    derive: Callable[[Fields], Mapping[str, Any]] | None = None
 
 
 def _bloom_sizes(fields: Fields) -> dict[str, Any]:
@@ -74,7 +33,6 @@ def _falcon_sizes(fields: Fields) -> dict[str, Any]:
     return {"hidden_size": hidden, "num_key_value_heads": kv_heads, "intermediate_size": inner, "head_dim": None}
 
 
-_LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 _WINDOW_LAYERS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT2_KEYS = {
     "hidden_size": "n_embd",
@@ -86,28 +44,25 @@ _GPT2_KEYS = {
     "norm_eps": "layer_norm_epsilon",
 }
 
-# Names under which models were published before transformers had a class for them -> that class.
-EARLIER_NAMES = {"MPTForCausalLM": "MptForCausalLM"}
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
+DENSE: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", {**LLAMA_LIKE, "max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(
         "mistral",
-        {**_LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         windows=Windows.ALL,
     ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", {**_LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768}, windows=Windows.BY_LAYER
+        "qwen2", {**LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768}, windows=Windows.BY_LAYER
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        {**_LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768, "head_dim": 128},
+        {**LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768, "head_dim": 128},
         windows=Windows.BY_LAYER,
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -151,12 +106,12 @@ FAMILIES: dict[str, Family] = {
         {"norm_eps": "norm_epsilon"},
         windows=Windows.ALL,
     ),
-    "Olmo2ForCausalLM": Family("olmo2", {**_LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
-    "GraniteForCausalLM": Family("granite", {**_LLAMA_LIKE, "max_position_embeddings": 2048}),
+    "Olmo2ForCausalLM": Family("olmo2", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
+    "GraniteForCausalLM": Family("granite", {**LLAMA_LIKE, "max_position_embeddings": 2048}),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "tie_word_embeddings": True,
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,

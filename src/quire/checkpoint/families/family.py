@@ -1,0 +1,47 @@
+"""What a row of the tables in this folder says: how to read the config.json of one architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quire.checkpoint.fields import Fields
+
+LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+
+
+class Windows(Enum):
+    """Which layers attend through a sliding window."""
+
+    NEVER = "sliding_window has no meaning"
+    ALL = "every layer, if sliding_window is set"
+    LISTED = "those layer_types names, if use_sliding_window"
+    BY_LAYER = "those layer_types or max_window_layers name, if use_sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read the config.json of one architecture.
+
+    Attributes:
+        model_type: the config's model_type, used when `architectures` is absent.
+        defaults: values of keys that may be absent. A key that is present but null stays null.
+        keys: our field name -> its key, where they differ.
+        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length, or by a
+            bias on attention (ALiBi), trained up to that length. alibi: config.json's "alibi" takes rotation away.
+        rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
+            where whole heads are.
+        windows: which layers have a sliding window.
+        derive: computes keys from others, where one key does not say it all.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    rotary: bool = True
+    rotary_part: str | None = None
+    windows: Windows = Windows.NEVER
+    alibi: bool = False
+    derive: Callable[[Fields], Mapping[str, Any]] | None = None
