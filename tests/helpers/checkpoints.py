@@ -88,8 +88,8 @@ def write_checkpoint(
     return folder
 
 
-def oracle_logits(folder: Path, token_ids: list[int]) -> Any:
-    """Return float32 numpy [len(token_ids), vocab] logits of transformers' eager float32 model for one sequence."""
+def load_oracle(folder: Path) -> Any:
+    """Return transformers' eager float32 model of a folder."""
     import torch
     import transformers
 
@@ -97,11 +97,22 @@ def oracle_logits(folder: Path, token_ids: list[int]) -> Any:
     # With ALiBi, transformers' eager Falcon adds the bias twice: in the mask, and in each layer. Its sdpa adds it once.
     config = transformers.AutoConfig.from_pretrained(folder)
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
     ).eval()
+
+
+def logits_of(oracle: Any, token_ids: list[int]) -> Any:
+    """Return float32 numpy [len(token_ids), vocab] logits of a model from `load_oracle` for one sequence."""
+    import torch
+
     with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0].numpy()
+        return oracle(torch.tensor([token_ids])).logits[0].numpy()
+
+
+def oracle_logits(folder: Path, token_ids: list[int]) -> Any:
+    """Return float32 numpy [len(token_ids), vocab] logits of transformers' eager float32 model for one sequence."""
+    return logits_of(load_oracle(folder), token_ids)
 
 
 # What follows needs neither torch nor transformers: folders for tests of loading, where the values do not matter.

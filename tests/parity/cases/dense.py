@@ -1,23 +1,11 @@
-"""Each family's logits against transformers': whole prompts, chunks through a scattered cache, and greedy texts."""
+"""Shapes of the dense families: which of their options each parity test runs with."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pytest
-
-from quire.checkpoint.hf_config import load_model_info
-from quire.kernels.create import create_backend
-from quire.models.loader import load_model
-from tests.helpers.checkpoints import oracle_logits, write_checkpoint
-from tests.helpers.model_driver import ModelDriver
-
-TOLERANCE = 1e-5
+from tests.parity.cases.case import Case
 
 LONG, SHORT = [1.0 + 0.5 * i for i in range(4)], [1.0 + 0.1 * i for i in range(4)]
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+DENSE: dict[str, Case] = {
     # head layouts, tied and untied
     "llama-mha": ("llama", {}),
     "llama-gqa-tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -192,93 +180,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
 }
-BACKENDS = ["reference", "cpu"]
 
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Write each case's checkpoint once."""
-    folders: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in folders:
-            family, config = CASES[case]
-            folders[case] = write_checkpoint(tmp_path_factory.mktemp(case), family, seed=len(case), **config)
-        return folders[case]
-
-    return get
-
-
-def driver(folder: Path, device: str, dtype: str = "float32", max_model_len: int | None = None) -> ModelDriver:
-    backend = create_backend(device, dtype, "float32", num_threads=1)
-    model = load_model(load_model_info(folder), backend, max_model_len=max_model_len)
-    return ModelDriver(model, backend)
-
-
-def tokens(count: int, seed: int = 0, vocab: int = 131) -> list[int]:
-    return np.random.default_rng(seed).integers(0, vocab, count).tolist()
-
-
-def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
-    assert actual.shape == expected.shape
-    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
-def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
-    folder, prompt = checkpoint(case), tokens(41)
-    expected = oracle_logits(folder, prompt)
-    model = driver(folder, device)
-
-    whole = model.step({"whole": prompt})["whole"]
-    assert_close(whole, expected)
-
-    other = tokens(17, seed=1)
-    chunks = [
-        model.step({"a": prompt[:5]})["a"],
-        model.step({"b": other[:9], "a": prompt[5:18]})["a"],
-        model.step({"a": prompt[18:19], "b": other[9:]})["a"],
-        model.step({"a": prompt[19:]})["a"],
-    ]
-    assert_close(np.concatenate(chunks), expected)
-
-
-@pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
-    folder, prompt = checkpoint(case), tokens(7, seed=2)
-    text = driver(folder, device).greedy(prompt, 64)
-    # If the oracle, given our text, would choose each of its tokens next, then its own greedy text is the same.
-    choices = oracle_logits(folder, prompt + text)[len(prompt) - 1 : -1].argmax(axis=1)
-    assert text == choices.tolist()
-
-
-@pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize(
-    ("case", "max_model_len", "length"),
-    [("llama-dynamic", 300, 300), ("llama-longrope", 160, 140), ("phi3-longrope-partial", 160, 140)],
+# Run by default, with both backends: one or two of each family, which between them have every feature once.
+QUICK = (
+    "llama-gqa-tied",
+    "llama-biases",
+    "llama-llama3",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3-yarn-mscale",
+    "phi3-longrope-partial",
+    "olmo2",
+    "granite",
+    "smollm3-window",
+    "gpt-neox",
+    "stablelm-parallel-head-norms",
+    "starcoder2",
+    "cohere-head-norms",
+    "gptj",
+    "falcon",
+    "falcon-rw",
+    "bloom-six-heads-untied",
+    "mpt",
+    "opt-post-norm-projected",
+    "gpt2-scaled",
 )
-def test_stretched_contexts_match_transformers_where_one_table_can(
-    case: str, max_model_len: int, length: int, device: str, checkpoint: Any
-) -> None:
-    folder, prompt = checkpoint(case), tokens(length, seed=3)
-    model = driver(folder, device, max_model_len=max_model_len)
-    assert_close(model.step({"a": prompt})["a"], oracle_logits(folder, prompt))
-
-
-@pytest.mark.parametrize("device", BACKENDS)
-def test_a_sharded_bfloat16_checkpoint_gives_the_logits_of_its_own_values(device: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, "qwen2", dtype="bfloat16", max_shard_size="20KB")
-    assert len(list(folder.glob("model-*.safetensors"))) > 1
-    assert load_model_info(folder).dtype == "bfloat16"
-    prompt = tokens(23)
-    expected = oracle_logits(folder, prompt)
-    assert_close(driver(folder, device).step({"a": prompt})["a"], expected)
-    assert_close(driver(folder, device, dtype="bfloat16").step({"a": prompt})["a"], expected, tolerance=0.03)
-
-
-@pytest.mark.parametrize("device", BACKENDS)
-def test_a_float16_checkpoint_gives_the_logits_of_its_own_values(device: str, tmp_path: Path) -> None:
-    folder, prompt = write_checkpoint(tmp_path, "opt", dtype="float16"), tokens(23)
-    assert_close(driver(folder, device).step({"a": prompt})["a"], oracle_logits(folder, prompt))
