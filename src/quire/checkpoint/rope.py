@@ -76,13 +76,16 @@ def parse_rope(
     max_position_embeddings: int,
     theta_key: str = "rope_theta",
     part_key: str | None = None,
+    layer_type: str | None = None,
 ) -> RopeParameters:
     """Read the rotary parameters from config.json; raises `ModelError` naming the field.
 
-    `theta_key` and `part_key` are the top-level keys of the base and of the rotated part of each head, see
-    `Family.rotary_part`; None where whole heads are rotated.
+    Args:
+        theta_key, part_key: the top-level keys of the base and of the rotated part of each head, see
+            `Family.rotary_part`; None where whole heads are rotated.
+        layer_type: the layers to read them for, where they may differ; None where all layers rotate alike.
     """
-    rope = _rope_object(config)
+    rope = _rope_object(config, layer_type)
     theta = rope.number("rope_theta", None, above=1.0) or config.number(theta_key, None, above=1.0)
     rope_type = rope.text("rope_type", None) or rope.text("type", None) or "default"
     rope_type = _ALIASES.get(rope_type, rope_type)
@@ -116,14 +119,16 @@ def parse_rope(
     return parsed
 
 
-def _rope_object(config: Fields) -> Fields:
-    """Return the object that holds the parameters; empty when the config has none."""
+def _rope_object(config: Fields, layer_type: str | None) -> Fields:
+    """Return the object that holds the parameters of such layers; empty when the config has none."""
     scaling, parameters = config.inner("rope_scaling"), config.inner("rope_parameters")
     rope = scaling if scaling and scaling.values else parameters
     if rope is None:
         return Fields({}, config.path, "rope_parameters")
     per_layer_type = [value for value in rope.values.values() if isinstance(value, dict)]
-    if per_layer_type:
+    if per_layer_type and layer_type is not None:
+        rope = rope.inner(layer_type) or Fields({}, config.path, f"{rope.within}.{layer_type}")
+    elif per_layer_type:
         if any(value != per_layer_type[0] for value in rope.values.values()):
             raise ModelError(
                 f"{config.path}: {rope.within} differs by layer type (expected the same parameters for every layer)"
