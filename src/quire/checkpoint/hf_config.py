@@ -52,7 +52,9 @@ class ModelInfo:
         intermediate_size: width of the feed-forward layers.
         max_position_embeddings: as config.json has it.
         max_model_len: context length to use when none is asked for. longest_model_len: the most one may ask for.
-        rope: rotary parameters; None where positions are a learned table or a bias on attention.
+        rope: rotary parameters; None where positions are a learned table or a bias on attention. Where layers differ,
+            those of full attention.
+        layer_ropes: rotary parameters per layer; empty where rope is None.
         norm_eps, hidden_act, tie_word_embeddings: as named in most config.json files.
         layer_windows: per layer, the sliding window in tokens (itself included), or None for full attention.
         dtype: of the weights: "float32", "bfloat16" or "float16".
@@ -87,6 +89,7 @@ class ModelInfo:
     raw: Mapping[str, Any] = field(repr=False)
 
     @property
+    layer_ropes: tuple[RopeParameters, ...] = ()
     def fields(self) -> Fields:
         """Typed access to config.json, for what only one family has."""
         return Fields(self.raw, self.path / CONFIG_FILE)
@@ -115,15 +118,8 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
 
     sizes = _sizes(fields, family)
     max_positions = fields.integer(_key(family, "max_position_embeddings"), low=1, high=MAX_ROWS)
-    rope = None
-    if family.rotary and not (family.alibi and fields.flag("alibi", False)):
-        rope = parse_rope(
-            fields,
-            head_dim=sizes["head_dim"],
-            max_position_embeddings=max_positions,
-            theta_key=_key(family, "rope_theta"),
-            part_key=family.rotary_part,
-        )
+    windows = _layer_windows(fields, family, sizes["num_hidden_layers"])
+    ropes = _layer_ropes(fields, family, sizes["head_dim"], max_positions, windows)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_ROWS)
     return ModelInfo(
         path=folder,
@@ -132,13 +128,14 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
         vocab_size=vocab_size,
         **sizes,
         max_position_embeddings=max_positions,
-        max_model_len=rope.default_max_len if rope else max_positions,
-        longest_model_len=rope.longest_max_len if rope else max_positions,
-        rope=rope,
+        max_model_len=min((rope.default_max_len for rope in ropes), default=max_positions),
+        longest_model_len=min((rope.longest_max_len for rope in ropes), default=max_positions),
+        rope=ropes[windows.index(None) if None in windows else 0] if ropes else None,
+        layer_ropes=ropes,
         norm_eps=fields.number(_key(family, "norm_eps")),
         hidden_act=fields.text(_key(family, "hidden_act")),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        layer_windows=_layer_windows(fields, family, sizes["num_hidden_layers"]),
+        layer_windows=windows,
         dtype=_dtype(fields),
         bos_token_id=_single_id("bos_token_id", generation, fields, vocab_size),
         pad_token_id=_single_id("pad_token_id", generation, fields, vocab_size),
@@ -287,6 +284,32 @@ def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
     if value is None:
         return []
     ids = value if isinstance(value, list) else [value]
+def _layer_ropes(
+    fields: Fields, family: Family, head_dim: int, max_positions: int, windows: tuple[int | None, ...]
+) -> tuple[RopeParameters, ...]:
+    """Return each layer's rotary parameters, none at all where nothing is rotated.
+
+    They differ between layers only where config.json gives them by layer type, and lists the types.
+    """
+    if not family.rotary or (family.alibi and fields.flag("alibi", False)):
+        return ()
+    by_type = family.windows in (Windows.LISTED, Windows.BY_LAYER)
+    layer_types = fields.values.get("layer_types") if by_type else None
+    types = [None] * len(windows) if layer_types is None else layer_types
+    read = {
+        layer_type: parse_rope(
+            fields,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            theta_key=_key(family, "rope_theta"),
+            part_key=family.rotary_part,
+            layer_type=layer_type,
+        )
+        for layer_type in dict.fromkeys(types)
+    }
+    return tuple(read[layer_type] for layer_type in types)
+
+
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
         raise fields.error(key, "a token id or a list of token ids")
     outside = [token for token in ids if not 0 <= token < vocab_size]
