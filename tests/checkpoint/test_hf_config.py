@@ -206,6 +206,20 @@ def test_original_context_beside_the_rope_object_wins(read: Any) -> None:
     assert (info.rope.original_max_position_embeddings, info.rope.factor) == (64, 4.0)
 
 
+def test_layers_of_each_type_rotate_as_the_file_says(read: Any) -> None:
+    info = read(
+        architectures=["Qwen3ForCausalLM"],
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": {"rope_theta": 100.0}, "full_attention": {**YARN, "rope_theta": 5e5}},
+    )
+    assert [(rope.rope_type, rope.theta) for rope in info.layer_ropes] == [("default", 100.0), ("yarn", 5e5)]
+    assert info.rope == info.layer_ropes[1]
+    assert info.max_model_len == info.layer_ropes[0].default_max_len
+
+
 def test_rope_given_per_layer_type_must_agree(read: Any) -> None:
     same = {"full_attention": YARN, "sliding_attention": YARN}
     assert read(rope_parameters=same).rope.rope_type == "yarn"

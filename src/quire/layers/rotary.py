@@ -11,6 +11,7 @@ exceed the original context (longrope).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from quire.kernels.backend import Array, Backend
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by their position; one object serves all layers of a model.
+    """Rotates queries and keys by their position; one object serves all layers that rotate alike.
 
     A head's values are rotated in pairs: the first with the first of the second half, and so on; or neighbours, if
     `interleaved`.
@@ -34,6 +35,17 @@ class RotaryEmbedding:
     def __call__(self, positions: Array, q: Array, k: Array) -> None:
         """Rotate q [T, Hq*D] and k [T, Hkv*D] in place."""
         self.backend.rotary_embedding(positions, q, k, self.cos_sin, self.head_size, self.interleaved)
+
+
+def rotary_embeddings(
+    backend: Backend, ropes: Sequence[RopeParameters], head_size: int, max_len: int, *, interleaved: bool = False
+) -> list[RotaryEmbedding]:
+    """Return one for each layer, by its parameters; layers that rotate alike share one."""
+    made = {
+        rope: RotaryEmbedding(backend, rope, head_size, max_len, interleaved=interleaved)
+        for rope in dict.fromkeys(ropes)
+    }
+    return [made[rope] for rope in ropes]
 
 
 def cos_sin_table(rope: RopeParameters, max_len: int) -> np.ndarray:

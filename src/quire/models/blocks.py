@@ -22,7 +22,7 @@ from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import HeadLayerNorm, LayerNorm
-from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotary import RotaryEmbedding, rotary_embeddings
 from quire.step import KVCacheSpec
 
 
@@ -195,13 +195,11 @@ class BlockDecoder:
         self.embedding_norm = None
         if names.embedding_norm is not None:
             self.embedding_norm = LayerNorm(body, names.embedding_norm, hidden, info.norm_eps)
-        rotary = None
-        if info.rope is not None:
-            rotary = RotaryEmbedding(
-                builder.backend, info.rope, info.head_dim, max_model_len, interleaved=options.interleaved
-            )
+        rotaries = rotary_embeddings(
+            builder.backend, info.layer_ropes, info.head_dim, max_model_len, interleaved=options.interleaved
+        )
         self.blocks = [
-            Block(body.under(f"{names.blocks}.{layer}"), info, layer, rotary, options)
+            Block(body.under(f"{names.blocks}.{layer}"), info, layer, rotaries[layer] if rotaries else None, options)
             for layer in range(info.num_hidden_layers)
         ]
         self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps, bias=options.norm_bias)

@@ -17,7 +17,7 @@ from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
-from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotary import RotaryEmbedding, rotary_embeddings
 from quire.step import KVCacheSpec
 
 
@@ -147,16 +147,15 @@ class LlamaForCausalLM:
     ignorable: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        assert info.rope is not None
         self.vocab_size = info.vocab_size
         options = self.options(info)
         self.embedding_scale, self.logit_scale = options.embedding_scale, options.logit_scale
         model = builder.under("model")
         self.embed_tokens = VocabParallelEmbedding(model, "embed_tokens", info.vocab_size, info.hidden_size)
-        rotary = RotaryEmbedding(builder.backend, info.rope, info.head_dim, max_model_len)
+        rotaries = rotary_embeddings(builder.backend, info.layer_ropes, info.head_dim, max_model_len)
         self.layers = [
             self.layer_class(model.under(f"layers.{layer}"), info, layer, rotary, options)
-            for layer in range(info.num_hidden_layers)
+            for layer, rotary in enumerate(rotaries)
         ]
         self.norm = RMSNorm(model, "norm", info.hidden_size, info.norm_eps)
         tied_to = self.embed_tokens if info.tie_word_embeddings else None

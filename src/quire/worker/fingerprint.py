@@ -58,7 +58,7 @@ def fingerprint(
     Raises:
         ModelError: the weights cannot be read.
     """
-    rotary = None if info.rope is None else inverse_frequencies(info.rope, model_len).tobytes().hex()
+    rotary = [inverse_frequencies(rope, model_len).tobytes().hex() for rope in dict.fromkeys(info.layer_ropes)]
     parts = {
         "config": dict(info.raw),
         "weights": seed if load_format == "dummy" else _weights(info.path, notes),

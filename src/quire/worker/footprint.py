@@ -105,8 +105,7 @@ class Footprint:
 
     def tables(self, max_model_len: int) -> int:
         """Return the bytes of what was computed from the context length while loading: rotary angles."""
-        rope = self._info.rope
-        return 0 if rope is None else 4 * rope.rotary_dim * max_model_len
+        return sum(4 * rope.rotary_dim * max_model_len for rope in set(self._info.layer_ropes))
 
     def step(self, config: EngineConfig) -> StepBytes:
         """Return what steps of this config take at most: a full prefill and a full batch of decodes.
