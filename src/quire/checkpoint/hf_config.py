@@ -87,9 +87,9 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, int | float]
     raw: Mapping[str, Any] = field(repr=False)
+    layer_ropes: tuple[RopeParameters, ...] = ()
 
     @property
-    layer_ropes: tuple[RopeParameters, ...] = ()
     def fields(self) -> Fields:
         """Typed access to config.json, for what only one family has."""
         return Fields(self.raw, self.path / CONFIG_FILE)
@@ -248,6 +248,32 @@ def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
+def _layer_ropes(
+    fields: Fields, family: Family, head_dim: int, max_positions: int, windows: tuple[int | None, ...]
+) -> tuple[RopeParameters, ...]:
+    """Return each layer's rotary parameters, none at all where nothing is rotated.
+
+    They differ between layers only where config.json gives them by layer type, and lists the types.
+    """
+    if not family.rotary or (family.alibi and fields.flag("alibi", False)):
+        return ()
+    by_type = family.windows in (Windows.LISTED, Windows.BY_LAYER)
+    layer_types = fields.values.get("layer_types") if by_type else None
+    types = [None] * len(windows) if layer_types is None else layer_types
+    read = {
+        layer_type: parse_rope(
+            fields,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            theta_key=_key(family, "rope_theta"),
+            part_key=family.rotary_part,
+            layer_type=layer_type,
+        )
+        for layer_type in dict.fromkeys(types)
+    }
+    return tuple(read[layer_type] for layer_type in types)
+
+
 def _dtype(fields: Fields) -> str:
     """Return the type of the weights; float32 where the file does not say."""
     key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
@@ -284,32 +310,6 @@ def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
     if value is None:
         return []
     ids = value if isinstance(value, list) else [value]
-def _layer_ropes(
-    fields: Fields, family: Family, head_dim: int, max_positions: int, windows: tuple[int | None, ...]
-) -> tuple[RopeParameters, ...]:
-    """Return each layer's rotary parameters, none at all where nothing is rotated.
-
-    They differ between layers only where config.json gives them by layer type, and lists the types.
-    """
-    if not family.rotary or (family.alibi and fields.flag("alibi", False)):
-        return ()
-    by_type = family.windows in (Windows.LISTED, Windows.BY_LAYER)
-    layer_types = fields.values.get("layer_types") if by_type else None
-    types = [None] * len(windows) if layer_types is None else layer_types
-    read = {
-        layer_type: parse_rope(
-            fields,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            theta_key=_key(family, "rope_theta"),
-            part_key=family.rotary_part,
-            layer_type=layer_type,
-        )
-        for layer_type in dict.fromkeys(types)
-    }
-    return tuple(read[layer_type] for layer_type in types)
-
-
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
         raise fields.error(key, "a token id or a list of token ids")
     outside = [token for token in ids if not 0 <= token < vocab_size]
