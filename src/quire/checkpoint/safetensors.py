@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.files import parse_json_object, read_json_object, regular_file_size, unreadable
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Layout
 from quire.errors import ModelError, echo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -46,20 +46,24 @@ _DTYPES: dict[str, tuple[str, str | None]] = {
     "U8": ("u1", "uint8"),
     "BOOL": ("?", "bool"),
     "C64": ("<c8", None),
-    "F8_E4M3": ("u1", None),
-    "F8_E5M2": ("u1", None),
-    "F8_E8M0": ("u1", None),
+    "F8_E4M3": ("u1", "float8_e4m3"),
+    "F8_E5M2": ("u1", "float8_e5m2"),
+    "F8_E8M0": ("u1", "float8_e8m0"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One verified header entry; `begin` and `end` count bytes from the start of the data part."""
+    """One verified header entry; `begin` and `end` count bytes from the start of the data part.
+
+    `layout` is for weights that are held in fewer bits than a float has.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    layout: Layout | None = None
 
 
 class SafetensorsFile:

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.checkpoint.small_floats import FLOAT8
+
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
     """A tensor as it lies in a checkpoint file, usually a view of mapped memory.
 
     `array` has the logical shape; bfloat16 has no numpy dtype and is held as uint16 (the raw bits), which `dtype` says.
-    `dtype` is one of "float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool".
+    `dtype` is one of "float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool", and
+    "float8_e4m3", "float8_e5m2", "float8_e8m0", whose bits are held as uint8.
     """
 
     array: np.ndarray
@@ -33,6 +36,8 @@ class HostTensor:
         """Return the values as a float32 array (a copy unless it is float32 already)."""
         if self.dtype == "bfloat16":
             return (self.array.astype(np.uint32) << 16).view(np.float32)
+        if self.dtype in FLOAT8:
+            return FLOAT8[self.dtype][self.array]
         return self.array.astype(np.float32, copy=False)
 
     def rows(self, start: int, stop: int) -> HostTensor:
@@ -43,16 +48,41 @@ class HostTensor:
         """Return columns [start, stop) of the last axis, as a view."""
         return HostTensor(self.array[..., start:stop], self.dtype)
 
+    def matrix(self, index: int) -> HostTensor:
+        """Return number `index` of a stack of matrices, [E, N, K], as a view."""
+        return HostTensor(self.array[index], self.dtype)
+
+    def alternate(self, start: int) -> HostTensor:
+        """Return every other row, from row `start`, 0 or 1, on, as a view."""
+        return HostTensor(self.array[start::2], self.dtype)
+
     def transposed(self) -> HostTensor:
         """Return the matrix transposed, as a view."""
         return HostTensor(self.array.T, self.dtype)
+
+
+class Layout(NamedTuple):
+    """What a quantized weight can be held as, known before its values are read: how much memory that takes.
+
+    kind: "integers" for what `QuantizedTensor.integers` gives; "table", "e4m3" or "e5m2" for what `codes` gives.
+    bits: 4 or 8. group: neighbours of a row that share a scale; 0 where a whole row does. zeros: whether groups have
+    zero points. ordered: whether the inputs have to be put in another order first (`Integers.order`). scale_bytes: 2
+    where bfloat16 holds the scales exactly, else 4; for codes only.
+    """
+
+    kind: str
+    bits: int
+    group: int
+    zeros: bool = False
+    ordered: bool = False
+    scale_bytes: int = 4
 
 
 class Integers(NamedTuple):
     """Rows of weights as integers: weight[n, k] = scales[n, k // group] * (values[n, k] - zeros[n, k // group]).
 
     values: int8 (8 bits) or uint8 in 0..15 (4 bits) [N, K]. scales: float32 [N, K / group]. zeros: as scales, or None
-    where they are 0 (8 bits) or 8 (4 bits).
+    where they are 0 (8 bits) or 8 (4 bits). order: int64 [K], None for 0, 1, ...: column k is for input order[k].
     """
 
     bits: int
@@ -60,6 +90,21 @@ class Integers(NamedTuple):
     values: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None = None
+    order: np.ndarray | None = None
+
+
+class Codes(NamedTuple):
+    """Rows of weights as codes of small floats: weight[n, k] = scales[n, k // group] * value(codes[n, k]).
+
+    The value is table[code], float32 [16], for 4 bits; for 8 bits that of an OCP "e4m3" or "e5m2" number, and `table`
+    is None. codes: uint8 [N, K]. scales: float32 [N, K / group].
+    """
+
+    kind: str
+    group: int
+    codes: np.ndarray
+    scales: np.ndarray
+    table: np.ndarray | None = None
 
 
 class QuantizedTensor(ABC):
@@ -87,18 +132,79 @@ class QuantizedTensor(ABC):
     def to_float32(self) -> np.ndarray:
         """Return the weights."""
 
+    def matrix(self, index: int) -> Tensor:
+        """Return number `index` of a stack of matrices, [E, N, K]; plain numbers unless a format can do better."""
+        return HostTensor(self.rows(index, index + 1).to_float32()[0], "float32")
+
+    def alternate(self, start: int) -> Tensor:
+        """Return every other row, from row `start`, 0 or 1, on; plain numbers unless a format can do better."""
+        return HostTensor(self.to_float32()[start::2], "float32")
+
+    @property
+    def layout(self) -> Layout | None:
+        """What `integers` or `codes` will give, without reading anything; None where neither does."""
+        return None
+
     def integers(self) -> Integers | None:
         """Return the weights as integers with scales, without loss; None where the format is something else."""
         return None
+
+    def codes(self) -> Codes | None:
+        """Return the weights as codes of small floats with scales; None where the format is something else."""
+        return None
+
+    def count_nonfinite(self) -> int:
+        """Return how many stored numbers, scales or codes, are NaN or infinite."""
+        return 0
 
     @property
     def array(self) -> np.ndarray:
         """The weights, float32; for what takes tensors apart in its own way."""
         return self.to_float32()
 
-    def transposed(self) -> HostTensor:
-        """Return the matrix transposed, as plain numbers."""
+    def transposed(self) -> Tensor:
+        """Return the matrix transposed; plain numbers unless a format can do better."""
         return HostTensor(self.to_float32().T, "float32")
+
+
+class SketchedTensor(QuantizedTensor):
+    """The shape and layout of a quantized weight, for counting memory; its values mean nothing."""
+
+    def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
+        self._shape, self._layout = shape, layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights."""
+        return self._shape
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the weights can be held as."""
+        return self._layout
+
+    def rows(self, start: int, stop: int) -> SketchedTensor:
+        """Return rows [start, stop) of the first axis."""
+        stop = min(stop, self._shape[0])
+        return SketchedTensor((max(0, stop - start), *self._shape[1:]), self._layout)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Return columns [start, stop) of the last axis, plain where a group would be cut."""
+        shape = (*self._shape[:-1], stop - start)
+        if shape == self._shape or fits_groups(self._layout, start, stop):
+            return SketchedTensor(shape, self._layout)
+        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+
+    def to_float32(self) -> np.ndarray:
+        """Return an array of this shape without memory."""
+        return np.broadcast_to(np.float32(0), self._shape)
+
+
+def fits_groups(layout: Layout | None, start: int, stop: int) -> bool:
+    """Whether some columns of a weight, not all, can be held as the whole can."""
+    if layout is None or layout.ordered:
+        return False
+    return layout.group == 0 or (start % layout.group == 0 and stop % layout.group == 0)
 
 
 Tensor = HostTensor | QuantizedTensor
@@ -109,12 +215,14 @@ _EXPONENT = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "bfloat16": 0xFF << 
 _CHUNK_BYTES = 1 << 18  # looked at in one go, so that the second look finds them in the cache
 
 
-def count_nonfinite(tensor: HostTensor) -> int:
+def count_nonfinite(tensor: Tensor) -> int:
     """Return how many values are NaN or infinite; integers are always finite.
 
     As signed integers, the bits of positive numbers are ordered like the numbers; as unsigned ones, those of negative
     numbers are, and lie above all others. So two maxima tell whether any is too large, at the speed of memory.
     """
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.count_nonfinite()
     exponent = _EXPONENT.get(tensor.dtype)
     if exponent is None:
         return 0

@@ -8,6 +8,7 @@ layers and the backend.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import zlib
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.checkpoint.safetensors import TensorEntry
-from quire.checkpoint.tensor import HostTensor, Tensor, count_nonfinite
+from quire.checkpoint.tensor import HostTensor, SketchedTensor, Tensor, count_nonfinite
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class TensorSource(Protocol):
         """Whether the tensor exists."""
 
     def entry(self, name: str) -> TensorEntry:
-        """Its shape, and its dtype: "F32" for quantized ones."""
+        """Its shape, and its dtype; "F32" for quantized ones, and their layout."""
 
     def path_of(self, name: str) -> Path:
         """File that holds it, for messages."""
@@ -75,11 +76,11 @@ class CheckpointWeights:
         """Return a view of the mapped file. Raises ModelError for values that are not finite."""
         tensor = self._checkpoint.read(name)
         assert tensor.shape == shape, "the survey comes first"
-        bad = count_nonfinite(tensor) if isinstance(tensor, HostTensor) else 0
+        bad = count_nonfinite(tensor)
         if bad:
             message = (
                 f"{self._checkpoint.path_of(name)}: tensor {echo(name)} holds {bad} NaN or infinite values of "
-                f"{tensor.array.size}"
+                f"{math.prod(shape)}"
             )
             if not self._allow_nonfinite:
                 raise ModelError(f"{message} (expected finite weights; allow_nonfinite loads them anyway)")
@@ -97,9 +98,12 @@ class WeightSurvey:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Note the request; the answer has the right shape, takes no memory, and its values mean nothing."""
         self._asked[name] = shape
+        layout = self._checkpoint.entry(name).layout if name in self._checkpoint else None
+        if layout is not None:
+            return SketchedTensor(shape, layout)
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
 
     def finish(self, ignorable: Iterable[str]) -> None:
