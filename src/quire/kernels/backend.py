@@ -10,9 +10,9 @@ N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from quire.checkpoint.tensor import Tensor
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
+ExpertsWeight = Any  # opaque: what a backend makes of all experts of a layer
 KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
 NEG_INF = float("-inf")
@@ -87,6 +88,63 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Array | None = None
     alibi_slopes: Array | None = None
+
+
+class Expert(NamedTuple):
+    """One expert's matrices, gate and up [I, H] and down [H, I], and their biases [I], [I] and [H], or None."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def first(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Gate and up with their biases, as `pack_linear` takes them."""
+        biases = self.gate_bias, self.up_bias
+        return [self.gate, self.up], [bias for bias in biases if bias is not None] or None
+
+    @property
+    def last(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Down with its bias, as `pack_linear` takes it."""
+        return [self.down], None if self.down_bias is None else [self.down_bias]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingParams:
+    """How a router's logits [E] become `top_k` experts and their weights.
+
+    Scores are made of the logits; the experts with the best scores (plus `bias`) are chosen, of the best groups if
+    there are any; their weights are their scores, without bias, renormalized if asked for, times `scale`.
+
+    Attributes:
+        scoring: "softmax" of all logits, "sigmoid" of each, or "softmax_chosen": the choice goes by the logits, and the
+            weights are the softmax of those chosen (GPT-OSS).
+        renormalize: weights are divided by their sum + 1e-20.
+        num_groups, top_groups: experts form groups of neighbours, of which so many are chosen first; 1, 1 for none.
+        group_score: what groups are compared by: their best score ("max", DeepSeek-V2), or the sum of their two best
+            ("top2", DeepSeek-V3).
+        bias: float32 array [E], added for every comparison and never to weights (Wang et al. 2024, auxiliary-loss-free
+            load balancing), or None. Not with "softmax_chosen".
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "top2"
+    bias: Array | None = None
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.top_groups <= self.num_groups
+        assert self.num_experts % self.num_groups == 0
+        assert 1 <= self.top_k <= self.num_experts // self.num_groups * self.top_groups
+        assert self.bias is None or self.scoring != "softmax_chosen"
 
 
 class TopLogprobs(NamedTuple):
@@ -166,6 +224,12 @@ class Backend(Protocol):
             exact: never quantized.
         """
 
+    def pack_experts(self, experts: Iterable[Expert]) -> ExpertsWeight:
+        """Pack the experts of a layer for `experts`, quantized where `pack_linear` would; all of the same shapes.
+
+        They are consumed one by one, so that no second copy of all of them ever exists.
+        """
+
     # Model ops
 
     def embedding(self, ids: Array, weight: LinearWeight) -> Array:
@@ -182,7 +246,22 @@ class Backend(Protocol):
     def gated_linear(self, x: Array, weight: LinearWeight, kind: str) -> Array:
         """act(gate) * up -> [T, I], where gate and up are the halves of `linear`; `weight` was packed as `gated`.
 
-        `kind` is one of those of `activation`.
+        `kind` is one of those of `activation`, or "swiglu_oai": (up + 1) * gate * sigmoid(1.702 * gate), with gate at
+        most 7 and up from -7 to 7 (GPT-OSS).
+        """
+
+    def route(self, logits: Array, params: RoutingParams) -> tuple[Array, Array]:
+        """Choose experts by a router's logits [T, E] -> ids int64 [T, k], no two of a row the same, weights float32.
+
+        Best first, and the lower id first among equals. Each row by itself; ids are in range whatever the logits are.
+        """
+
+    def experts(self, x: Array, ids: Array, weights: Array, packed: ExpertsWeight, kind: str) -> Array:
+        """Sum weights[t, j] * down(act(gate(x)) * up(x)) of experts ids[t, j] over j, in order: x [T, H] -> [T, H].
+
+        ids and weights [T, k] are those of `route`; `kind` is one of those of `gated_linear`. Inputs of each product
+        are rounded as `linear` would. A row's result does not depend on other rows, and only experts that some row
+        has chosen are read.
         """
 
     def take_rows(self, x: Array, ids: Array) -> Array:
@@ -207,7 +286,7 @@ class Backend(Protocol):
         """
 
     def activation(self, x: Array, kind: str) -> Array:
-        """Elementwise "relu", "silu", "gelu" (erf), "gelu_tanh" or "quick_gelu"."""
+        """Elementwise "relu", "silu", "gelu" (erf), "gelu_tanh", "quick_gelu" or "sigmoid"."""
 
     # KV cache and attention
 

@@ -28,6 +28,11 @@ def activation_kind(hidden_act: str) -> str:
     return ACTIVATIONS[hidden_act]
 
 
+def gate_kind(hidden_act: str) -> str:
+    """Return the backend's name of what gate and up become together; "swiglu_oai" is one more of those."""
+    return hidden_act if hidden_act == "swiglu_oai" else activation_kind(hidden_act)
+
+
 class Activation:
     """Elementwise activation."""
 

@@ -195,16 +195,29 @@ class RowParallelLinear:
 
     def __call__(self, x: Array) -> Array:
         """[T, this rank's inputs] -> [T, out_features], the same on every rank."""
-        return self.parallel.sum_ranks(self.backend.linear(x, self.weight))
+        return self.parallel.sum_ranks(self.partial(x))
+
+    def partial(self, x: Array) -> Array:
+        """[T, this rank's inputs] -> [T, out_features], this rank's part of the sum."""
+        return self.backend.linear(x, self.weight)
 
 
 class ReplicatedLinear:
-    """A projection that every rank holds whole."""
+    """A projection that every rank holds whole; an `exact` one is never quantized."""
 
-    def __init__(self, builder: Builder, name: str, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        exact: bool = False,
+    ) -> None:
         self.backend = builder.backend
         matrices, biases = read_stack(builder, [name], [out_features], in_features, bias=bias, transposed=False)
-        self.weight = self.backend.pack_linear(matrices, biases if bias else None)
+        self.weight = self.backend.pack_linear(matrices, biases if bias else None, exact=exact)
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, out_features]."""

@@ -16,6 +16,7 @@ from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.moe import MoE, MoEOptions
 from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding, rotary_embeddings
 from quire.step import KVCacheSpec
@@ -26,6 +27,7 @@ class DecoderOptions:
     """Where the families that share this decoder differ.
 
     Attributes:
+        moe: what the feed-forward layers are, where they are no dense ones.
         qk_norm: queries and keys have an RMS norm: each head by itself, or all heads together.
         fused: the file holds one qkv_proj and one gate_up_proj, each a stack of the parts.
         unrotated_layers: those whose queries and keys are not rotated.
@@ -33,6 +35,7 @@ class DecoderOptions:
         residual_scale, embedding_scale, logit_scale: multiply each layer's two outputs, the embedding, the logits.
     """
 
+    moe: MoEOptions | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -112,6 +115,13 @@ class DecoderMLP:
         return self.down_proj(self.gate_up_proj(x))
 
 
+def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: DecoderOptions) -> DecoderMLP | MoE:
+    """Return the feed-forward layer of a decoder layer: experts where the family has them."""
+    if options.moe is None or layer in options.moe.dense_layers:
+        return DecoderMLP(builder.under("mlp"), info, options)
+    return MoE(builder.under(options.moe.names.block), info.hidden_size, options.moe)
+
+
 class DecoderLayer:
     """One layer on the residual stream; the sum of stream and last output is taken inside the next norm."""
 
@@ -121,7 +131,7 @@ class DecoderLayer:
         self.input_layernorm = RMSNorm(builder, "input_layernorm", info.hidden_size, info.norm_eps)
         self.self_attn = DecoderAttention(builder.under("self_attn"), info, layer, rotary, options)
         self.post_attention_layernorm = RMSNorm(builder, "post_attention_layernorm", info.hidden_size, info.norm_eps)
-        self.mlp = DecoderMLP(builder.under("mlp"), info, options)
+        self.mlp = feed_forward(builder, info, layer, options)
         self.scale = options.residual_scale
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ from quire.checkpoint.open import open_weights
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
 from quire.errors import ConfigError, ModelError
-from quire.kernels.backend import Backend
+from quire.kernels.backend import Backend, Expert
 from quire.layers.builder import Builder
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
@@ -120,3 +120,8 @@ class _ByteCounter:
         else:
             row = inputs + DTYPE_BYTES["float32"]
         self.num_bytes += outputs * (row + (DTYPE_BYTES["float32"] if biases else 0))
+
+    def pack_experts(self, experts: Iterable[Expert]) -> Any:
+        for expert in experts:
+            self.pack_linear(*expert.first, gated=True)
+            self.pack_linear(*expert.last)

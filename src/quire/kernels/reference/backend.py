@@ -8,7 +8,7 @@ size, hardly ever shows; `invariant.py` has a backend where it cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,18 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Tensor, TopLogprobs
+from quire.kernels.backend import (
+    Arrays,
+    AttentionMetadata,
+    AttentionParams,
+    Expert,
+    RoutingParams,
+    Tensor,
+    TopLogprobs,
+)
 from quire.kernels.memory import available_memory
 from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 
@@ -31,6 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -142,6 +152,10 @@ class ReferenceBackend:
         weight = torch.cat([quantize_weight(self.vector(part), bits, GROUP).dequantized() for part in parts])
         return ReferenceLinear(weight, bias, self.quantization != "int8-weight-only")
 
+    def pack_experts(self, experts: Iterable[Expert]) -> list[ReferenceExpert]:
+        """See `Backend.pack_experts`."""
+        return [ReferenceExpert.pack(expert, self.pack_linear) for expert in experts]
+
     # Model ops
 
     def embedding(self, ids: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
@@ -164,7 +178,21 @@ class ReferenceBackend:
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
         """See `Backend.gated_linear`."""
         gate, up = self.linear(x, weight).chunk(2, dim=-1)
-        return self.activation(gate, kind) * up
+        return swiglu_oai(gate, up) if kind == "swiglu_oai" else self.activation(gate, kind) * up
+
+    def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.route`."""
+        return route(logits, params)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
+    ) -> torch.Tensor:
+        """See `Backend.experts`."""
+
+        def compute(rows: torch.Tensor, expert: ReferenceExpert) -> torch.Tensor:
+            return self.linear(self.gated_linear(rows, expert.gate_up, kind), expert.down)
+
+        return mix_experts(x, ids, weights, packed, compute)
 
     def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See `Backend.take_rows`."""

@@ -13,9 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from quire.kernels.backend import AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.backend import AttentionMetadata, AttentionParams, RoutingParams, TopLogprobs
 from quire.kernels.reference.attention import attend
 from quire.kernels.reference.backend import ReferenceBackend, ReferenceLinear
+from quire.kernels.reference.experts import ReferenceExpert
 
 
 def row_by_row(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -34,6 +35,20 @@ class InvariantReferenceBackend(ReferenceBackend):
         """See `Backend.linear`."""
         wide = weight.weight.to(self._compute)
         return row_by_row(lambda row: self._multiply(row, weight, wide), x)
+
+    def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.route`."""
+        rows = [super(InvariantReferenceBackend, self).route(row.clone(), params) for row in logits.split(1)]
+        ids, weights = zip(*rows)
+        return torch.cat(ids), torch.cat(weights)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
+    ) -> torch.Tensor:
+        """See `Backend.experts`."""
+        op = super().experts
+        rows = zip(x.split(1), ids.split(1), weights.split(1))
+        return torch.cat([op(row.clone(), own, weight, packed, kind) for row, own, weight in rows])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Backend.rms_norm`."""

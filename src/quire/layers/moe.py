@@ -1,0 +1,167 @@
+"""Feed-forward layers that are mixtures of experts: a router, experts of which each token sees a few, and a shared one.
+
+Ranks split every expert, as they split a dense layer: each holds a share of the inner values of all experts, and the
+results are summed over ranks once. The router is held whole, and never quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from quire.checkpoint.tensor import Tensor
+from quire.kernels.backend import Array, Expert, RoutingParams
+from quire.layers.activation import gate_kind
+from quire.layers.builder import Builder
+from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoENames:
+    """Names in the checkpoint, below the layer's.
+
+    Attributes:
+        block: the feed-forward layer's own name. router: what makes the logits. correction: see `RoutingParams.bias`.
+        experts: stands before the number of an expert. gate, up, down: of each expert.
+        stacked: gate and up of all experts in one tensor, and down of all, where there are no tensors of each.
+        shared, shared_gate: the expert that every token sees, and what its output is weighted by.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEOptions:
+    """What the mixtures of one model are.
+
+    Attributes:
+        routing: without the bias, which is read if `correction` is set.
+        inner_size: of each expert. hidden_act: config.json's, or "swiglu_oai".
+        router_bias: logits have one. expert_bias: gate, up and down of the experts have one.
+        transposed: stacked tensors are [E, in, out], and gate and up alternate in them (GPT-OSS).
+        shared_size: inner size of the shared experts together, which are one matrix in the files; 0 for none.
+        shared_gate: their output is weighted by sigmoid(shared_gate(x)) (Qwen2-MoE).
+        dense_layers: those of the model that have an ordinary feed-forward layer.
+    """
+
+    routing: RoutingParams
+    inner_size: int
+    hidden_act: str
+    correction: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    transposed: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    names: MoENames = field(default_factory=MoENames)
+
+
+class MoE:
+    """sum over the chosen experts of weight * expert(x), plus the shared expert's output."""
+
+    def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
+        names, self.routing = options.names, options.routing
+        self.backend, self.parallel, self.kind = builder.backend, builder.parallel, gate_kind(options.hidden_act)
+        number = self.routing.num_experts
+        self.router = ReplicatedLinear(builder, names.router, hidden_size, number, bias=options.router_bias, exact=True)
+        if options.correction:
+            self.routing = replace(self.routing, bias=self.backend.vector(builder.get(names.correction, (number,))))
+        self.experts = self.backend.pack_experts(read_experts(builder, hidden_size, options))
+        self.shared = SharedExpert(builder, hidden_size, options) if options.shared_size else None
+
+    def __call__(self, x: Array) -> Array:
+        """[T, H] -> [T, H]."""
+        ids, weights = self.backend.route(self.router(x), self.routing)
+        out = self.backend.experts(x, ids, weights, self.experts, self.kind)
+        if self.shared is not None:
+            out += self.shared(x)
+        return self.parallel.sum_ranks(out)
+
+
+class SharedExpert:
+    """The expert that every token sees; its result is this rank's part of the sum over ranks."""
+
+    def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
+        names, inner = options.names, options.shared_size
+        self.backend, within = builder.backend, builder.under(names.shared)
+        self.gate_up_proj = GatedColumnParallelLinear(
+            within, (names.gate, names.up), hidden_size, inner, options.hidden_act
+        )
+        self.down_proj = RowParallelLinear(within, names.down, inner, hidden_size)
+        self.gate = (
+            ReplicatedLinear(builder, names.shared_gate, hidden_size, 1, exact=True) if options.shared_gate else None
+        )
+
+    def __call__(self, x: Array) -> Array:
+        """[T, H] -> [T, H]."""
+        out = self.down_proj.partial(self.gate_up_proj(x))
+        return out if self.gate is None else out * self.backend.activation(self.gate(x), "sigmoid")
+
+
+def read_experts(builder: Builder, hidden_size: int, options: MoEOptions) -> Iterator[Expert]:
+    """Yield this rank's part of each expert, from tensors of its own or from those that hold all experts.
+
+    transformers names both: files on the hub mostly have tensors of each expert, models of version 5 can be saved
+    either way.
+    """
+    names, number, inner = options.names, options.routing.num_experts, options.inner_size
+    parallel, stacked = builder.parallel, options.names.stacked
+    share = parallel.share(inner, f"size of {names.block}.{names.experts}")
+    start, stop = parallel.tp_rank * share, (parallel.tp_rank + 1) * share
+    if options.transposed or (not builder.has(f"{names.experts}.0.{names.down}.weight") and builder.has(stacked[1])):
+        whole = _stacked(builder, hidden_size, options)
+    else:
+        whole = (_single(builder.under(f"{names.experts}.{e}"), hidden_size, options) for e in range(number))
+    for expert in whole:
+        outer = [None if bias is None else bias.rows(start, stop) for bias in (expert.gate_bias, expert.up_bias)]
+        # The sum over ranks must hold the bias of down once.
+        last = expert.down_bias if parallel.tp_rank == 0 else None
+        yield Expert(
+            expert.gate.rows(start, stop), expert.up.rows(start, stop), expert.down.columns(start, stop), *outer, last
+        )
+
+
+def _single(builder: Builder, hidden_size: int, options: MoEOptions) -> Expert:
+    """Return the expert whose tensors lie below `builder`."""
+    names, outer, down = options.names, (options.inner_size, hidden_size), (hidden_size, options.inner_size)
+    parts = ((names.gate, outer), (names.up, outer), (names.down, down))
+    biases = [builder.get(f"{name}.bias", shape[:1]) for name, shape in parts] if options.expert_bias else []
+    return Expert(*(builder.get(f"{name}.weight", shape) for name, shape in parts), *biases)
+
+
+def _stacked(builder: Builder, hidden_size: int, options: MoEOptions) -> Iterator[Expert]:
+    """Yield the experts of the tensors that hold them all."""
+    number, inner, (gate_up_name, down_name) = options.routing.num_experts, options.inner_size, options.names.stacked
+    outer, down = (2 * inner, hidden_size), (hidden_size, inner)
+    if options.transposed:
+        outer, down = (outer[1], outer[0]), (down[1], down[0])
+    gate_up, down_all = builder.get(gate_up_name, (number, *outer)), builder.get(down_name, (number, *down))
+    biases: list[Tensor] = []
+    if options.expert_bias:
+        biases = [
+            builder.get(f"{gate_up_name}_bias", (number, 2 * inner)),
+            builder.get(f"{down_name}_bias", (number, hidden_size)),
+        ]
+
+    def halves(both: Tensor) -> tuple[Tensor, Tensor]:
+        if options.transposed:
+            return both.alternate(0), both.alternate(1)
+        return both.rows(0, inner), both.rows(inner, 2 * inner)
+
+    for e in range(number):
+        matrices = [tensor.matrix(e) for tensor in (gate_up, down_all)]
+        if options.transposed:
+            matrices = [matrix.transposed() for matrix in matrices]
+        own = [bias.matrix(e) for bias in biases]
+        ends = (*halves(own[0]), own[1]) if own else ()
+        yield Expert(*halves(matrices[0]), matrices[1], *ends)
