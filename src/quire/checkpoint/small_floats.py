@@ -22,9 +22,9 @@ def _e5m2() -> np.ndarray:
 
 
 def _e8m0() -> np.ndarray:
-    values = np.ldexp(np.float64(1), np.arange(256) - 127).astype(np.float32)
+    values = np.ldexp(np.float64(1), np.arange(256) - 127)
     values[255] = np.nan
-    return values
+    return values.astype(np.float32)
 
 
 E4M3, E5M2, E8M0 = _e4m3(), _e5m2(), _e8m0()
