@@ -8,6 +8,7 @@ one sequence that the scheduler makes of a `ModelOutput`.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import msgspec
@@ -226,10 +227,33 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
     sliding_window: int | None = None
 
 
+class LayerStateSpec(msgspec.Struct, frozen=True):
+    """What a layer without keys and values keeps for a sequence: float32 arrays of these shapes, however long it is.
+
+    They stand where the sequence's tokens computed so far have brought them, and cannot go back. So nobody else can
+    begin with them: no prefix is shared, and a preempted sequence is computed again.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes for each sequence."""
+        return DTYPE_BYTES["float32"] * sum(math.prod(shape) for shape in self.shapes)
+
+
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """KV cache needs of a whole model: one `LayerKVSpec` per attention layer, in order."""
+    """What a whole model keeps of sequences: a `LayerKVSpec` for each attention layer, in order, for what lies in blocks,
+    and a `LayerStateSpec` for each layer with states, in order.
+    """
 
     layers: list[LayerKVSpec]
+    states: list[LayerStateSpec] = []
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states of one sequence."""
+        return sum(layer.num_bytes for layer in self.states)
 
     def groups(self, max_model_len: int) -> list[KVCacheGroup]:
         """Return groups of layers that share one pool of blocks.
