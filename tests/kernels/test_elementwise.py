@@ -65,12 +65,13 @@ def test_layer_norm(width: int, biased: bool) -> None:
 
 
 def activations(x: np.ndarray) -> dict[str, np.ndarray]:
-    """The five activations in float64."""
+    """The six activations in float64."""
     x = x.astype(np.float64)
     erf = np.vectorize(math.erf)
     with np.errstate(over="ignore"):
         return {
             "relu": np.maximum(x, 0),
+            "relu2": np.maximum(x, 0) ** 2,
             "silu": x / (1 + np.exp(-x)),
             "gelu": x / 2 * (1 + erf(x / np.sqrt(2))),
             "gelu_tanh": x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
@@ -78,12 +79,22 @@ def activations(x: np.ndarray) -> dict[str, np.ndarray]:
         }
 
 
-@pytest.mark.parametrize("kind", ["relu", "silu", "gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("kind", ["relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_activations_over_the_whole_range(kind: str) -> None:
     x = np.concatenate([np.linspace(-12, 12, 20001), [-1e4, -100, -88, 0, 88, 100, 1e4]]).astype(np.float32)[None]
     for backend in pair():
         got = backend.to_numpy(backend.activation(backend.from_numpy(x), kind))
         np.testing.assert_allclose(got, activations(x)[kind], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_softcap_bends_large_values(width: int) -> None:
+    x = 40 * normal(np.random.default_rng(width), 3, width)
+    x[0, 0], x[1, 0] = 1e4, -1e4
+    for backend in pair():
+        given = backend.from_numpy(x.copy())
+        backend.softcap(given, 30.0)
+        np.testing.assert_allclose(backend.to_numpy(given), 30 * np.tanh(x.astype(np.float64) / 30), atol=1e-5)
 
 
 def halves(backend: Any, width: int) -> Any:
@@ -108,7 +119,7 @@ def test_nan_is_not_swallowed() -> None:
     x = np.array([[1.0, np.nan, 3.0]], np.float32)
     for backend in pair():
         put = backend.from_numpy
-        for kind in ("relu", "silu", "gelu", "gelu_tanh", "quick_gelu"):
+        for kind in ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu"):
             got = backend.to_numpy(backend.activation(put(x), kind))
             np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
         assert np.isnan(backend.to_numpy(backend.rms_norm(put(x), put(np.ones(3, np.float32)), 1e-5))).all()

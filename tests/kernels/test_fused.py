@@ -8,7 +8,7 @@ import pytest
 from quire.errors import ConfigError
 from tests.kernels.scenes import host, normal, pair
 
-KINDS = ("relu", "silu", "gelu", "gelu_tanh", "quick_gelu")
+KINDS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu")
 
 
 @pytest.mark.parametrize("kind", KINDS)

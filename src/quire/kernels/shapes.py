@@ -363,6 +363,10 @@ class ShapeBackend:
         """See `Backend.activation`."""
         return self._activation(x, gated=False)
 
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        """See `Backend.softcap`; in place."""
+        self._emit()
+
     def _activation(self, x: np.ndarray, *, gated: bool) -> np.ndarray:
         source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         out = self.empty((*x.shape[:-1], source.shape[1] // 2 if gated else source.shape[1]))

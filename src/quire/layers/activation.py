@@ -8,6 +8,7 @@ from quire.kernels.backend import Array, Backend
 # hidden_act -> kind of `Backend.activation`. Four of the names mean the same tanh approximation of gelu.
 ACTIVATIONS = {
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",

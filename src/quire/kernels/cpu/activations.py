@@ -1,4 +1,4 @@
-"""Activation functions: `activate` for sixteen lanes, which other ops use as well, and the op for whole rows."""
+"""Activation functions: `activate` for sixteen lanes, which other ops use as well, and ops for whole rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats
+from quire.kernels.cpu.pointers import floats, real
 from quire.kernels.cpu.simd import (
     add,
     div,
@@ -23,7 +23,7 @@ from quire.kernels.cpu.simd import (
 )
 from quire.kernels.cpu.threads import Launcher
 
-RELU, SILU, GELU, GELU_TANH, QUICK_GELU = range(5)
+RELU, SILU, GELU, GELU_TANH, QUICK_GELU, RELU2, SIGMOID, SWIGLU_OAI = range(8)
 PIECE = 1024  # elements of a row that make one work item
 COST = 16  # multiply-adds that take about as long as one activation
 
@@ -52,11 +52,25 @@ def error_function(x):
 
 
 @part
-def activate(x, kind):
-    """Apply one of the five activations; three of them are x * sigmoid(f(x))."""
+def tanh(x):
+    """tanh in every lane, as 1 - 2 / (e^2x + 1): absolute error 1e-7."""
     one = splat(np.float32(1))
-    if kind == RELU:
-        return maximum(x, zero())
+    return sub(one, div(splat(np.float32(2)), add(exp(add(x, x)), one)))
+
+
+@part
+def capped(x, cap):
+    """cap * tanh(x / cap) in every lane."""
+    return mul(cap, tanh(div(x, cap)))
+
+
+@part
+def activate(x, kind):
+    """Apply one of the activations but SWIGLU_OAI; three of them are x * sigmoid(f(x))."""
+    one = splat(np.float32(1))
+    if kind in (RELU, RELU2):
+        positive = maximum(x, zero())
+        return positive if kind == RELU else mul(positive, positive)
     if kind == GELU:
         half = mul(x, splat(np.float32(0.5)))
         return multiply_add(half, error_function(mul(x, splat(np.float32(0.7071067811865476)))), half)
@@ -67,28 +81,38 @@ def activate(x, kind):
         argument = mul(inner, splat(np.float32(1.5957691216057308)))
     elif kind == QUICK_GELU:
         argument = mul(x, splat(np.float32(1.702)))
-    return div(x, add(one, exp(sub(zero(), argument))))
+    return div(one if kind == SIGMOID else x, add(one, exp(sub(zero(), argument))))
+
+
+@part
+def gated(x, up, kind):
+    """Return activation(x) * up, or what SWIGLU_OAI makes of the two."""
+    if kind == SWIGLU_OAI:
+        limit, one = splat(np.float32(7)), splat(np.float32(1))
+        least = sub(zero(), limit)
+        x = sub(zero(), maximum(sub(zero(), x), least))
+        up = sub(zero(), maximum(sub(zero(), maximum(up, least)), least))
+        return mul(add(up, one), activate(x, QUICK_GELU))
+    return mul(activate(x, kind), up)
 
 
 @op
 def activate_rows(args, first, last, scratch):
     """Items are pieces of rows. x, elements between its rows, out, out's width, kind, gated, pieces of a row."""
     x, stride, out, width, kind = floats(args[0]), args[1], floats(args[2]), args[3], args[4]
-    gated, pieces = args[5] != 0, args[6]
+    halves, pieces = args[5] != 0, args[6]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
         source, target, stop = row * stride, row * width, min(begin + PIECE, width)
         for i in range(begin, stop, 16):
             rest = min(16, stop - i)
             if rest == 16:
-                v = activate(load(x, source + i), kind)
-                if gated:
-                    v = mul(v, load(x, source + width + i))
+                v = load(x, source + i)
+                v = gated(v, load(x, source + width + i), kind) if halves else activate(v, kind)
                 store(out, target + i, v)
             else:
-                v = activate(load_some(x, source + i, rest), kind)
-                if gated:
-                    v = mul(v, load_some(x, source + width + i, rest))
+                v = load_some(x, source + i, rest)
+                v = gated(v, load_some(x, source + width + i, rest), kind) if halves else activate(v, kind)
                 store_some(out, target + i, v, rest)
 
 
@@ -101,3 +125,27 @@ def activation(launcher: Launcher, x: np.ndarray, kind: int, gated: bool) -> np.
     items, work = rows * pieces, COST * rows * width
     launcher.emit(activate_rows, source, stride, out, width, kind, int(gated), pieces, items=items, work=work)
     return out
+
+
+@op
+def softcap_rows(args, first, last, scratch):
+    """Items are pieces of rows. x, elements between its rows, width, cap, pieces of a row."""
+    x, stride, width, pieces = floats(args[0]), args[1], args[2], args[4]
+    cap = splat(np.float32(real(args[3])))
+    for item in range(first, last):
+        start, begin = item // pieces * stride, item % pieces * PIECE
+        for i in range(begin, min(begin + PIECE, width), 16):
+            rest = min(16, width - i)
+            if rest == 16:
+                store(x, start + i, capped(load(x, start + i), cap))
+            else:
+                store_some(x, start + i, capped(load_some(x, start + i, rest), cap), rest)
+
+
+def softcap(launcher: Launcher, x: np.ndarray, cap: float) -> None:
+    """Set x [T, W] to cap * tanh(x / cap), in place."""
+    source, stride = as_rows(x)
+    assert source is x, "rows to be changed in place"
+    rows, width = x.shape
+    pieces = max(1, -(-width // PIECE))
+    launcher.emit(softcap_rows, x, stride, width, float(cap), pieces, items=rows * pieces, work=COST * rows * width)

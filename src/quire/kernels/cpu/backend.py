@@ -37,6 +37,7 @@ ACTIVATIONS = {
     "gelu": activations.GELU,
     "gelu_tanh": activations.GELU_TANH,
     "quick_gelu": activations.QUICK_GELU,
+    "relu2": activations.RELU2,
 }
 INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
@@ -251,6 +252,10 @@ class CPUBackend:
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
         """See `Backend.activation`."""
         return activations.activation(self._launcher, x, _activation(kind), gated=False)
+
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        """See `Backend.softcap`."""
+        activations.softcap(self._launcher, x, cap)
 
     # KV cache and attention
 

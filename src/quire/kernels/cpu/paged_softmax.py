@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.kernels.cpu.activations import capped
 from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, put_pairs, put_weights, scale_add
 from quire.kernels.cpu.pointers import floats, longs, real
@@ -127,18 +128,10 @@ def visible_tiles(positions, row, rows, window, base):
 
 
 @part
-def tanh(x):
-    """tanh in every lane, as 1 - 2 / (e^2x + 1): absolute error 1e-7."""
-    one = splat(np.float32(1))
-    return sub(one, div(splat(np.float32(2)), add(exp(add(x, x)), one)))
-
-
-@part
 def shape_scores(v, softcap, slope, distance, low, high):
     """Apply softcap and ALiBi to sixteen scores of keys `distance` .. after the query; keep positions low .. high."""
     if softcap > 0:
-        cap = splat(np.float32(softcap))
-        v = mul(cap, tanh(div(v, cap)))
+        v = capped(v, splat(np.float32(softcap)))
     if slope != 0:
         v = multiply_add(splat(slope), add(lane_indices(), splat(np.float32(distance))), v)
     return keep_lanes(v, low - distance, high - distance, NEG_INF)

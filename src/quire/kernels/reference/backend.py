@@ -40,6 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
 
@@ -243,6 +244,10 @@ class ReferenceBackend:
         if kind not in ACTIVATIONS:
             raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
         return ACTIVATIONS[kind](x)
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        """See `Backend.softcap`."""
+        x.copy_(cap * torch.tanh(x / cap))
 
     # KV cache and attention
 
