@@ -40,6 +40,8 @@ class AttentionMetadata:
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
         wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
         further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
+        state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. A sequence
+            without computed tokens (seq_lens is as long as its part of the step) starts from zeros, whatever is there.
         plans: what a backend works out once and keeps for the layers after, whatever their group.
 
     Entries of a block table for positions that no query of the step sees may be any block of the pool.
@@ -51,6 +53,7 @@ class AttentionMetadata:
     slot_mapping: Array
     wanted: Array | None = None
     further: tuple[tuple[Array, Array], ...] = ()
+    state_rows: Array | None = None
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of_group(self, group: int) -> AttentionMetadata:
@@ -286,7 +289,41 @@ class Backend(Protocol):
         """
 
     def activation(self, x: Array, kind: str) -> Array:
-        """Elementwise "relu", "silu", "gelu" (erf), "gelu_tanh", "quick_gelu" or "sigmoid"."""
+        """One of "relu", "relu2" (squared), "silu", "gelu" (erf), "gelu_tanh", "quick_gelu", "sigmoid", "softplus"."""
+
+    def softcap(self, x: Array, cap: float) -> None:
+        """x = cap * tanh(x / cap) of x [T, N], in place."""
+
+    # Layers with states: float32 arrays [rows, ...], changed in place, see `AttentionMetadata.state_rows`
+
+    def causal_conv(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        state: Array,
+        metadata: AttentionMetadata,
+        activation: str | None = None,
+    ) -> Array:
+        """Convolve each channel of each sequence with its last inputs, itself included: x [T, C] -> [T, C].
+
+        out[t, c] = sum over j < K of weight[j, c] * x[t - K + 1 + j, c] (+ bias[c]), then `activation` (a kind) if
+        given; weight float32 [K, C], bias [C]. Inputs of earlier steps come from state [rows, K - 1, C], oldest first.
+        """
+
+    def gated_delta(
+        self, q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array, metadata: AttentionMetadata
+    ) -> Array:
+        """Gated delta rule (Yang et al. 2024, Gated Delta Networks, equation 10), token by token -> [T, Hv*Dv].
+
+        Each head of each sequence has a matrix S [Dk, Dv] in state [rows, Hv, Dk, Dv]. A token makes it
+        S' = e^decay S;  S = S' + k (beta (v - k S'))^T, and gives q S. q and k are [T, Hk*Dk], v [T, Hv*Dv]; decay
+        (at most 0) and beta [T, Hv]. Value head h goes with key head h // (Hv / Hk). The result does not depend on how
+        a prompt is cut into steps.
+        """
+
+    def copy_states(self, state: Array, pairs: np.ndarray) -> None:
+        """Copy rows of a state: pairs int64 [n, 2] of (source, destination), one after the other."""
 
     # KV cache and attention
 
