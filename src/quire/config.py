@@ -34,6 +34,12 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(False, "Work on token ids only; no tokenizer is loaded.")
     revision: str | None = option(None, "Branch, tag or commit on the Hugging Face hub.")
     download_dir: str | None = option(None, "Where downloads are kept; default: the Hugging Face cache.")
+    model_impl: str = option(
+        "auto",
+        "Whose code runs the model: quire's own; an installed transformers', for any of its causal language models; "
+        "auto takes the first that knows it.",
+        choices=("auto", "quire", "transformers"),
+    )
     load_format: str = option(
         "auto", "How weights are read; dummy invents them.", choices=("auto", "safetensors", "dummy")
     )

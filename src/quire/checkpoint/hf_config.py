@@ -6,6 +6,7 @@ Everything in these files is data: `auto_map` and other pointers to code are ign
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoint import foreign
 from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.files import read_json_object
+from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checkpoint.rope import RopeParameters, parse_rope
 from quire.errors import ModelError, echo
 
@@ -61,6 +64,9 @@ class ModelInfo:
         bos_token_id, pad_token_id: or None. eos_token_ids: every id that ends a text; may be empty.
         sampling_defaults: SamplingParams fields that generation_config.json recommends.
         raw: config.json with overrides merged and the architecture's defaults filled in.
+        causal: whether tokens see those before them only. pools: as in `Family`.
+        pooling: how vectors or scores are made; None: the model generates text. `checkpoint.pooling.with_runner`
+            decides, `load_model_info` leaves it open.
     """
 
     path: Path
@@ -88,6 +94,9 @@ class ModelInfo:
     sampling_defaults: Mapping[str, int | float]
     raw: Mapping[str, Any] = field(repr=False)
     layer_ropes: tuple[RopeParameters, ...] = ()
+    causal: bool = True
+    pools: str | None = None
+    pooling: PoolingSpec | None = None
 
     @property
     def fields(self) -> Fields:
@@ -95,12 +104,14 @@ class ModelInfo:
         return Fields(self.raw, self.path / CONFIG_FILE)
 
 
-def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelInfo:
+def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelInfo:
     """Read and check the two config files of a model folder.
 
     Args:
         folder: the model folder.
         overrides: merged over config.json, objects key by key; null removes a key.
+        model_impl: "quire" takes architectures that have a file in `models`, "transformers" what an installed
+            transformers has a class for, "auto" the first of these that knows it.
 
     Raises:
         ModelError: a file is missing or malformed, the architecture unknown, or a field has a bad value.
@@ -109,6 +120,8 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
     if not os.path.lexists(path):
         raise ModelError(f"{path}: config.json is missing (expected in a model folder)")
     config = _merge(read_json_object(path), overrides or {})
+    if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and foreign.knows(config)):
+        return _foreign_info(folder, config)
     architecture, family = _architecture(config, path)
     _refuse_unsupported(config, path)
     fields = Fields({**family.defaults, **config}, path)
@@ -142,6 +155,38 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None) ->
         eos_token_ids=_eos_token_ids(generation, fields, vocab_size),
         sampling_defaults=_sampling_defaults(generation),
         raw=fields.values,
+        causal=family.causal and fields.flag("is_causal", True),
+        pools=family.pools,
+    )
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    """Whether an architecture of ours is named, or none is, so that model_type decides."""
+    names = config.get("architectures")
+    return not isinstance(names, list) or any(EARLIER_NAMES.get(name, name) in FAMILIES for name in map(str, names))
+
+
+def _foreign_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
+    """Return what transformers' own configuration says."""
+    fields, generation = Fields(config, folder / CONFIG_FILE), _generation_fields(folder)
+    sizes = foreign.foreign_sizes(folder, config)
+    logger.warning(
+        "%s: model_type %s runs on transformers' code, slower than a model of ours", folder, sizes.model_type
+    )
+    return ModelInfo(
+        path=folder,
+        architecture=foreign.FALLBACK,
+        **{item.name: getattr(sizes, item.name) for item in dataclasses.fields(sizes)},
+        max_model_len=sizes.max_position_embeddings,
+        longest_model_len=sizes.max_position_embeddings,
+        rope=None,
+        norm_eps=1e-6,
+        dtype=_dtype(fields),
+        bos_token_id=_single_id("bos_token_id", generation, fields, sizes.vocab_size),
+        pad_token_id=_single_id("pad_token_id", generation, fields, sizes.vocab_size),
+        eos_token_ids=_eos_token_ids(generation, fields, sizes.vocab_size),
+        sampling_defaults=_sampling_defaults(generation),
+        raw=config,
     )
 
 

@@ -39,7 +39,7 @@ def no_scratch(config: EngineConfig) -> int:
 def load_info(config: EngineConfig) -> ModelInfo:
     """Find the model folder and read its config.json. Raises `ModelError` naming the file at fault."""
     path = resolve_model(config.model.model, revision=config.model.revision, download_dir=config.model.download_dir)
-    return load_model_info(path, config.model.hf_overrides)
+    return load_model_info(path, config.model.hf_overrides, config.model.model_impl)
 
 
 def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:

@@ -94,7 +94,7 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     """
     model = config.model
     folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
-    info = load_model_info(folder, model.hf_overrides)
+    info = load_model_info(folder, model.hf_overrides, model.model_impl)
     tokenizer = chat_template = None
     if not model.skip_tokenizer_init:
         if model.tokenizer is not None:

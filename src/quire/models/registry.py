@@ -5,8 +5,11 @@ A new family is one line here, one in `checkpoint.families`, and its own file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
+from quire.checkpoint.hf_config import ModelInfo
+from quire.layers.builder import Builder
 from quire.models.interface import Model
 
 MODELS = {
@@ -28,10 +31,39 @@ MODELS = {
     "MptForCausalLM": "quire.models.mpt",
     "OPTForCausalLM": "quire.models.opt",
     "GPT2LMHeadModel": "quire.models.gpt2",
+    "BertModel": "quire.models.bert",
+    "BertForSequenceClassification": "quire.models.bert",
+    "RobertaModel": "quire.models.bert",
+    "RobertaForSequenceClassification": "quire.models.bert",
+    "ModernBertModel": "quire.models.modernbert",
+    "ModernBertForSequenceClassification": "quire.models.modernbert",
+    "TransformersForCausalLM": "quire.models.fallback",
+}
+
+
+# Architectures that are others' body, without an output head or with another one -> the class that is built of them.
+BODIES = {
+    **{f"{name}Model": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    **{f"{name}ForSequenceClassification": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    "BertForMaskedLM": "BertModel",
+    "RobertaForMaskedLM": "RobertaModel",
+    "XLMRobertaModel": "RobertaModel",
+    "XLMRobertaForMaskedLM": "RobertaModel",
+    "XLMRobertaForSequenceClassification": "RobertaForSequenceClassification",
+    "ModernBertForMaskedLM": "ModernBertModel",
 }
 
 
 def model_class(architecture: str) -> type[Model]:
-    """Return the class of the same name as the architecture, one of `ModelInfo.architecture`."""
-    found: type[Model] = getattr(import_module(MODELS[architecture]), architecture)
+    """Return the class of the same name as the architecture, one of `ModelInfo.architecture`, or that of its body."""
+    name = BODIES.get(architecture, architecture)
+    found: type[Model] = getattr(import_module(MODELS[name]), name)
+    return found
+
+
+def model_builder(info: ModelInfo) -> Callable[[ModelInfo, Builder, int], Model]:
+    """Return what builds the model of `info`: its class, or what makes vectors or scores of its hidden states."""
+    if info.pooling is None:
+        return model_class(info.architecture)
+    found: Callable[[ModelInfo, Builder, int], Model] = import_module("quire.models.pooling").PoolingModel
     return found

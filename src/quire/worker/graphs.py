@@ -89,6 +89,8 @@ class StepGraphs:
     def _graph(self, shape: Shape) -> Callable[[], Arrays]:
         graph = self._graphs.get(shape)
         if graph is None:
+            if not getattr(self._model, "recordable", True):
+                return lambda: self._compute(*shape)
             graph = self._backend.graph(lambda: self._compute(*shape))
             self._graphs[shape] = graph
             if len(self._graphs) > MAX_GRAPHS:

@@ -1,0 +1,122 @@
+"""`ModelInfo` of models that only transformers has a class for, see `models/fallback.py`.
+
+transformers' own configuration class reads config.json then, so that its defaults hold. No code of the model folder is
+run. Needs transformers and PyTorch, which are imported only here and only when a model asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelError, echo
+
+FALLBACK = "TransformersForCausalLM"
+EXTRA = "pip install 'quire[transformers]'"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSizes:
+    """What of a foreign configuration the engine needs to know; meanings as in `ModelInfo`."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    hidden_act: str
+    layer_windows: tuple[int | None, ...]
+
+
+def is_installed() -> bool:
+    """Whether what this needs is there; imports nothing."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Whether transformers is installed and has a class for this model_type."""
+    if not is_installed():
+        return False
+    import transformers
+
+    return config.get("model_type") in transformers.CONFIG_MAPPING
+
+
+def foreign_config(folder: Path, config: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration object for `config`, what config.json says.
+
+    Raises:
+        ModelError: transformers is not installed, does not know the model, or has no causal language model for it.
+    """
+    path = folder / "config.json"
+    if not is_installed():
+        raise ModelError(f"{path}: model_impl 'transformers' needs PyTorch and transformers ({EXTRA})")
+    import transformers
+
+    version, model_type = transformers.__version__, config.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ModelError(f"{path}: model_type {echo(model_type)} is not known to transformers {version}")
+    try:
+        found = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: transformers {version} cannot read it: {_line(error)}") from None
+    if type(found) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"{path}: model_type {echo(model_type)}: transformers {version} has no causal language model of it"
+        )
+    return found
+
+
+def foreign_sizes(folder: Path, config: Mapping[str, Any]) -> ForeignSizes:
+    """Read the sizes of a model from transformers' configuration. Raises ModelError as `foreign_config` does."""
+    if config.get("quantization_config") is not None:
+        raise ModelError(f"{folder / 'config.json'}: quantized weights are not supported through transformers")
+    found = foreign_config(folder, config)
+    text = found.get_text_config(decoder=True)
+
+    def number(name: str, default: int | None = None) -> int:
+        value = getattr(text, name, None)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{folder / 'config.json'}: {name} is {echo(value)} (expected a positive integer)")
+        return value
+
+    layers, heads, hidden = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False:
+        window = None
+    types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelError(
+            f"{folder / 'config.json'}: layer type {echo(unknown[0])} is not supported through transformers "
+            f"(supported: full_attention, sliding_attention)"
+        )
+    return ForeignSizes(
+        model_type=found.model_type,
+        vocab_size=number("vocab_size"),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", max(1, hidden // heads)),
+        intermediate_size=number("intermediate_size", 4 * hidden),
+        max_position_embeddings=number("max_position_embeddings"),
+        tie_word_embeddings=bool(getattr(found, "tie_word_embeddings", False)),
+        hidden_act=str(getattr(text, "hidden_act", "silu")),
+        layer_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+    )
+
+
+def _line(error: Exception) -> str:
+    """First line of an error."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,108 @@
+"""`quire verify`: whether a model computes what transformers computes, and if not, which layer differs first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, engine_config, options_from
+from quire.options import option
+
+if TYPE_CHECKING:
+    from quire.verify.check import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """Verify"""
+
+    prompt_len: int = option(48, "Length of the prompts that are compared.", low=2, high=4096, metavar="TOKENS")
+    num_tokens: int = option(64, "Length of the greedy texts.", low=1, high=4096, metavar="TOKENS")
+    tolerance: float | None = option(
+        None,
+        "Error of logits, relative to the largest, that passes; default: 1e-4 in float32, 1e-2 in float16, 5e-2 in "
+        "bfloat16, 0.25 with quantized weights.",
+        low=0.0,
+    )
+    all_layers: bool = option(False, "Compare layer by layer even if nothing differs.")
+    json: bool = option(False, "Print JSON.")
+
+
+FLAGS = flags_of((*OFFLINE_GROUPS, VerifyOptions))
+DIFFERS = 1
+WIDTH = 34
+AFTER_ALL = "after the last attention: feed-forward layer, norm, or head"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        usage="quire verify [OPTIONS] [MODEL]",
+        help="compare a model with transformers, and name the layer that differs",
+        description="Compare a model's logits and greedy text with those of transformers in float32, whole and cut "
+        "into pieces; where they differ, layer by layer. Our side computes in float32 unless --dtype says otherwise. "
+        "Needs PyTorch and transformers, and memory for both models. Exit code 1 if they differ.",
+    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and print; return 0, or 1 if they differ."""
+    values = given_values(args, FLAGS)
+    options = options_from(VerifyOptions, values)
+    config = engine_config({"dtype": "float32", **values})
+    setup_logging(values.get("log_level", "error"))
+    from quire.engine.settle import load_info, settle
+    from quire.tokenizer.tokenizer import Tokenizer
+    from quire.verify.check import as_json, verify
+
+    info = load_info(config)
+    tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_folder(info.path)
+    report = verify(
+        settle(config, info),
+        info,
+        tokenizer,
+        length=options.prompt_len,
+        num_tokens=options.num_tokens,
+        tolerance=options.tolerance,
+        all_layers=options.all_layers,
+    )
+    print(json.dumps(as_json(report), indent=2) if options.json else "\n".join(lines_of(info.architecture, report)))
+    return 0 if report.agrees else DIFFERS
+
+
+def lines_of(architecture: str, report: Report) -> list[str]:
+    """Return the report as lines of text."""
+    own = "" if report.reads_files else "; it was given the weights as this package reads them"
+    lines = [f"{architecture} in {report.dtype} against transformers' {report.oracle} in float32{own}"]
+    lines.append(_line(f"logits of {report.num_prompts} prompts", _error(report.logits, report.tolerance)))
+    lines.append(_line("the same, computed in pieces", _error(report.pieces, report.tolerance)))
+    greedy = f"{report.greedy_same} of {report.greedy_tokens} choices are the same"
+    if report.greedy_same < report.greedy_tokens:
+        greedy += f"; the others differ by {report.closest:.1e} at most"
+    lines.append(_line("greedy texts", greedy))
+    if report.layers:
+        lines += ["", f"  {'layer':>5}{'values':>12}{'scores':>12}{'output':>12}"]
+        lines += [f"  {at.layer:>5}{at.values:>12.1e}{at.scores:>12.1e}{at.output:>12.1e}" for at in report.layers]
+    verdict = "they agree" if report.agrees else "they differ"
+    lines += ["", f"{verdict} (tolerance {report.tolerance:g})"]
+    if not report.agrees:
+        lines.append(
+            f"first difference: {report.first or 'after the last attention: feed-forward layer, norm, or head'}"
+        )
+    return lines
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{WIDTH}}{value}"
+
+
+def _error(error: float, tolerance: float) -> str:
+    return f"error {error:.1e}" + ("" if error <= tolerance else ", too large")

@@ -1,0 +1,283 @@
+"""Any causal language model of an installed transformers, run by its own code: for models that have no file here.
+
+Its attention goes through the paged cache, by transformers' interface for attention functions; its linear layers and
+tables are packed and computed by the backend, quantized if asked for. What is between them is PyTorch, on one CPU
+thread. Slower than a model of ours, and right for all that attend causally through that interface.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import itertools
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quire.checkpoint.foreign import foreign_config
+from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.weights import CheckpointWeights, DummyWeights
+from quire.errors import ModelError, echo
+from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, LayerCache
+from quire.layers.attention import wanted_rows
+from quire.layers.builder import Builder
+from quire.layers.torch_modules import (
+    check_ranks,
+    named_modules,
+    packed_linear,
+    packed_table,
+    to_array,
+    to_torch,
+)
+from quire.step import KVCacheSpec, LayerKVSpec
+
+_numbers = itertools.count()  # of attention functions: transformers knows them by name, one for each model
+
+
+class TransformersForCausalLM:
+    """transformers' model between our cache and our products. `recordable`: PyTorch's part cannot be recorded."""
+
+    ignorable: ClassVar[tuple[str, ...]] = ("",)  # transformers reads the files itself
+    recordable = False
+
+    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
+        self.info, self.backend, self.parallel = info, builder.backend, builder.parallel
+        self.vocab_size = info.vocab_size
+        self._step: tuple[list[LayerCache], AttentionMetadata] | None = None
+        self._params: dict[int, AttentionParams] = {}
+        self._planned: tuple[Any, ...] | None = None  # table, widest product and head, where memory is only counted
+        self._name = f"quire_{next(_numbers)}"
+        self._register()
+        self._config = foreign_config(info.path, info.raw)
+        skeleton = self._skeleton()
+        self._plan = dict(getattr(skeleton, "tp_plan", None) or {})
+        check_ranks(self.parallel, self._plan, type(skeleton).__name__)
+        self._specs = self._layer_specs(skeleton)
+        if isinstance(builder.weights, CheckpointWeights | DummyWeights):
+            self._load(dummy=isinstance(builder.weights, DummyWeights))
+        else:
+            self._count(skeleton)
+
+    # Building
+
+    def _register(self) -> None:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        AttentionInterface.register(self._name, self._attend)
+        AttentionMaskInterface.register(self._name, lambda *args, **options: None)  # the cache knows what is seen
+
+    def _skeleton(self) -> Any:
+        """Return the model without weights."""
+        import torch
+        import transformers
+
+        with torch.device("meta"):
+            try:
+                model = transformers.AutoModelForCausalLM.from_config(
+                    self._config, attn_implementation=self._name, trust_remote_code=False
+                )
+            except (ValueError, ImportError, KeyError) as error:
+                raise ModelError(f"{self.info.path}: transformers cannot build it: {echo(str(error))}") from None
+        if not model._supports_attention_backend:
+            raise ModelError(
+                f"{self.info.path}: {type(model).__name__} of transformers does not take attention functions from "
+                f"outside, so that it cannot use the paged cache"
+            )
+        return model
+
+    def _layer_specs(self, skeleton: Any) -> list[LayerKVSpec]:
+        """Say what each layer caches, by its attention module."""
+        info, found = self.info, dict[int, LayerKVSpec]()
+        heads = self.parallel.share(info.num_key_value_heads, "number of key/value heads")
+        for module in skeleton.modules():
+            layer = getattr(module, "layer_idx", None)
+            if isinstance(layer, int) and hasattr(module, "scaling"):
+                size = int(getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", info.head_dim))
+                found[layer] = LayerKVSpec(heads, size, self.backend.kv_dtype, info.layer_windows[layer])
+        if sorted(found) != list(range(info.num_hidden_layers)):
+            raise ModelError(
+                f"{info.path}: {type(skeleton).__name__} of transformers has {len(found)} attention layers of a kind "
+                f"that the paged cache knows (expected {info.num_hidden_layers})"
+            )
+        return [found[layer] for layer in range(info.num_hidden_layers)]
+
+    def _load(self, *, dummy: bool) -> None:
+        """Read or invent the weights, and pack what the backend computes."""
+        import torch
+        import transformers
+
+        auto = transformers.AutoModelForCausalLM
+        if dummy:
+            model = auto.from_config(self._config, attn_implementation=self._name, dtype=torch.bfloat16)
+        else:
+            try:
+                model = auto.from_pretrained(
+                    self.info.path, config=self._config, dtype="auto", attn_implementation=self._name,
+                    use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                )  # fmt: skip
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ModelError(f"{self.info.path}: {str(error).splitlines()[0]}") from None
+        model = model.eval()
+        tied, head = self._pack_tables(model, torch)
+        for parent, name, full, linear in named_modules(model, torch.nn.Linear):
+            setattr(parent, name, head if linear is tied else self._packed(full, linear))
+        self._model = model.float()
+        prefix = model.base_model_prefix
+        self._body = getattr(model, prefix)
+        # The model around a body that returns what it is given: what is done to hidden states and logits after it.
+        self._top = copy.copy(self._model)
+        self._top._modules = {**self._model._modules, prefix: _given(torch)}
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Refuse a model whose code cannot be called as this one's is, before anybody relies on it."""
+        try:
+            self.compute_logits(self.backend.zeros((1, self.info.hidden_size)))
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise ModelError(
+                f"{self.info.path}: {type(self._model).__name__} of transformers does not take its hidden states "
+                f"apart from its logits: {echo(str(error))}"
+            ) from None
+
+    def _pack_tables(self, model: Any, torch: Any) -> tuple[Any, Any]:
+        """Pack embedding tables; return the output head that shares one, or None, and its module."""
+        tied = head = None
+        for parent, name, _, table in named_modules(model, torch.nn.Embedding):
+            is_input = table is model.get_input_embeddings()
+            look_up, score = packed_table(self.backend, table, exact=not is_input)
+            setattr(parent, name, look_up)
+            output = model.get_output_embeddings()
+            if type(output) is torch.nn.Linear and output.weight is table.weight and output.bias is None:
+                tied, head = output, score
+        return tied, head
+
+    def _packed(self, full: str, linear: Any) -> Any:
+        style = next((style for pattern, style in self._plan.items() if fnmatch.fnmatch(full, pattern)), None)
+        experts = getattr(self._config, "num_experts", None) or getattr(self._config, "num_local_experts", None)
+        return packed_linear(self.backend, self.parallel, linear, style, exact=linear.out_features == experts)
+
+    def _count(self, skeleton: Any) -> None:
+        """Tell a backend that only counts what there will be; its steps are one look-up and the widest product."""
+        import torch
+
+        table, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+        packed: dict[int, Any] = {}
+        for kind in (torch.nn.Linear, torch.nn.Embedding):
+            for _, _, _, module in named_modules(skeleton, kind):
+                if id(module.weight) not in packed:
+                    is_table = module in (table, head)
+                    packed[id(module.weight)] = self.backend.pack_linear([_empty(module.weight)], table=is_table)
+        for parameter in skeleton.parameters():
+            if id(parameter) not in packed:
+                self.backend.vector(_empty(parameter))
+        hidden = self.info.hidden_size
+        linears = [module for _, _, _, module in named_modules(skeleton, torch.nn.Linear) if module is not head]
+        wide = max((at for at in linears if at.in_features == hidden), key=lambda at: at.out_features, default=head)
+        self._planned = tuple(packed.get(id(at.weight)) for at in (table, wide, head))
+
+    # Computing
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """See `Model.kv_cache_spec`."""
+        return KVCacheSpec(self._specs)
+
+    def forward(
+        self, input_ids: Array, positions: Array, kv_caches: list[LayerCache], metadata: AttentionMetadata
+    ) -> Array:
+        """See `Model.forward`."""
+        if self._planned is not None:
+            x = self.backend.embedding(input_ids, self._planned[0])
+            self.backend.linear(x, self._planned[1])
+            return wanted_rows(self.backend, x, metadata)
+        import torch
+
+        self._step = kv_caches, metadata
+        with torch.inference_mode():
+            output = self._body(
+                input_ids=to_torch(input_ids)[None].long(), position_ids=to_torch(positions)[None], use_cache=False
+            )
+        self._step = None
+        return wanted_rows(self.backend, to_array(self.backend, output.last_hidden_state[0]), metadata)
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """See `Model.compute_logits`."""
+        if self._planned is not None:
+            return self.backend.linear(hidden, self._planned[2])
+        import torch
+
+        with torch.inference_mode():
+            rows = to_torch(hidden)[None]
+            return to_array(self.backend, self._top(inputs_embeds=rows, use_cache=False).logits[0])
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float | None = None, **options: Any
+    ) -> tuple[Any, None]:
+        """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+        assert self._step is not None
+        caches, metadata = self._step
+        layer, backend = module.layer_idx, self.backend
+        params = self._params.get(layer)
+        if params is None:
+            params = self._params[layer] = self._params_of(layer, query, key, scaling, options)
+        size, value_size = query.shape[3], value.shape[3]
+        if value_size < size:  # a cache has one size for both
+            import torch
+
+            value = torch.nn.functional.pad(value, (0, size - value_size))
+        q, k, v = (to_array(backend, x[0].transpose(0, 1).flatten(1)) for x in (query, key, value))
+        own = metadata.of_group(caches[layer].group)
+        backend.write_kv(k, v, caches[layer].cache, own.slot_mapping)
+        out = to_torch(backend.paged_attention(q, caches[layer].cache, own, params))
+        return out.reshape(1, query.shape[2], query.shape[1], size)[..., :value_size], None
+
+    def _params_of(
+        self, layer: int, query: Any, key: Any, scaling: float | None, options: dict[str, Any]
+    ) -> AttentionParams:
+        spec, heads, size = self._specs[layer], query.shape[1], query.shape[3]
+        if (key.shape[1], size) != (spec.num_kv_heads, spec.head_size):
+            raise ModelError(
+                f"{self.info.path}: layer {layer} has {key.shape[1]} key heads of {size} values (expected "
+                f"{spec.num_kv_heads} of {spec.head_size}, by config.json): {echo(self.info.model_type)} is not "
+                f"supported through transformers"
+            )
+        sinks = options.get("s_aux")
+        return AttentionParams(
+            num_heads=heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=size,
+            scale=size**-0.5 if scaling is None else float(scaling),
+            sliding_window=spec.sliding_window,
+            softcap=options.get("softcap"),
+            sinks=None if sinks is None else to_array(self.backend, sinks),
+        )
+
+
+def _given(torch: Any) -> Any:
+    """Return a module that returns the embeddings that it is given as its hidden states."""
+
+    class States:
+        """What a body returns, with nothing in it but hidden states."""
+
+        def __init__(self, hidden: Any) -> None:
+            self.last_hidden_state = hidden
+
+        def __getattr__(self, name: str) -> None:
+            return None
+
+        def __getitem__(self, index: int) -> Any:
+            return self.last_hidden_state if index == 0 else None
+
+    class Given(torch.nn.Module):  # type: ignore[misc]
+        """In the place of a model's body."""
+
+        def forward(self, *args: Any, inputs_embeds: Any, **options: Any) -> Any:
+            return States(inputs_embeds)
+
+    return Given()
+
+
+def _empty(parameter: Any) -> HostTensor:
+    """Return a tensor of the parameter's shape that takes no memory."""
+    return HostTensor(np.broadcast_to(np.float32(0), tuple(parameter.shape)), "float32")

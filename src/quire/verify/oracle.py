@@ -1,0 +1,129 @@
+"""The other side: transformers' model of the same folder, in float32, and what its attention layers see.
+
+PyTorch and transformers are imported when an `Oracle` is made. Weights that transformers cannot read itself (quantized
+ones, other files) are handed to it as this package understands them; then only the model's code is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.checkpoint.foreign import foreign_config, is_installed
+from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.open import open_weights
+from quire.errors import ConfigError, ModelError, echo
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """What one attention layer saw, float32: queries [T, Hq, D], already multiplied by the scale, keys [T, Hkv, D],
+    values [T, Hkv, Dv], and what came out [T, Hq, Dv]."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    output: np.ndarray
+
+
+class Oracle:
+    """transformers' model of `info`.
+
+    Attributes:
+        name: its class. reads_files: whether it read the weights by itself.
+
+    Raises:
+        ConfigError: transformers is not installed. ModelError: it has no such model, or cannot load it.
+    """
+
+    def __init__(self, info: ModelInfo, load_format: str = "auto") -> None:
+        if not is_installed():
+            raise ConfigError("quire verify needs PyTorch and transformers: pip install 'quire[transformers]'")
+        self._info = info
+        self.reads_files = info.raw.get("quantization_config") is None and any(info.path.glob("*.safetensors"))
+        plain = {key: value for key, value in info.raw.items() if key != "quantization_config"}
+        self._config = foreign_config(info.path, plain)
+        self._weights = None if self.reads_files else _state(info, load_format)
+        self._model = self._load("eager")
+        self.name = type(self._model).__name__
+
+    def _load(self, attention: str) -> Any:
+        import torch
+        import transformers
+
+        source = self._info.path if self._weights is None else None
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source, config=self._config, state_dict=self._weights, dtype=torch.float32,
+                attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            raise ModelError(f"{self._info.path}: transformers cannot load it: {echo(str(error))}") from None
+        return model.eval()
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """Return the logits after each token, float32 [T, V]."""
+        import torch
+
+        with torch.inference_mode():
+            found: np.ndarray = self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+        return found
+
+    def trace(self, token_ids: list[int]) -> list[LayerTrace]:
+        """Return what each attention layer saw; nothing where the model's code does not show it."""
+        import torch
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+        if not self._model._supports_attention_backend:
+            return []
+        seen: list[LayerTrace] = []
+        name = f"quire_trace_{next(_numbers)}"
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+            output, trace = _attention(query, key, value, mask, options)
+            seen.append(trace)
+            return output, None
+
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, eager_mask)
+        model = self._load(name)
+        with torch.inference_mode():
+            model(torch.tensor([token_ids]), use_cache=False)
+        return seen
+
+
+def _state(info: ModelInfo, load_format: str) -> dict[str, Any]:
+    """Return all tensors as float32, by transformers' names."""
+    import torch
+
+    source = open_weights(info, load_format)
+    return {name: torch.from_numpy(np.array(source.read(name).to_float32())) for name in source.names}
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]) -> tuple[Any, LayerTrace]:
+    """Plain attention of one sequence, [1, H, T, D] each, with the options that transformers passes."""
+    import torch
+
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    groups = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = (query * scale) @ wide_key.transpose(2, 3)
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask[..., : scores.shape[-1]]
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        shares = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        shares = scores.softmax(dim=-1)
+    output = (shares @ wide_value).transpose(1, 2)
+    parts = (query * scale, key, value)
+    return output, LayerTrace(*(x[0].transpose(0, 1).float().numpy() for x in parts), output[0].float().numpy())

@@ -1,0 +1,148 @@
+"""Our side: the model on its backend and the paged cache, fed by hand, and what its attention layers see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, Backend, KVCache
+from quire.kernels.create import create_backend
+from quire.models.loader import load_model
+from quire.sampling_params import SamplingParams
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
+from quire.verify.oracle import LayerTrace
+from quire.worker.model_runner import ModelRunner
+
+LOGIT_ROWS = 128  # computed at a time
+PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
+
+
+class Subject:
+    """A model that serves up to `num_sequences` sequences of up to `length` tokens."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, *, length: int, num_sequences: int = 4) -> None:
+        model, device = config.model, config.device
+        backend = create_backend(
+            device.device, model.dtype, config.cache.kv_cache_dtype, device.num_threads, model.quantization,
+            device.simd_level,
+        )  # fmt: skip
+        self.backend = _Tracer(backend)
+        self.model = load_model(
+            info, cast(Backend, self.backend), max_model_len=length, load_format=model.load_format, seed=model.seed,
+            allow_nonfinite=model.allow_nonfinite,
+        )  # fmt: skip
+        self._block_size = config.cache.block_size
+        groups = self.model.kv_cache_spec().groups(length)
+        per_sequence = -(-length // self._block_size)
+        self._free = list(range(num_sequences * per_sequence * len(groups)))
+        self._num_groups = len(groups)
+        self._runner = ModelRunner(
+            self.model,
+            cast(Backend, self.backend),
+            num_blocks=len(self._free),
+            block_size=self._block_size,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=length,
+            max_model_len=length,
+        )
+        self._tables: dict[str, list[list[int]]] = {}
+        self._lengths: dict[str, int] = {}
+        self._finished: list[str] = []
+
+    def feed(self, name: str, tokens: list[int]) -> np.ndarray:
+        """Append tokens to a sequence, compute them in one step, and return the logits after each, float32 [n, V]."""
+        start = self._lengths.get(name, 0)
+        new_blocks = self._grow(name, start + len(tokens))
+        step = SchedulerOutput([], [], {name: len(tokens)}, len(tokens), self._finished, [])
+        self._finished = []
+        if start == 0:
+            step.new_sequences = [NewSequenceData(name, tokens, len(tokens), PARAMS, 0, [], [], new_blocks, 0)]
+        else:
+            step.continuing = [ContinuingSequenceData(name, new_blocks, start, [], tokens)]
+        self._runner.batch.update(step)
+        inputs = self._runner.batch.inputs(step.num_scheduled_tokens)
+        last = np.array([len(tokens) - 1])
+        hidden, _, _ = self._runner.graphs.run(inputs, last, all_hidden=True)
+        assert hidden is not None
+        rows = [
+            np.array(self.backend.to_numpy(self.model.compute_logits(hidden[at : at + LOGIT_ROWS])))
+            for at in range(0, len(tokens), LOGIT_ROWS)
+        ]
+        return np.concatenate(rows)
+
+    def drop(self, name: str) -> None:
+        """Forget a sequence; its blocks serve others."""
+        for table in self._tables.pop(name):
+            self._free += table
+        del self._lengths[name]
+        self._finished.append(name)
+
+    def trace(self, tokens: list[int]) -> list[LayerTrace]:
+        """Return what each attention layer sees of a new sequence; nothing of layers that cache something else."""
+        self.backend.seen = []
+        self.feed("traced", tokens)
+        self.drop("traced")
+        seen, self.backend.seen = self.backend.seen, None
+        return seen
+
+    def close(self) -> None:
+        """Let go of what the runner holds."""
+        self._runner.close()
+
+    def _grow(self, name: str, length: int) -> list[list[int]]:
+        tables = self._tables.setdefault(name, [[] for _ in range(self._num_groups)])
+        self._lengths[name] = length
+        added: list[list[int]] = []
+        for table in tables:
+            count = -(-length // self._block_size) - len(table)
+            added.append([self._free.pop() for _ in range(count)])
+            table += added[-1]
+        return added
+
+
+class _Tracer:
+    """A backend that notes what attention layers are given while `seen` is a list; then nothing is recorded."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.seen: list[LayerTrace] | None = None
+        self._written: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """Record, unless values are to be seen as they come."""
+        recorded: Callable[[], Arrays] | None = None
+
+        def run() -> Arrays:
+            nonlocal recorded
+            if self.seen is not None:
+                return build()
+            recorded = recorded or self._backend.graph(build)
+            return recorded()
+
+        return run
+
+    def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
+        """Note keys and values."""
+        if self.seen is not None:
+            self._written = self._copy(k), self._copy(v)
+        self._backend.write_kv(k, v, cache, slot_mapping)
+
+    def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
+        """Note queries and the result."""
+        queries = self._copy(q) if self.seen is not None else None
+        output = self._backend.paged_attention(q, cache, metadata, params)
+        if queries is not None and self.seen is not None and self._written is not None:
+            keys, values = (x.reshape(len(x), params.num_kv_heads, -1) for x in self._written)
+            queries, out = (x.reshape(len(x), params.num_heads, -1) for x in (queries, self._copy(output)))
+            self.seen.append(LayerTrace(queries * params.scale, keys, values, out))
+        return output
+
+    def _copy(self, array: Array) -> np.ndarray:
+        return np.array(self._backend.to_numpy(array), np.float32)
