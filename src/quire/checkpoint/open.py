@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.modules import with_dense_layers
 from quire.checkpoint.safetensors import Checkpoint
 from quire.checkpoint.weights import TensorSource
 
@@ -16,4 +17,4 @@ def open_weights(info: ModelInfo, load_format: str = "auto") -> TensorSource:
     Raises:
         ModelError: no weights, or files that are not what they should be.
     """
-    return Checkpoint(info.path)
+    return with_dense_layers(info, Checkpoint(info.path))

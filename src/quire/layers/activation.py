@@ -34,6 +34,12 @@ def gate_kind(hidden_act: str) -> str:
     return hidden_act if hidden_act == "swiglu_oai" else activation_kind(hidden_act)
 
 
+def tanh(backend: Backend, x: Array) -> Array:
+    """Elementwise tanh of a new array x [R, N], in place; return it."""
+    backend.softcap(x, 1.0)
+    return x
+
+
 class Activation:
     """Elementwise activation."""
 

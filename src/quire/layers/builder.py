@@ -14,13 +14,15 @@ from quire.layers.parallel import ParallelContext
 class Builder:
     """Weights below a prefix, the backend that packs them, and this rank's place.
 
-    `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight".
+    `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight". A `headless` model
+    has hidden states for its output: its file may have no output head, and none is packed.
     """
 
     weights: WeightSource
     backend: Backend
     parallel: ParallelContext = field(default_factory=ParallelContext)
     prefix: str = ""
+    headless: bool = False
 
     def under(self, name: str) -> Builder:
         """Return a builder one level further down."""

@@ -55,11 +55,16 @@ class LMHead:
         tied_to: VocabParallelEmbedding | None,
         bias: bool = False,
     ) -> None:
+        self.table: VocabParallelEmbedding | None = None
+        self.bias: Array = None
+        if builder.headless:
+            return
         self.table = tied_to or VocabParallelEmbedding(builder, name, vocab_size, width)
         self.bias = builder.backend.vector(builder.get(f"{name}.bias", (vocab_size,))) if bias else None
 
     def __call__(self, hidden: Array) -> Array:
         """Hidden rows [R, width] -> logits [R, vocab_size]."""
+        assert self.table is not None, "a headless model has no logits"
         logits = self.table.logits(hidden)
         return logits if self.bias is None else logits + self.bias
 

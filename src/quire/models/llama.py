@@ -12,10 +12,11 @@ from typing import ClassVar, Literal
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
+from quire.layers.activation import Activation
 from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
-from quire.layers.linear import GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.moe import MoE, MoEOptions
 from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding, rotary_embeddings
@@ -29,9 +30,13 @@ class DecoderOptions:
     Attributes:
         moe: what the feed-forward layers are, where they are no dense ones.
         qk_norm: queries and keys have an RMS norm: each head by itself, or all heads together.
-        fused: the file holds one qkv_proj and one gate_up_proj, each a stack of the parts.
+        fused: the file holds one qkv_proj and one gate_up_proj, each a stack of the parts. fused_mlp: the latter only.
+        gated: without it the feed-forward layer is down(act(up(x))).
+        interleaved: neighbours are rotated, see `RotaryEmbedding`.
         unrotated_layers: those whose queries and keys are not rotated.
+        norm_offset: is added to the scales of all norms.
         attention_scale: multiplies q.k; None is head_dim**-0.5.
+        attention_softcap, logit_softcap: bend attention's and the output's logits, see `Backend.softcap`.
         residual_scale, embedding_scale, logit_scale: multiply each layer's two outputs, the embedding, the logits.
     """
 
@@ -41,8 +46,14 @@ class DecoderOptions:
     mlp_bias: bool = False
     qk_norm: Literal["head", "projection"] | None = None
     fused: bool = False
+    fused_mlp: bool = False
+    gated: bool = True
+    interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
+    norm_offset: float = 0.0
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -69,8 +80,8 @@ class DecoderAttention:
         self.q_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
         self.k_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
         if options.qk_norm == "head":
-            self.q_norm = HeadRMSNorm(builder, "q_norm", head_dim, eps)
-            self.k_norm = HeadRMSNorm(builder, "k_norm", head_dim, eps)
+            self.q_norm = HeadRMSNorm(builder, "q_norm", head_dim, eps, offset=options.norm_offset)
+            self.k_norm = HeadRMSNorm(builder, "k_norm", head_dim, eps, offset=options.norm_offset)
         elif options.qk_norm == "projection":
             self.q_norm = ProjectionRMSNorm(builder, "q_norm", heads, head_dim, eps, mine=self.qkv_proj.heads)
             self.k_norm = ProjectionRMSNorm(builder, "k_norm", kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
@@ -82,6 +93,7 @@ class DecoderAttention:
                 head_size=head_dim,
                 scale=head_dim**-0.5 if options.attention_scale is None else options.attention_scale,
                 sliding_window=info.layer_windows[layer],
+                softcap=options.attention_softcap,
             ),
             None if layer in options.unrotated_layers else rotary,
         )
@@ -100,19 +112,26 @@ class DecoderAttention:
 
 
 class DecoderMLP:
-    """Gated feed-forward layer: down(act(gate(x)) * up(x))."""
+    """Feed-forward layer: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
     def __init__(self, builder: Builder, info: ModelInfo, options: DecoderOptions) -> None:
         hidden, inner = info.hidden_size, info.intermediate_size
-        names = ("gate_up_proj",) if options.fused else ("gate_proj", "up_proj")
-        self.gate_up_proj = GatedColumnParallelLinear(
-            builder, names, hidden, inner, info.hidden_act, bias=options.mlp_bias
-        )
+        names = ("gate_up_proj",) if options.fused or options.fused_mlp else ("gate_proj", "up_proj")
+        self.input: GatedColumnParallelLinear | ColumnParallelLinear
+        self.act = None
+        if options.gated:
+            self.input = GatedColumnParallelLinear(
+                builder, names, hidden, inner, info.hidden_act, bias=options.mlp_bias
+            )
+        else:
+            self.input = ColumnParallelLinear(builder, ("up_proj",), hidden, (inner,), bias=options.mlp_bias)
+            self.act = Activation(builder.backend, info.hidden_act)
         self.down_proj = RowParallelLinear(builder, "down_proj", inner, hidden, bias=options.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         """[T, H] -> [T, H]."""
-        return self.down_proj(self.gate_up_proj(x))
+        inner = self.input(x)
+        return self.down_proj(inner if self.act is None else self.act(inner))
 
 
 def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: DecoderOptions) -> DecoderMLP | MoE:
@@ -128,9 +147,10 @@ class DecoderLayer:
     def __init__(
         self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding, options: DecoderOptions
     ) -> None:
-        self.input_layernorm = RMSNorm(builder, "input_layernorm", info.hidden_size, info.norm_eps)
+        size, eps, offset = info.hidden_size, info.norm_eps, options.norm_offset
+        self.input_layernorm = RMSNorm(builder, "input_layernorm", size, eps, offset=offset)
         self.self_attn = DecoderAttention(builder.under("self_attn"), info, layer, rotary, options)
-        self.post_attention_layernorm = RMSNorm(builder, "post_attention_layernorm", info.hidden_size, info.norm_eps)
+        self.post_attention_layernorm = RMSNorm(builder, "post_attention_layernorm", size, eps, offset=offset)
         self.mlp = feed_forward(builder, info, layer, options)
         self.scale = options.residual_scale
 
@@ -159,15 +179,18 @@ class LlamaForCausalLM:
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
         self.vocab_size = info.vocab_size
         options = self.options(info)
+        self.backend, self.logit_softcap = builder.backend, options.logit_softcap
         self.embedding_scale, self.logit_scale = options.embedding_scale, options.logit_scale
-        model = builder.under("model")
+        model = builder.under_if("model", "embed_tokens.weight")
         self.embed_tokens = VocabParallelEmbedding(model, "embed_tokens", info.vocab_size, info.hidden_size)
-        rotaries = rotary_embeddings(builder.backend, info.layer_ropes, info.head_dim, max_model_len)
+        rotaries = rotary_embeddings(
+            builder.backend, info.layer_ropes, info.head_dim, max_model_len, interleaved=options.interleaved
+        )
         self.layers = [
             self.layer_class(model.under(f"layers.{layer}"), info, layer, rotary, options)
             for layer, rotary in enumerate(rotaries)
         ]
-        self.norm = RMSNorm(model, "norm", info.hidden_size, info.norm_eps)
+        self.norm = RMSNorm(model, "norm", info.hidden_size, info.norm_eps, offset=options.norm_offset)
         tied_to = self.embed_tokens if info.tie_word_embeddings else None
         self.lm_head = LMHead(builder, "lm_head", info.vocab_size, info.hidden_size, tied_to=tied_to)
 
@@ -193,4 +216,7 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""
-        return scaled(self.lm_head(hidden), self.logit_scale)
+        logits = scaled(self.lm_head(hidden), self.logit_scale)
+        if self.logit_softcap is not None:
+            self.backend.softcap(logits, self.logit_softcap)
+        return logits

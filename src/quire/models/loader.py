@@ -16,7 +16,7 @@ from quire.kernels.backend import Backend, Expert
 from quire.layers.builder import Builder
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
-from quire.models.registry import model_class
+from quire.models.registry import model_builder
 from quire.step import DTYPE_BYTES
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -55,16 +55,16 @@ def load_model(
         raise ConfigError(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
-    build = model_class(info.architecture)
+    build = model_builder(info)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
         return build(info, Builder(DummyWeights(seed), backend, parallel), length)
 
     checkpoint = open_weights(info, load_format)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
-    build(info, Builder(survey, cast(Backend, counter), parallel), max_model_len=1)
+    surveyed = build(info, Builder(survey, cast(Backend, counter), parallel), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
-    survey.finish(build.ignorable + tied)
+    survey.finish(surveyed.ignorable + tied)
     _check_memory(info, backend, counter.num_bytes)
     weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
     return build(info, Builder(weights, backend, parallel), length)
@@ -73,7 +73,7 @@ def load_model(
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
     """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
     counter = _ByteCounter(dtype, quantization)
-    model_class(info.architecture)(info, Builder(WeightSurvey(open_weights(info)), cast(Backend, counter)), 1)
+    model_builder(info)(info, Builder(WeightSurvey(open_weights(info)), cast(Backend, counter)), 1)
     return counter.num_bytes
 
 

@@ -23,7 +23,7 @@ from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.shapes import INSTRUCTION_BYTES, SCRATCH_BYTES, Processor, ShapeBackend, ShapeCache, ShapeWeight
 from quire.layers.builder import Builder
 from quire.models.interface import Model
-from quire.models.registry import model_class
+from quire.models.registry import model_builder
 from quire.step import KVCacheSpec
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
@@ -90,9 +90,7 @@ class Footprint:
             checkpoint = Checkpoint(info.path)
         source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
         self._backend = _Counter(config, self._threads, source, checkpoint)
-        self._model: Model = model_class(info.architecture)(
-            info, Builder(source, cast(Backend, self._backend)), max_model_len=1
-        )
+        self._model: Model = model_builder(info)(info, Builder(source, cast(Backend, self._backend)), 1)
         self.spec: KVCacheSpec = self._model.kv_cache_spec()
         self.in_memory = self._backend.by_part
         self.loading = self._backend.loading

@@ -35,6 +35,8 @@ class Family:
             where whole heads are.
         windows: which layers have a sliding window.
         derive: computes keys from others, where one key does not say it all.
+        pools: what the output is where it is no text: "embed" for vectors, "classify" for scores.
+        causal: tokens see those before them only; config.json's "is_causal" may say otherwise.
     """
 
     model_type: str
@@ -45,3 +47,5 @@ class Family:
     windows: Windows = Windows.NEVER
     alibi: bool = False
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
+    pools: str | None = None
+    causal: bool = True

@@ -2,6 +2,103 @@
 
 from __future__ import annotations
 
-from quire.checkpoint.families.family import Family
+from dataclasses import replace
+from typing import Any
 
-POOLING: dict[str, Family] = {}
+from quire.checkpoint.families.dense import DENSE
+from quire.checkpoint.families.family import Family, Windows
+from quire.checkpoint.fields import Fields
+
+_BERT = {
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+}
+
+
+def _learned_positions(fields: Fields) -> dict[str, Any]:
+    """Refuse what later variants of BERT have in the place of a table of positions."""
+    if fields.text("position_embedding_type", "absolute") != "absolute":
+        raise fields.error("position_embedding_type", "absolute")
+    return {}
+
+
+def _roberta_positions(fields: Fields) -> dict[str, Any]:
+    """The rows up to the padding token's stand for no position."""
+    rows, first = fields.integer("max_position_embeddings", low=1), fields.integer("pad_token_id") + 1
+    if rows <= first:
+        raise fields.error("max_position_embeddings", f"more than pad_token_id + 1, {first}")
+    return {**_learned_positions(fields), "max_position_embeddings": rows - first}
+
+
+def _modernbert_layers(fields: Fields) -> dict[str, Any]:
+    """Types of layers, windows that reach as far to both sides, and rotations by type, from older keys."""
+    layers = fields.integer("num_hidden_layers", low=1, high=4096)
+    every = fields.integer("global_attn_every_n_layers", 3, low=1)
+    types = fields.values.get("layer_types") or [
+        "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
+    ]
+    ropes = fields.values.get("rope_parameters") or {
+        "full_attention": {"rope_type": "default", "rope_theta": fields.number("global_rope_theta", 160000.0)},
+        "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("local_rope_theta", 10000.0)},
+    }
+    window = fields.integer("local_attention", 128, low=2) // 2 + 1  # a token itself, and half to each side
+    return {"layer_types": types, "rope_parameters": ropes, "sliding_window": window, "use_sliding_window": True}
+
+
+_BERT_KEYS = {"norm_eps": "layer_norm_eps"}
+_BERT_FAMILY = Family("bert", _BERT, _BERT_KEYS, rotary=False, derive=_learned_positions, pools="embed", causal=False)
+_ROBERTA_FAMILY = replace(
+    _BERT_FAMILY, model_type="roberta", defaults={**_BERT, "pad_token_id": 1}, derive=_roberta_positions
+)
+_XLM_ROBERTA_FAMILY = replace(_ROBERTA_FAMILY, model_type="xlm-roberta")
+_MODERNBERT_FAMILY = Family(
+    "modernbert",
+    {
+        "norm_eps": 1e-5,
+        "hidden_activation": "gelu",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "classifier_bias": False,
+        "classifier_activation": "gelu",
+    },
+    {"norm_eps": "norm_eps", "hidden_act": "hidden_activation"},
+    windows=Windows.LISTED,
+    derive=_modernbert_layers,
+    pools="embed",
+    causal=False,
+)
+
+
+def _of_classes(family: Family) -> Family:
+    return replace(family, pools="classify")
+
+
+ENCODERS: dict[str, Family] = {
+    "BertModel": _BERT_FAMILY,
+    "BertForMaskedLM": _BERT_FAMILY,
+    "BertForSequenceClassification": _of_classes(_BERT_FAMILY),
+    "RobertaModel": _ROBERTA_FAMILY,
+    "RobertaForMaskedLM": _ROBERTA_FAMILY,
+    "RobertaForSequenceClassification": _of_classes(_ROBERTA_FAMILY),
+    "XLMRobertaModel": _XLM_ROBERTA_FAMILY,
+    "XLMRobertaForMaskedLM": _XLM_ROBERTA_FAMILY,
+    "XLMRobertaForSequenceClassification": _of_classes(_XLM_ROBERTA_FAMILY),
+    "ModernBertModel": _MODERNBERT_FAMILY,
+    "ModernBertForMaskedLM": _MODERNBERT_FAMILY,
+    "ModernBertForSequenceClassification": _of_classes(_MODERNBERT_FAMILY),
+}
+# Decoders without an output head of their own: the body's name, before "Model" and "ForSequenceClassification".
+DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+POOLING: dict[str, Family] = {
+    **ENCODERS,
+    **{f"{name}Model": replace(DENSE[f"{name}ForCausalLM"], pools="embed") for name in DECODERS},
+    **{f"{name}ForSequenceClassification": replace(DENSE[f"{name}ForCausalLM"], pools="classify") for name in DECODERS},
+}

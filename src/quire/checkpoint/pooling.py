@@ -1,0 +1,321 @@
+"""How a model folder says that its model makes vectors or scores: sentence-transformers' files, or the architecture.
+
+`modules.json` lists what follows the transformer (pooling, dense layers, normalisation), each with a folder of its own;
+`config_sentence_transformers.json` has prompts to be put before texts; `sentence_bert_config.json` the longest text.
+Nothing here computes: `worker.pooler` pools, `models.pooling` has the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
+from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
+from quire.errors import ConfigError, ModelError, echo
+
+MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
+MAX_MODULES_BYTES = 2**20
+# Kinds of pooling -> the old key of 1_Pooling/config.json, in the order in which several are joined.
+POOLING_KEYS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+ACTIVATIONS = ("identity", "tanh", "sigmoid", "softmax", "relu", "gelu", "silu")
+YES_NO = ("no", "yes")
+PROBLEM_ACTIVATIONS = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+@dataclass(slots=True)
+class _Modules:
+    """What modules.json says, one after the other."""
+
+    kinds: tuple[str, ...] | None = None
+    normalize: bool = False
+    dense: list[PoolingDense] = field(default_factory=list)
+    logit_score: LogitScore | None = None
+
+
+def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") -> ModelInfo:
+    """Return `info` with `pooling` set if the model is to make vectors or scores.
+
+    Args:
+        runner: "generate", "pooling", or "auto": pooling for architectures that do nothing else and for folders of
+            sentence-transformers. convert: what a model that generates is turned into: "embed", "classify", "none",
+            or "auto", which is what its folder says.
+
+    Raises:
+        ConfigError: the options contradict the model. ModelError: a file is malformed, or names what is not supported.
+    """
+    made_for = info.pools  # "embed", "classify", or None where the architecture generates text
+    if runner == "generate" and made_for is not None:
+        raise ConfigError(f"runner is 'generate', but {info.architecture} generates no text", param="runner")
+    if runner == "generate" and convert in ("embed", "classify"):
+        raise ConfigError(f"convert {convert} contradicts runner generate", param="convert")
+    modules = _read_modules(info)
+    if runner == "generate" or (made_for is None and runner == "auto" and convert in ("auto", "none") and not modules):
+        return info
+    if made_for is not None and convert in ("embed", "classify") and convert != made_for:
+        raise ConfigError(f"convert is {convert!r}, but {info.architecture} is made to {made_for}", param="convert")
+    if made_for is None and convert == "none":
+        raise ConfigError(
+            f"convert is 'none', but {info.architecture} generates text: runner pooling needs embed or classify",
+            param="convert",
+        )
+    scored = modules is not None and modules.logit_score is not None
+    task = made_for or (convert if convert != "auto" else "classify" if scored else "embed")
+    spec = _classifier(info, modules) if task == "classify" else _embedder(info, modules)
+    longest = _longest_text(info)
+    return dataclasses.replace(
+        info,
+        pooling=spec,
+        max_model_len=info.max_model_len if longest is None else min(longest, info.max_model_len),
+    )
+
+
+def _embedder(info: ModelInfo, modules: _Modules | None) -> PoolingSpec:
+    """Return what makes vectors: by the folder's files, without them as is usual for the architecture."""
+    prompts, default_prompt = _read_prompts(info.path)
+    if modules is None:
+        return PoolingSpec(task="embed", kinds=("lasttoken" if info.causal else "cls",), normalize=True)
+    kinds = modules.kinds or ("mean",)
+    dimensions = modules.dense[-1].out_features if modules.dense else len(kinds) * info.hidden_size
+    sizes = info.raw.get("matryoshka_dimensions")
+    known = isinstance(sizes, list) and all(isinstance(size, int) and 0 < size <= dimensions for size in sizes)
+    return PoolingSpec(
+        task="embed",
+        kinds=kinds,
+        normalize=modules.normalize,
+        dense=tuple(modules.dense),
+        prompts=prompts,
+        default_prompt=default_prompt,
+        matryoshka=tuple(sizes) if sizes and known else (),
+    )
+
+
+def _classifier(info: ModelInfo, modules: _Modules | None) -> PoolingSpec:
+    """Return what scores classes, or, of a model that generates, how likely it says yes."""
+    fields = info.fields
+    labels = _labels(fields)
+    kind = "lasttoken"
+    if info.pools == "classify" and not info.causal:
+        kind = fields.text("classifier_pooling", "cls")
+        if kind not in ("cls", "mean"):
+            raise fields.error("classifier_pooling", "cls or mean")
+    score = None if modules is None else modules.logit_score
+    words = fields.values.get("classifier_from_token")
+    if score is None and (words is not None or info.pools is None):
+        score = _logit_score(info, YES_NO if words is None else words)
+    if score is not None:
+        labels = labels[:1]
+    prompts, default_prompt = _read_prompts(info.path)
+    return PoolingSpec(
+        task="classify",
+        kinds=(kind,),
+        labels=labels,
+        activation=_score_activation(fields, len(labels)),
+        logit_score=score,
+        prompts=prompts,
+        default_prompt=default_prompt,
+    )
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """Return the names of the classes; as many as transformers would make."""
+    names = fields.inner("id2label")
+    if names is not None and names.values:
+        try:
+            return tuple(str(names.values[key]) for key in sorted(names.values, key=int))
+        except ValueError:
+            raise fields.error("id2label", "names by number") from None
+    count = fields.integer("num_labels", 2, low=1, high=2**16)
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
+def _score_activation(fields: Fields, num_labels: int) -> str:
+    """Return what makes scores of logits: sentence-transformers' word, the problem's kind, or what is usual."""
+    inner = fields.inner("sentence_transformers")
+    name = inner.text("activation_fn", None) if inner is not None else None
+    name = name or fields.text("sbert_ce_default_activation_function", None)
+    if name is not None:
+        return _activation(name, Fields({"activation_fn": name}, fields.path), "activation_fn")
+    problem = fields.text("problem_type", None)
+    if problem in PROBLEM_ACTIVATIONS:
+        return PROBLEM_ACTIVATIONS[str(problem)]
+    return "sigmoid" if num_labels == 1 else "softmax"
+
+
+def _activation(name: Any, fields: Fields, key: str) -> str:
+    """Return our name of a class of torch.nn."""
+    short = str(name or "Identity").rpartition(".")[2].lower()
+    if short not in ACTIVATIONS:
+        raise fields.error(key, f"one of torch.nn's {', '.join(ACTIVATIONS)}")
+    return short
+
+
+# ---- files ----
+
+
+def _read_modules(info: ModelInfo) -> _Modules | None:
+    """Read modules.json and the folders it names; None where there is no such file."""
+    path = info.path / MODULES_FILE
+    if not os.path.lexists(path):
+        return None
+    found = _Modules()
+    for number, entry in enumerate(_read_list(path)):
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+            raise ModelError(f"{path}: entry {number} is {echo(entry)} (expected an object with a type)")
+        kind = entry["type"].rpartition(".")[2]
+        if kind in ("Transformer", "Dropout"):
+            continue
+        if kind == "Normalize":
+            found.normalize = True
+            continue
+        folder = str(entry.get("path", ""))
+        if kind not in ("Pooling", "Dense", "LogitScore"):
+            raise ModelError(
+                f"{path}: module {echo(entry['type'])} is not supported "
+                "(supported: Transformer, Pooling, Dense, Normalize, Dropout, LogitScore)"
+            )
+        if not folder or os.sep in folder or folder.startswith("."):
+            raise ModelError(f"{path}: path {echo(folder)} of module {number} (expected a folder beside the file)")
+        where = info.path / folder / "config.json"
+        if not os.path.lexists(where):
+            raise ModelError(f"{where}: is missing (expected by {MODULES_FILE})")
+        fields = Fields(read_json_object(where), where)
+        if kind == "Pooling":
+            found.kinds = _pooling_kinds(fields, info)
+        elif kind == "Dense":
+            found.dense.append(_dense(fields, folder))
+        else:
+            found.logit_score = LogitScore(
+                fields.integer("true_token_id", high=info.vocab_size - 1),
+                fields.integer("false_token_id", None, high=info.vocab_size - 1),
+            )
+    return found
+
+
+def _read_list(path: Path) -> list[Any]:
+    if regular_file_size(path) > MAX_MODULES_BYTES:
+        raise ModelError(f"{path}: file too large (expected at most {MAX_MODULES_BYTES} bytes)")
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, list):
+        raise ModelError(f"{path}: {echo(value)} (expected a list of modules)")
+    return value
+
+
+def _pooling_kinds(fields: Fields, info: ModelInfo) -> tuple[str, ...]:
+    size_key = "embedding_dimension" if "embedding_dimension" in fields.values else "word_embedding_dimension"
+    if fields.integer(size_key, info.hidden_size) != info.hidden_size:
+        raise fields.error(size_key, f"the model's hidden_size, {info.hidden_size}")
+    mode = fields.values.get("pooling_mode")
+    if mode is not None:
+        modes = tuple(mode) if isinstance(mode, list) else (mode,)
+        if not modes or any(kind not in POOLING_KEYS for kind in modes):
+            raise fields.error("pooling_mode", f"one or more of {', '.join(POOLING_KEYS)}")
+        return modes
+    return tuple(kind for kind, key in POOLING_KEYS.items() if fields.flag(key, False)) or ("mean",)
+
+
+def _dense(fields: Fields, folder: str) -> PoolingDense:
+    if fields.flag("use_residual", False):
+        raise fields.error("use_residual", "false")
+    for key in ("module_input_name", "module_output_name"):
+        if fields.text(key, "sentence_embedding") != "sentence_embedding":
+            raise fields.error(key, "sentence_embedding")
+    return PoolingDense(
+        folder=folder,
+        in_features=fields.integer("in_features", low=1, high=2**20),
+        out_features=fields.integer("out_features", low=1, high=2**20),
+        bias=fields.flag("bias", True),
+        activation=_activation(
+            fields.values.get("activation_function", "torch.nn.Tanh"), fields, "activation_function"
+        ),
+    )
+
+
+def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str | None]:
+    """Return texts to put before a text, by name, and the name of the one that is used without asking."""
+    path = folder / PROMPTS_FILE
+    if not os.path.lexists(path):
+        return {}, None
+    fields = Fields(read_json_object(path), path)
+    inner = fields.inner("prompts")
+    prompts = {} if inner is None else {name: inner.text(name, "") for name in inner.values}
+    default = fields.text("default_prompt_name", None)
+    if default is not None and default not in prompts:
+        raise fields.error("default_prompt_name", f"a name among prompts: {', '.join(prompts) or 'there are none'}")
+    return prompts, default
+
+
+def _longest_text(info: ModelInfo) -> int | None:
+    for name in TRANSFORMER_FILES:
+        path = info.path / name
+        if os.path.lexists(path):
+            fields = Fields(read_json_object(path), path)
+            if fields.flag("do_lower_case", False):
+                raise fields.error("do_lower_case", "false: the tokenizer does what is to be done")
+            return fields.integer("max_seq_length", None, low=1)
+    return None
+
+
+def _logit_score(info: ModelInfo, words: Any) -> LogitScore:
+    """Return the ids of the words whose logits are compared: [no, yes], or one word."""
+    fields = info.fields
+    named = isinstance(words, list | tuple) and 1 <= len(words) <= 2 and all(isinstance(word, str) for word in words)
+    if not named:
+        raise fields.error("classifier_from_token", "one or two texts of tokens: no, yes")
+    ids = [_token_id(info.path, word) for word in words]
+    for word, index in zip(words, ids, strict=True):
+        if index is None or index >= info.vocab_size:
+            raise ModelError(
+                f"{info.path}: {echo(word)} is no token of this model; classifier_from_token in --hf-overrides names "
+                "the tokens for no and yes"
+            )
+    found = [index for index in ids if index is not None]
+    return LogitScore(found[-1], found[0] if len(found) == 2 else None)
+
+
+def _token_id(folder: Path, text: str) -> int | None:
+    """Look a token up in the tokenizer's files."""
+    path = folder / "tokenizer.json"
+    if os.path.lexists(path):
+        content = read_json_object(path)
+        added = content.get("added_tokens") or []
+        model = content.get("model")
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        for item in added if isinstance(added, list) else []:
+            if isinstance(item, dict) and item.get("content") == text and isinstance(item.get("id"), int):
+                return int(item["id"])
+    else:
+        path = folder / "vocab.json"
+        vocab = read_json_object(path) if os.path.lexists(path) else None
+    if isinstance(vocab, list):  # of unigram models: pairs of a text and its log-probability
+        places = [index for index, item in enumerate(vocab) if isinstance(item, list) and item and item[0] == text]
+        return places[0] if places else None
+    index = vocab.get(text) if isinstance(vocab, dict) else None
+    return index if isinstance(index, int) and math.isfinite(index) else None

@@ -1,0 +1,74 @@
+"""`PoolingSpec`: what turns a model's hidden states into a vector or scores. `checkpoint.pooling` finds it in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingDense:
+    """A layer after pooling: activation(linear(x)), with weights in a folder of its own, `linear.weight` and so on."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScore:
+    """The score is the logit of one token, less that of another if there is one."""
+
+    true_token_id: int
+    false_token_id: int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens whose logits are needed."""
+        return [self.true_token_id] if self.false_token_id is None else [self.true_token_id, self.false_token_id]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSpec:
+    """How a model makes vectors or scores.
+
+    Attributes:
+        task: "embed" or "classify".
+        kinds: how the hidden states of a text's tokens become one vector: "cls" (the first), "lasttoken", "mean",
+            "max", "mean_sqrt_len_tokens" (sum over the root of their number) or "weightedmean" (by position, from 1);
+            the results of several are joined.
+        normalize: vectors are made unit length. dense: layers before that.
+        labels: names of the classes. activation: what makes scores of logits.
+        logit_score: the only score is one of the output head's logits, or a difference of two.
+        prompts: texts put before a text, by name; default_prompt: the name of the one used unless another is asked for.
+        matryoshka: numbers that vectors may be cut to; empty: any.
+    """
+
+    task: str
+    kinds: tuple[str, ...]
+    normalize: bool = False
+    dense: tuple[PoolingDense, ...] = ()
+    labels: tuple[str, ...] = ()
+    activation: str = "identity"
+    logit_score: LogitScore | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    matryoshka: tuple[int, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        if self.task == "embed":
+            return ("embed",) if self.dense else ("embed", "token_embed")
+        return ("classify", "score") if len(self.labels) == 1 else ("classify",)
+
+    @property
+    def sums_tokens(self) -> bool:
+        """Whether every token of a text counts."""
+        return not set(self.kinds) <= {"cls", "lasttoken"}
+
+    def dimensions(self, hidden_size: int) -> int:
+        """Return how many numbers a vector has."""
+        return self.dense[-1].out_features if self.dense else len(self.kinds) * hidden_size
