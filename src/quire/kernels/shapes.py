@@ -373,6 +373,35 @@ class ShapeBackend:
         self._emit()
         return out
 
+    # Layers with states
+
+    def causal_conv(
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        state: np.ndarray,
+        metadata: AttentionMetadata,
+        activation: str | None = None,
+    ) -> np.ndarray:
+        """See `Backend.causal_conv`."""
+        self._emit()
+        return self.empty(x.shape)
+
+    def gated_delta(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        decay: np.ndarray,
+        beta: np.ndarray,
+        state: np.ndarray,
+        metadata: AttentionMetadata,
+    ) -> np.ndarray:
+        """See `Backend.gated_delta`."""
+        self._emit()
+        return self.empty(v.shape)
+
     # Attention
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: ShapeCache, slot_mapping: np.ndarray) -> None:

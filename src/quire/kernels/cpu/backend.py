@@ -6,7 +6,7 @@ tokens is never recorded and may look at values here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import llvmlite.binding as llvm
 import numba
@@ -14,11 +14,13 @@ import numpy as np
 
 from quire.checkpoint.tensor import Tensor
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams, TopLogprobs
 from quire.kernels.cpu import activations, choose, linear, linear_int, norms, rotary, rows
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
+from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
+from quire.kernels.cpu.gated_delta import gated_delta
 from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv
 from quire.kernels.cpu.levels import current_level
@@ -26,6 +28,8 @@ from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
+from quire.kernels.cpu.short_conv import causal_conv
+from quire.kernels.cpu.routing import route
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
@@ -37,8 +41,11 @@ ACTIVATIONS = {
     "gelu": activations.GELU,
     "gelu_tanh": activations.GELU_TANH,
     "quick_gelu": activations.QUICK_GELU,
+    "sigmoid": activations.SIGMOID,
+    "softplus": activations.SOFTPLUS,
     "relu2": activations.RELU2,
 }
+GATES = {**ACTIVATIONS, "swiglu_oai": activations.SWIGLU_OAI}
 INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
 Weight = CPULinear | linear_int.IntLinear
@@ -51,11 +58,11 @@ def _array(values: np.ndarray, dtype: type) -> np.ndarray:
     return np.require(values, dtype, ["C", "A", "W"])
 
 
-def _activation(kind: str) -> int:
-    """Return the kernels' number of an activation."""
-    if kind not in ACTIVATIONS:
-        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
-    return ACTIVATIONS[kind]
+def _activation(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
+    """Return the kernels' number of an activation, or with GATES of what gate and up become together."""
+    if kind not in known:
+        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(known)}", param="hidden_act")
+    return known[kind]
 
 
 def _settle_simd_level(level: str | None) -> str:
@@ -195,6 +202,10 @@ class CPUBackend:
             return linear_int.pack_int4(parts, biases, self._launcher, group=INT4_GROUP, gated=gated)
         return linear_int.pack_int8(parts, biases, self._launcher, gated=gated)
 
+    def pack_experts(self, experts: Iterable[Expert]) -> CPUExperts:
+        """See `Backend.pack_experts`."""
+        return pack_experts(experts, self.pack_linear)
+
     # Model ops
 
     def embedding(self, ids: np.ndarray, weight: Weight) -> np.ndarray:
@@ -210,8 +221,21 @@ class CPUBackend:
     def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
         """See `Backend.gated_linear`."""
         if weight.gated:
-            return self._product(x, weight, _activation(kind))
-        return activations.activation(self._launcher, self._product(x, weight, None), _activation(kind), gated=True)
+            return self._product(x, weight, _activation(kind, GATES))
+        halves = self._product(x, weight, None)
+        return activations.activation(self._launcher, halves, _activation(kind, GATES), gated=True)
+
+    def route(self, logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray, np.ndarray]:
+        """See `Backend.route`."""
+        return route(self._launcher, logits, params)
+
+    def experts(
+        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str
+    ) -> np.ndarray:
+        """See `Backend.experts`."""
+        rounded = self.quantization != "int8-weight-only"
+        gate = _activation(kind, GATES)
+        return experts(self._launcher, x, ids, weights, packed, gate, self._int_level, rounded)
 
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
         if x.shape[1] != weight.inputs:
@@ -256,6 +280,39 @@ class CPUBackend:
     def softcap(self, x: np.ndarray, cap: float) -> None:
         """See `Backend.softcap`."""
         activations.softcap(self._launcher, x, cap)
+
+    # Layers with states
+
+    def causal_conv(
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        state: np.ndarray,
+        metadata: AttentionMetadata,
+        activation: str | None = None,
+    ) -> np.ndarray:
+        """See `Backend.causal_conv`."""
+        kind = None if activation is None else _activation(activation)
+        return causal_conv(self._launcher, x, weight, bias, state, metadata, kind)
+
+    def gated_delta(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        decay: np.ndarray,
+        beta: np.ndarray,
+        state: np.ndarray,
+        metadata: AttentionMetadata,
+    ) -> np.ndarray:
+        """See `Backend.gated_delta`."""
+        return gated_delta(self._launcher, q, k, v, decay, beta, state, metadata)
+
+    def copy_states(self, state: np.ndarray, pairs: np.ndarray) -> None:
+        """See `Backend.copy_states`."""
+        for source, destination in pairs.tolist():
+            state[destination] = state[source]
 
     # KV cache and attention
 

@@ -26,6 +26,7 @@ from quire.kernels.backend import (
     TopLogprobs,
 )
 from quire.kernels.memory import available_memory
+from quire.kernels.reference import states
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight
@@ -42,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
 }
 
 
@@ -248,6 +250,39 @@ class ReferenceBackend:
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         """See `Backend.softcap`."""
         x.copy_(cap * torch.tanh(x / cap))
+
+    # Layers with states
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: AttentionMetadata,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        """See `Backend.causal_conv`."""
+        out = states.causal_conv(x, weight, bias, state, metadata, self._compute)
+        return out if activation is None else self.activation(out, activation)
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """See `Backend.gated_delta`."""
+        return states.gated_delta(q, k, v, decay, beta, state, metadata, self._compute)
+
+    def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
+        """See `Backend.copy_states`."""
+        for source, destination in pairs.tolist():
+            state[destination] = state[source]
 
     # KV cache and attention
 

@@ -1,0 +1,152 @@
+"""The gated delta rule, token by token; columns of a head's matrix are independent of each other.
+
+So an item takes some columns of one head through all tokens of a sequence, and they stay in the first-level cache. A
+token reads them twice: what the key finds there, then the update and what the query finds. The first pass reads them as
+they were before the decay, which is a factor of the sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.pointers import floats, ints, longs
+from quire.kernels.cpu.short_conv import lanes, put_lanes
+from quire.kernels.cpu.simd import exp, load, mul, multiply_add, splat, store, sub
+from quire.kernels.cpu.threads import Launcher
+
+COLUMNS = 64  # that make one work item
+COST = 4  # multiply-adds of a token for each element of the matrix
+
+
+@part
+def advance(state, at, step, rows, q, k, decay, v, beta, count):
+    """Take up to 16 columns at state[at + row * step] through a token, and return what its query finds."""
+    found = splat(np.float32(0))
+    for row in range(rows):
+        found = multiply_add(lanes(state, at + row * step, count), splat(k[row]), found)
+    delta = mul(sub(v, mul(decay, found)), beta)
+    result = splat(np.float32(0))
+    for row in range(rows):
+        place = at + row * step
+        kept = multiply_add(splat(k[row]), delta, mul(lanes(state, place, count), decay))
+        put_lanes(state, place, kept, count)
+        result = multiply_add(kept, splat(q[row]), result)
+    return result
+
+
+@part
+def advance_four(state, at, step, rows, q, k, decay, v, v_at, beta, out, out_at):
+    """`advance` for 64 columns, sixteen by sixteen: sums that do not wait for each other. Writes to out[out_at]."""
+    a = b = c = d = splat(np.float32(0))
+    for row in range(rows):
+        place, factor = at + row * step, splat(k[row])
+        a = multiply_add(load(state, place), factor, a)
+        b = multiply_add(load(state, place + 16), factor, b)
+        c = multiply_add(load(state, place + 32), factor, c)
+        d = multiply_add(load(state, place + 48), factor, d)
+    a = mul(sub(load(v, v_at), mul(decay, a)), beta)
+    b = mul(sub(load(v, v_at + 16), mul(decay, b)), beta)
+    c = mul(sub(load(v, v_at + 32), mul(decay, c)), beta)
+    d = mul(sub(load(v, v_at + 48), mul(decay, d)), beta)
+    e = f = g = h = splat(np.float32(0))
+    for row in range(rows):
+        place, key, query = at + row * step, splat(k[row]), splat(q[row])
+        kept = multiply_add(key, a, mul(load(state, place), decay))
+        store(state, place, kept)
+        e = multiply_add(kept, query, e)
+        kept = multiply_add(key, b, mul(load(state, place + 16), decay))
+        store(state, place + 16, kept)
+        f = multiply_add(kept, query, f)
+        kept = multiply_add(key, c, mul(load(state, place + 32), decay))
+        store(state, place + 32, kept)
+        g = multiply_add(kept, query, g)
+        kept = multiply_add(key, d, mul(load(state, place + 48), decay))
+        store(state, place + 48, kept)
+        h = multiply_add(kept, query, h)
+    store(out, out_at, e)
+    store(out, out_at + 16, f)
+    store(out, out_at + 32, g)
+    store(out, out_at + 48, h)
+
+
+@part
+def clear(state, at, step, rows, columns):
+    """Set `columns` neighbours of each row to 0."""
+    for row in range(rows):
+        for column in range(columns):
+            state[at + row * step + column] = np.float32(0)
+
+
+@op
+def delta_rule(args, first, last, scratch):
+    """Items are pieces of columns of a sequence's heads. q, k, v, decay, beta: address and elements between rows of
+    each; state, out; value heads, heads of a key, rows and columns of a matrix, pieces; starts of the sequences, their
+    lengths, their rows in the state."""
+    v, decay, beta = floats(args[4]), floats(args[6]), floats(args[8])
+    state, out, heads, shared = floats(args[10]), floats(args[11]), args[12], args[13]
+    depth, width, pieces = args[14], args[15], args[16]
+    starts, lengths, rows = ints(args[17]), ints(args[18]), longs(args[19])
+    for item in range(first, last):
+        sequence, head, begin = item // (heads * pieces), item // pieces % heads, item % pieces * COLUMNS
+        columns = min(COLUMNS, width - begin)
+        start, stop = np.int64(starts[sequence]), np.int64(starts[sequence + 1])
+        at = (rows[sequence] * heads + head) * depth * width + begin
+        if np.int64(lengths[sequence]) == stop - start:
+            clear(state, at, width, depth, columns)
+        for token in range(start, stop):
+            query = floats(args[0] + 4 * (token * args[1] + head // shared * depth))
+            key = floats(args[2] + 4 * (token * args[3] + head // shared * depth))
+            factor = exp(splat(decay[token * args[7] + head]))
+            rate = splat(beta[token * args[9] + head])
+            v_at, out_at = token * args[5] + head * width + begin, (token * heads + head) * width + begin
+            if columns == COLUMNS:
+                advance_four(state, at, width, depth, query, key, factor, v, v_at, rate, out, out_at)
+            else:
+                for i in range(0, columns, 16):
+                    count = min(16, columns - i)
+                    values = lanes(v, v_at + i, count)
+                    result = advance(state, at + i, width, depth, query, key, factor, values, rate, count)
+                    put_lanes(out, out_at + i, result, count)
+
+
+def gated_delta(
+    launcher: Launcher,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    decay: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    metadata: AttentionMetadata,
+) -> np.ndarray:
+    """See `Backend.gated_delta`."""
+    tokens, (_, heads, depth, width) = q.shape[0], state.shape
+    key_heads = k.shape[1] // depth
+    if q.shape != k.shape or key_heads * depth != k.shape[1] or v.shape[1] != heads * width or heads % key_heads:
+        raise ValueError(f"gated_delta: q is {q.shape}, k {k.shape}, v {v.shape}, state {state.shape}")
+    out = launcher.empty((tokens, heads * width))
+    pieces = -(-width // COLUMNS)
+    operands: list[np.ndarray | int] = []
+    for array in (q, k, v, decay, beta):
+        operands += as_rows(array)
+    launcher.emit(
+        delta_rule,
+        *operands,
+        state,
+        out,
+        heads,
+        heads // key_heads,
+        depth,
+        width,
+        pieces,
+        metadata.cu_query_lens,
+        metadata.seq_lens,
+        metadata.state_rows,
+        items=len(metadata.seq_lens) * heads * pieces,
+        work=COST * tokens * heads * depth * width,
+        grain=max(1, heads * pieces // (4 * launcher.num_threads)),
+    )
+    return out
