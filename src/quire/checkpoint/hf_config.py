@@ -63,6 +63,7 @@ class ModelInfo:
         dtype: of the weights: "float32", "bfloat16" or "float16".
         bos_token_id, pad_token_id: or None. eos_token_ids: every id that ends a text; may be empty.
         sampling_defaults: SamplingParams fields that generation_config.json recommends.
+        keeps_states: some layers keep a state for each sequence that cannot go back (`step.LayerStateSpec`).
         raw: config.json with overrides merged and the architecture's defaults filled in.
         causal: whether tokens see those before them only. pools: as in `Family`.
         pooling: how vectors or scores are made; None: the model generates text. `checkpoint.pooling.with_runner`
@@ -94,6 +95,7 @@ class ModelInfo:
     sampling_defaults: Mapping[str, int | float]
     raw: Mapping[str, Any] = field(repr=False)
     layer_ropes: tuple[RopeParameters, ...] = ()
+    keeps_states: bool = False
     causal: bool = True
     pools: str | None = None
     pooling: PoolingSpec | None = None
@@ -149,6 +151,7 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         hidden_act=fields.text(_key(family, "hidden_act")),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layer_windows=windows,
+        keeps_states=family.keeps_states,
         dtype=_dtype(fields),
         bos_token_id=_single_id("bos_token_id", generation, fields, vocab_size),
         pad_token_id=_single_id("pad_token_id", generation, fields, vocab_size),

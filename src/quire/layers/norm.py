@@ -10,11 +10,14 @@ from quire.layers.builder import Builder
 
 
 class RMSNorm:
-    """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019)."""
+    """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019), `offset` more than what the file holds."""
 
-    def __init__(self, builder: Builder, name: str, size: int, eps: float) -> None:
+    def __init__(self, builder: Builder, name: str, size: int, eps: float, *, offset: float = 0.0) -> None:
         self.backend, self.eps = builder.backend, eps
-        self.weight = self.backend.vector(builder.get(f"{name}.weight", (size,)))
+        scales = builder.get(f"{name}.weight", (size,))
+        if offset:
+            scales = HostTensor(scales.to_float32() + np.float32(offset), "float32")
+        self.weight = self.backend.vector(scales)
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis, [T, size]."""

@@ -34,6 +34,7 @@ class Family:
         rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
             where whole heads are.
         windows: which layers have a sliding window.
+        keeps_states: some layers keep a state of fixed size for each sequence in place of keys and values.
         derive: computes keys from others, where one key does not say it all.
         pools: what the output is where it is no text: "embed" for vectors, "classify" for scores.
         causal: tokens see those before them only; config.json's "is_causal" may say otherwise.
@@ -46,6 +47,7 @@ class Family:
     rotary_part: str | None = None
     windows: Windows = Windows.NEVER
     alibi: bool = False
+    keeps_states: bool = False
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
     pools: str | None = None
     causal: bool = True
