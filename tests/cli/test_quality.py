@@ -99,6 +99,7 @@ def test_a_text_too_short_to_predict_anything_is_refused(quire, seen, tmp_path: 
     assert (result.code, "no two tokens" in result.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_demo_model_loses_little_by_eight_bits_and_more_by_four(quire, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     words = ("--device", "reference", "--num-threads", "1", "--num-passages", "12", "--output-json", str(path))

@@ -129,7 +129,14 @@ def check_all_roads(
     return happened
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "int8-weight-only"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("float32", "bfloat16, int8 cache") else (pytest.mark.slow,))
+        for name in FORMATS
+        if name != "int8-weight-only"
+    ],
+)
 def test_no_road_changes_a_bit(both_threads: None, folder: Path, tmp_path: Path, name: str) -> None:
     happened = check_all_roads(folder, make_asks(1), tmp_path, "cpu", FORMATS[name], 36)
     assert all(happened.values()), happened
@@ -143,7 +150,8 @@ def test_no_road_changes_a_bit_of_many(both_threads: None, folder: Path, tmp_pat
     assert any(happened.values())
 
 
-@pytest.mark.parametrize("name", ["float32", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float32", "int4"])
 def test_no_road_changes_a_bit_of_the_reference_if_it_is_asked(tmp_path: Path, name: str) -> None:
     """A GPT-2 with 203 inner features: without the option, torch's vectorized `tanh` betrays where a row stands."""
     folder = write_checkpoint(tmp_path / "gpt2", "gpt2", n_inner=203)

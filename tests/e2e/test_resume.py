@@ -40,7 +40,7 @@ def asks(seed: int) -> list[Ask]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [{}, {"scheduler": "prefill-first", "max_num_batched_tokens": 256}, {"num_gpu_blocks_override": 60}],

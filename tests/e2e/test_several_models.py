@@ -108,6 +108,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_memory_of_models_that_sleep_or_are_unloaded_is_free(folders: dict[str, Path], tmp_path: Path) -> None:
     """Engines in processes of their own: small when asleep, gone when unloaded, and back again."""
     models = model_file(tmp_path / "models.yaml", folders)

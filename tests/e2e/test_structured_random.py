@@ -307,6 +307,7 @@ def test_pressure_on_memory_changes_nothing() -> None:
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None) > 0
 
 
+@pytest.mark.slow
 def test_closing_ends_what_forms_have_started() -> None:
     def open_and_close() -> tuple[int, int, int]:
         with LLM(model=MODEL, num_gpu_blocks_override=64) as llm:

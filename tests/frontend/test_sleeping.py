@@ -55,6 +55,7 @@ def test_outputs_after_waking_are_those_before(level: int) -> None:
         core_of(llm).call("check_integrity")
 
 
+@pytest.mark.slow
 def test_memory_goes_back_to_the_system() -> None:
     """The KV cache's, every block of which was written, at both levels; at level 2 the weights' as well."""
     with LLM(kv_cache_memory_bytes=96 * MIB, swap_space=0) as llm:

@@ -99,6 +99,7 @@ def test_numbas_own_choice_of_a_cpu_is_respected(monkeypatch: pytest.MonkeyPatch
         levels.settle("generic")
 
 
+@pytest.mark.slow
 @ON_X86
 def test_a_forced_level_compiles_for_less_and_keeps_its_own_cache(tmp_path: Path) -> None:
     own = levels.available_levels()

@@ -99,6 +99,7 @@ def test_examples_run(example: str) -> None:
     assert EXAMPLES[example] in run(str(ROOT / "examples" / f"{example}.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["lang_self_consistency", "lang_json_agent"])
 def test_examples_run_on_a_server(server: Server, example: str) -> None:
     assert EXAMPLES[example] in run(str(ROOT / "examples" / f"{example}.py"), "--base-url", server.url + "/v1")

@@ -95,6 +95,7 @@ def test_the_linter_has_nothing_to_say():
     run_tool("ruff", "check", "--no-cache", ".")
 
 
+@pytest.mark.slow  # .ci/run does the same
 def test_the_types_are_sound():
     run_tool("mypy")
 

@@ -212,7 +212,9 @@ class RandomLoad:
         assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.cache_salt)
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=() if group < 2 else (pytest.mark.slow,)) for group in range(GROUPS)]
+)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
     num_preemptions = num_hits = num_swapped = num_copies = num_from_host = num_from_disk = num_infeasible = 0
