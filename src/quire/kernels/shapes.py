@@ -9,7 +9,7 @@ are repeated here, and compared by the test as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams
 from quire.kernels.cpu.arrays import ALIGNMENT, SLAB_BYTES, Recorded, as_rows
+from quire.kernels.lora import LoRARows
 
 LANES = 16
 COLUMNS = 32  # rows of weights are padded to a multiple
@@ -153,6 +154,15 @@ class ShapeWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeExperts:
+    """Packed experts' sizes: gate and up together, and down, of so many experts."""
+
+    number: int
+    first: ShapeWeight
+    last: ShapeWeight
+
+
+@dataclass(frozen=True, slots=True)
 class ShapeCache:
     """One layer's cache: only its block size matters."""
 
@@ -220,6 +230,11 @@ class ShapeBackend:
             self.num_bytes += _aligned(weight.padded * depth * bits // 8) + scales
         self.num_bytes += 4 * weight.padded if biases else 0
         return weight
+
+    def pack_experts(self, experts: Iterable[Expert]) -> ShapeExperts:
+        """Count the experts of a layer."""
+        pairs = [(self.pack_linear(*expert.first, gated=True), self.pack_linear(*expert.last)) for expert in experts]
+        return ShapeExperts(len(pairs), *pairs[0])
 
     # Recording
 
@@ -321,6 +336,76 @@ class ShapeBackend:
         starts = self.empty((padded * (weight.depth // weight.group),), np.int32)
         scales = self.empty((padded,))
         del packed, starts, scales
+        return out
+
+    def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """See `Backend.gated_activation`."""
+        return self._activation(x, gated=True)
+
+    # LoRA adapters: a layer's slots are the columns between its factors
+
+    def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> tuple[int, int]:
+        """See `Backend.new_lora_slots`."""
+        self.num_bytes += 3 * num_slots * len(sizes) * 5 * 8  # tables of addresses
+        return len(sizes) * -(-max_rank // LANES) * LANES, widest
+
+    def lora(self, y: np.ndarray, x: np.ndarray, slots: tuple[int, int], rows: LoRARows) -> None:
+        """See `Backend.lora`; in place."""
+        if x.shape[0]:
+            self._emit(2 + (slots[1] > 0))
+            self.empty((x.shape[0], slots[0]))
+
+    def lora_embedding(self, y: np.ndarray, ids: np.ndarray, slots: tuple[int, int], rows: LoRARows) -> None:
+        """See `Backend.lora_embedding`; in place."""
+        if len(ids):
+            self._emit(3)
+            self.empty((len(ids), slots[0]))
+
+    def limit_columns(self, x: np.ndarray, limits: np.ndarray) -> None:
+        """See `Backend.limit_columns`; in place."""
+        self._emit()
+
+    def route(self, logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray, np.ndarray]:
+        """See `Backend.route`."""
+        self._emit()
+        shape = logits.shape[0], params.top_k
+        return self.empty(shape, np.int64), self.empty(shape)
+
+    def experts(
+        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: ShapeExperts, kind: str
+    ) -> np.ndarray:
+        """See `Backend.experts`, and `experts` and `Products` in `cpu/experts.py`."""
+        if ids.size == 0:
+            return self.empty((0, packed.last.outputs))
+        capacity = ids.size + min(ids.size, 3 * packed.number)
+        sorting = [self.empty((size,), np.int64) for size in (8 * (min(ids.size, packed.number) + 1), 6, ids.size)]
+        spread = self.empty((capacity, x.shape[1]))
+        inner = self._grouped_product(capacity, packed.first)
+        if not packed.first.gated:
+            inner = self.empty((capacity, packed.first.outputs // 2))
+            self._emit()
+        del spread
+        results = self._grouped_product(capacity, packed.last)
+        del inner
+        out = self.empty((ids.shape[0], packed.last.outputs))
+        self._emit(3)
+        del sorting, results
+        return out
+
+    def _grouped_product(self, capacity: int, weight: ShapeWeight) -> np.ndarray:
+        width, rounded = weight.padded // 2 if weight.gated else weight.padded, weight.bits > 0
+        if rounded and self.quantization == "int8-weight-only":
+            made = [self.empty((capacity * weight.depth,))]
+        elif rounded:
+            made = [self.empty((capacity * weight.depth // 4,), np.uint32)]
+            made += [self.empty((capacity * (weight.depth // weight.group),), np.int32), self.empty((capacity,))]
+        elif self._paired:
+            made = [self.empty((capacity * ((weight.inputs + 1) // 2),), np.uint32)]
+        else:
+            made = [self.empty((capacity * weight.inputs,))]
+        out = self.empty((capacity, width))
+        self._emit(2)
+        del made
         return out
 
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:

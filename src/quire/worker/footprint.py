@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,14 +19,23 @@ from quire.checkpoint.safetensors import HELD_BYTES, Checkpoint
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import WeightSource, WeightSurvey
 from quire.config import EngineConfig
-from quire.kernels.backend import Backend, LayerCache
-from quire.kernels.shapes import INSTRUCTION_BYTES, SCRATCH_BYTES, Processor, ShapeBackend, ShapeCache, ShapeWeight
+from quire.kernels.backend import Backend, Expert, LayerCache
+from quire.kernels.shapes import (
+    INSTRUCTION_BYTES,
+    SCRATCH_BYTES,
+    Processor,
+    ShapeBackend,
+    ShapeCache,
+    ShapeExperts,
+    ShapeWeight,
+)
 from quire.layers.builder import Builder
 from quire.models.interface import Model
 from quire.models.registry import model_builder
 from quire.step import KVCacheSpec
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.states import SequenceStates
 
 PARTS = ("embeddings", "attention", "mlp", "norms", "head", "other")
 _PATTERNS = {
@@ -34,7 +43,7 @@ _PATTERNS = {
     "norms": re.compile(r"norm|(^|\.)ln_"),
     "embeddings": re.compile(r"embed|(^|\.)(wte|wpe)\."),
     "attention": re.compile(r"attn|attention"),
-    "mlp": re.compile(r"mlp|ffn|fc\d|feed_forward"),
+    "mlp": re.compile(r"mlp|moe|ffn|fc\d|feed_forward"),
 }
 DRAWING_SHARES = 2  # of the vocabulary's keys, for each thread, while tokens are drawn
 KEY_BYTES = 8
@@ -58,6 +67,7 @@ class StepBytes:
         activations: the arena of recorded steps: hidden states, logits, and all between.
         inputs: tokens, block tables and options of the sequences.
         sampling: keys of the tokens that are drawn among. programs: recorded instructions. threads: their own memory.
+        states: of all sequences that may run, in layers that keep one.
     """
 
     activations: int
@@ -65,11 +75,12 @@ class StepBytes:
     sampling: int
     programs: int
     threads: int
+    states: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.inputs + self.sampling + self.programs + self.threads
+        return self.activations + self.inputs + self.sampling + self.programs + self.threads + self.states
 
 
 class Footprint:
@@ -117,6 +128,8 @@ class Footprint:
         backend.start()
         tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
         caches = self._caches(block_size)
+        states = SequenceStates(self.spec, cast(Backend, backend), limits.max_num_seqs)
+        state_bytes = backend.input_bytes
         graphs = StepGraphs(
             cast(Any, self._model),
             cast(Backend, backend),
@@ -124,16 +137,18 @@ class Footprint:
             max_tokens=tokens,
             max_num_seqs=limits.max_num_seqs,
             max_blocks=-(-length // block_size),
+            states=states.arrays,
         )
         groups = 1 + max((cache.group for cache in caches), default=0)
         for count in dict.fromkeys((tokens, rows)):
             graphs.run(_inputs(count, rows, groups), np.broadcast_to(np.int64(0), rows))
         return StepBytes(
             activations=backend.arena.touched,
-            inputs=backend.input_bytes + self._batch_bytes(config, groups),
+            inputs=backend.input_bytes - state_bytes + self._batch_bytes(config, groups),
             sampling=min(rows, DRAWING_SHARES * self._threads) * self._model.vocab_size * KEY_BYTES,
             programs=MAX_GRAPHS * backend.num_instructions * INSTRUCTION_BYTES,
             threads=self._threads * SCRATCH_BYTES,
+            states=state_bytes,
         )
 
     def _caches(self, block_size: int) -> list[LayerCache]:
@@ -202,6 +217,7 @@ class _Counter(ShapeBackend):
         self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.loading = 0
         self._read = 0
+        self._shared: list[tuple[str, int]] = []
 
     def start(self) -> None:
         """Forget earlier recordings."""
@@ -222,8 +238,20 @@ class _Counter(ShapeBackend):
         self._note(before)
         return made
 
+    def pack_experts(self, experts: Iterable[Expert]) -> ShapeExperts:
+        """Count them for their part; a tensor that several matrices are in is there until the last of them."""
+
+        def each() -> Iterator[Expert]:
+            for expert in experts:
+                self._shared = self._source.recent or self._shared
+                yield expert
+
+        made = super().pack_experts(each())
+        self._shared = []
+        return made
+
     def _note(self, before: int) -> None:
-        recent, self._source.recent = self._source.recent, []
+        recent, self._source.recent = self._source.recent or self._shared, []
         part = part_of(recent[-1][0]) if recent else "norms"  # vectors of ones belong to norms
         self.by_part[part] += self.num_bytes - before
         if self._checkpoint is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.cpu.activations import activate
+from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import CPULinear
 from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, padded_rows, rounded, tile_height, woven
@@ -27,7 +27,6 @@ from quire.kernels.cpu.simd import (
     dot_many,
     dot_one,
     load,
-    mul,
     store,
     tile_four,
     tile_many,
@@ -52,7 +51,8 @@ def fill_bias(bias, column, out, at, stride, rows):
 def finish_gated(tile, out, at, stride, rows, kind):
     """Write activation(gate) * up of a tile [rows][32] to out."""
     for r in range(rows):
-        store(out, at + r * stride, mul(activate(load(tile, r * COLUMNS), kind), load(tile, r * COLUMNS + 16)))
+        left, right = load(tile, r * COLUMNS), load(tile, r * COLUMNS + 16)
+        store(out, at + r * stride, gated(left, right, kind))
 
 
 @part

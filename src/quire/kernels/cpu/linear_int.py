@@ -16,7 +16,7 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
-from quire.kernels.cpu.activations import activate
+from quire.kernels.cpu.activations import activate, gated
 from quire.kernels.cpu.arrays import Slabs, as_rows
 from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, next_panel, padded_rows, tile_height
 from quire.kernels.cpu.jit import Op, op, part
@@ -45,7 +45,7 @@ LEVELS = ("avx512_vnni", "generic")
 
 
 @part
-def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind, gated):
+def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind, halves):
     """Scale `count` rows of 32 sums, in place, and write them; `x_scales` and `bias` are addresses, 0 for none."""
     for r in range(count):
         factor = get(floats(x_scales), row + r) if x_scales != 0 else np.float32(1)
@@ -54,13 +54,13 @@ def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, ki
             if bias != 0:
                 value = add(value, load(floats(bias), column + half))
             store(sums, r * COLUMNS + half, value)
-    if kind >= 0:
-        for place in range(0, count * COLUMNS, COLUMNS if gated else 16):
+    if kind >= 0 and not halves:
+        for place in range(0, count * COLUMNS, 16):
             store(sums, place, activate(load(sums, place), kind))
     for r in range(count):
         left, right = load(sums, r * COLUMNS), load(sums, r * COLUMNS + 16)
-        if gated:
-            store(out, (row + r) * stride + column // 2, mul(left, right))
+        if halves:
+            store(out, (row + r) * stride + column // 2, gated(left, right, kind))
         else:
             store(out, (row + r) * stride + column, left)
             store(out, (row + r) * stride + column + 16, right)

@@ -54,7 +54,7 @@ def aligned_zeros(size: int, alignment: int = CACHE_LINE) -> np.ndarray:
 class Program:
     """Instructions that can be run again; `keep` holds the arrays they read beside those of the arena."""
 
-    def __init__(self, rows: np.ndarray, keep: list[np.ndarray], runner: Callable[[np.ndarray], None]) -> None:
+    def __init__(self, rows: np.ndarray, keep: list[Any], runner: Callable[[np.ndarray], None]) -> None:
         self.rows, self._keep, self._runner = rows, keep, runner
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class Launcher:
         self._masks = _core_masks(self.num_threads)
         self._lock = threading.Lock()
         self._started = False
-        self._recording: tuple[list[list[int]], list[np.ndarray]] | None = None
+        self._recording: tuple[list[list[int]], list[Any]] | None = None
 
     @property
     def recording(self) -> bool:
@@ -98,6 +98,7 @@ class Launcher:
         grain: int | None = None,
         fetch: np.ndarray | None = None,
         fetch_bytes: int = 0,
+        holds: object = None,
     ) -> None:
         """Run or note one instruction.
 
@@ -109,12 +110,13 @@ class Launcher:
                 then `alone_below` says below how many items one thread does all.
             grain: items taken at a time.
             fetch, fetch_bytes: memory that item i reads from byte i * fetch_bytes on, worth fetching ahead.
+            holds: what owns memory that the op finds by addresses in its arguments; kept as long as they are.
         """
         if alone_below is None:
             alone_below = items + 1 if work < SMALL_WORK else 0
         if grain is None:
             grain = max(1, items // (self.num_threads * PIECES))
-        keep: list[np.ndarray] = []
+        keep: list[Any] = [] if holds is None else [holds]
         row = [0] * team.ROW
         row[team.OP], row[team.ITEMS], row[team.GRAIN], row[team.ALONE_BELOW] = op.address, items, grain, alone_below
         if items_at is not None:
@@ -131,7 +133,7 @@ class Launcher:
             self._recording[1].extend(keep)
 
     @staticmethod
-    def _word(arg: Argument, keep: list[np.ndarray]) -> int:
+    def _word(arg: Argument, keep: list[Any]) -> int:
         if isinstance(arg, np.ndarray):
             if not isinstance(arg, Recorded):
                 keep.append(arg)
@@ -156,7 +158,7 @@ class Launcher:
         """
         assert self._recording is None, "recordings do not nest"
         rows: list[list[int]] = []
-        keep: list[np.ndarray] = []
+        keep: list[Any] = []
         self._recording = (rows, keep)
         made: list[Program] = []
         self.arena.restart()
