@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
+from quire.kernels.lora import LoRAChange, LoRARows
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
@@ -266,6 +267,35 @@ class Backend(Protocol):
         are rounded as `linear` would. A row's result does not depend on other rows, and only experts that some row
         has chosen are read.
         """
+
+    def gated_activation(self, x: Array, kind: str) -> Array:
+        """act(gate) * up -> [T, I] of what `linear` made: x [T, 2 * I], gate in the first half; see `gated_linear`."""
+
+    # LoRA adapters; see kernels/lora.py
+
+    def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> Any:
+        """Return empty slots for the adapters of one layer, whose N outputs are parts of these sizes.
+
+        Each part has factors of its own, of at most `max_rank`. `widest`: most rows of a `LoRAChange.whole`.
+        """
+
+    def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> Any:
+        """Take what an adapter does to one part, for `lora`, or with `lookup` for `lora_embedding`."""
+
+    def set_lora(self, slots: Any, slot: int, parts: Sequence[Any]) -> None:
+        """Put one of `pack_lora`, or None, for each part into a slot; recordings that use it see it."""
+
+    def lora(self, y: Array, x: Array, slots: Any, rows: LoRARows) -> None:
+        """In place: y[t] += B A x[t] for rows with an adapter, part by part; or y[t] = W x[t] where it has a whole W.
+
+        x [T, K], y [T, N] is what `linear` made of x. Row by row independent of what else is in the step.
+        """
+
+    def lora_embedding(self, y: Array, ids: Array, slots: Any, rows: LoRARows) -> None:
+        """In place: y[t] += B A[:, ids[t]] for rows with an adapter, or y[t] = W[ids[t]]; y [T, K], ids [T]."""
+
+    def limit_columns(self, x: Array, limits: Array) -> None:
+        """In place: x[r, limits[r] :] = -inf; x [R, N], limits int64 [R]."""
 
     def take_rows(self, x: Array, ids: Array) -> Array:
         """Return x[ids]: rows ids int64 [R] of x [T, N]."""

@@ -16,6 +16,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams, TopLogprobs
 from quire.kernels.cpu import activations, choose, linear, linear_int, norms, rotary, rows
+from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
 from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
@@ -28,11 +29,12 @@ from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
-from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.routing import route
+from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
 
 ACTIVATIONS = {
@@ -229,9 +231,7 @@ class CPUBackend:
         """See `Backend.route`."""
         return route(self._launcher, logits, params)
 
-    def experts(
-        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str
-    ) -> np.ndarray:
+    def experts(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str) -> np.ndarray:
         """See `Backend.experts`."""
         rounded = self.quantization != "int8-weight-only"
         gate = _activation(kind, GATES)
@@ -244,6 +244,38 @@ class CPUBackend:
             rounded = self.quantization != "int8-weight-only"
             return linear_int.linear(self._launcher, x, weight, gate, self._int_level, round_inputs=rounded)
         return linear.linear(self._launcher, x, weight, gate)
+
+    def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        """See `Backend.gated_activation`."""
+        return activations.activation(self._launcher, x, _activation(kind, GATES), gated=True)
+
+    # LoRA adapters
+
+    def new_lora_slots(
+        self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0
+    ) -> adapters.CPULoRASlots:
+        """See `Backend.new_lora_slots`."""
+        return adapters.new_slots(num_slots, max_rank, sizes, widest, self.dtype)
+
+    def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.PackedLoRA:
+        """See `Backend.pack_lora`."""
+        return adapters.pack(change, self.dtype, lookup=lookup)
+
+    def set_lora(self, slots: adapters.CPULoRASlots, slot: int, parts: Sequence[adapters.PackedLoRA | None]) -> None:
+        """See `Backend.set_lora`."""
+        adapters.set_slot(slots, slot, parts)
+
+    def lora(self, y: np.ndarray, x: np.ndarray, slots: adapters.CPULoRASlots, rows: LoRARows) -> None:
+        """See `Backend.lora`."""
+        adapters.lora(self._launcher, y, x, slots, rows)
+
+    def lora_embedding(self, y: np.ndarray, ids: np.ndarray, slots: adapters.CPULoRASlots, rows: LoRARows) -> None:
+        """See `Backend.lora_embedding`."""
+        adapters.lora_embedding(self._launcher, y, ids, slots, rows)
+
+    def limit_columns(self, x: np.ndarray, limits: np.ndarray) -> None:
+        """See `Backend.limit_columns`."""
+        adapters.limit_columns(self._launcher, x, limits)
 
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """See `Backend.take_rows`."""

@@ -25,7 +25,9 @@ from quire.kernels.backend import (
     Tensor,
     TopLogprobs,
 )
+from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
+from quire.kernels.reference import lora as adapters
 from quire.kernels.reference import states
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
@@ -180,7 +182,11 @@ class ReferenceBackend:
 
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
         """See `Backend.gated_linear`."""
-        gate, up = self.linear(x, weight).chunk(2, dim=-1)
+        return self.gated_activation(self.linear(x, weight), kind)
+
+    def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """See `Backend.gated_activation`."""
+        gate, up = x.chunk(2, dim=-1)
         return swiglu_oai(gate, up) if kind == "swiglu_oai" else self.activation(gate, kind) * up
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +202,40 @@ class ReferenceBackend:
             return self.linear(self.gated_linear(rows, expert.gate_up, kind), expert.down)
 
         return mix_experts(x, ids, weights, packed, compute)
+
+    # LoRA adapters
+
+    def new_lora_slots(
+        self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0
+    ) -> adapters.ReferenceLoRASlots:
+        """See `Backend.new_lora_slots`."""
+        return adapters.ReferenceLoRASlots(num_slots, sizes)
+
+    def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.ReferenceLoRA:
+        """See `Backend.pack_lora`."""
+        dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        given = [None if m is None else self.from_numpy(m).to(dtype) for m in (change.a, change.b, change.whole)]
+        return adapters.ReferenceLoRA(*given)
+
+    def set_lora(
+        self, slots: adapters.ReferenceLoRASlots, slot: int, parts: Sequence[adapters.ReferenceLoRA | None]
+    ) -> None:
+        """See `Backend.set_lora`."""
+        slots.parts[slot] = list(parts)
+
+    def lora(self, y: torch.Tensor, x: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows) -> None:
+        """See `Backend.lora`."""
+        adapters.lora(y, x, slots, rows, self._compute)
+
+    def lora_embedding(
+        self, y: torch.Tensor, ids: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows
+    ) -> None:
+        """See `Backend.lora_embedding`."""
+        adapters.lora_embedding(y, ids, slots, rows, self._compute)
+
+    def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
+        """See `Backend.limit_columns`."""
+        adapters.limit_columns(x, limits)
 
     def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See `Backend.take_rows`."""
