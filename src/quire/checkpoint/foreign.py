@@ -42,12 +42,13 @@ def is_installed() -> bool:
 
 
 def knows(config: Mapping[str, Any]) -> bool:
-    """Whether transformers is installed and has a class for this model_type."""
+    """Whether transformers is installed and one of `architectures` is its causal language model of this model_type."""
     if not is_installed():
         return False
-    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return config.get("model_type") in transformers.CONFIG_MAPPING
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    return found is not None and found in (config.get("architectures") or ())
 
 
 def foreign_config(folder: Path, config: Mapping[str, Any]) -> Any:

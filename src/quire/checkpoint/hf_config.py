@@ -19,6 +19,7 @@ from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.files import read_json_object
 from quire.checkpoint.pooling_spec import PoolingSpec
+from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization
 from quire.checkpoint.rope import RopeParameters, parse_rope
 from quire.errors import ModelError, echo
 
@@ -101,6 +102,11 @@ class ModelInfo:
     pooling: PoolingSpec | None = None
 
     @property
+    def stored_format(self) -> StoredFormat | None:
+        """How the weights are quantized in the files; None where they are not."""
+        return parse_quantization(self.raw, self.path / CONFIG_FILE)
+
+    @property
     def fields(self) -> Fields:
         """Typed access to config.json, for what only one family has."""
         return Fields(self.raw, self.path / CONFIG_FILE)
@@ -126,6 +132,8 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         return _foreign_info(folder, config)
     architecture, family = _architecture(config, path)
     _refuse_unsupported(config, path)
+    if family.within is not None:
+        config = _text_part(config, family.within, path)
     fields = Fields({**family.defaults, **config}, path)
     if family.derive is not None:
         fields = Fields({**fields.values, **family.derive(fields)}, path)
@@ -206,6 +214,14 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _text_part(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Lay what the file says of its text model on what it says of the whole."""
+    text = Fields(config, path).inner(key)
+    logger.warning("%s: images are not supported yet; of this model the text part is loaded", path)
+    of_all = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {**config, **(text.values if text else {}), **{name: config[name] for name in of_all if name in config}}
+
+
 def _key(family: Family, name: str) -> str:
     return family.keys.get(name, "rms_norm_eps" if name == "norm_eps" else name)
 
@@ -228,18 +244,14 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
             return name, FAMILIES[name]
     code = "; its own code (auto_map) is not run" if config.get("auto_map") else ""
     shown = ", ".join(echo(name) for name in names[:4])
+    if not code and not foreign.is_installed():
+        code = f"; transformers may have it: {foreign.EXTRA}"
     raise ModelError(f"{path}: architecture {shown} is not supported{code} (supported: {', '.join(FAMILIES)})")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse quantized weights; say that pointers to code are ignored."""
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"{path}: quantization method {echo(method)} is not supported "
-            f"(supported: none; expected {', '.join(DTYPES)} weights)"
-        )
+    """Refuse quantized weights in a form that is not supported; say that pointers to code are ignored."""
+    parse_quantization(config, path)
     if config.get("auto_map"):
         logger.warning("%s: auto_map names code in the model folder; it is ignored and never run", path)
 
