@@ -6,6 +6,7 @@ runs on shapes (`kernels/shapes.py`), so that what is said here and what happens
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +16,10 @@ from typing import Any, cast
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.safetensors import HELD_BYTES, Checkpoint
+from quire.checkpoint.open import open_weights
+from quire.checkpoint.safetensors import HELD_BYTES
 from quire.checkpoint.tensor import HostTensor, Tensor
-from quire.checkpoint.weights import WeightSource, WeightSurvey
+from quire.checkpoint.weights import TensorSource, WeightSource, WeightSurvey
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, Expert, LayerCache
 from quire.kernels.shapes import (
@@ -98,7 +100,7 @@ class Footprint:
         self._threads = config.device.num_threads or _num_cores()
         checkpoint = None
         if config.model.load_format != "dummy" and has_weights(info):
-            checkpoint = Checkpoint(info.path)
+            checkpoint = open_weights(info)
         source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
         self._backend = _Counter(config, self._threads, source, checkpoint)
         self._model: Model = model_builder(info)(info, Builder(source, cast(Backend, self._backend)), 1)
@@ -198,14 +200,14 @@ class _Noted:
         """Return the source's tensor."""
         tensor = self._source.read(name, shape)
         self.names.append(name)
-        self.recent.append((name, tensor.array.size))
+        self.recent.append((name, math.prod(shape)))
         return tensor
 
 
 class _Counter(ShapeBackend):
     """Counts weights by part, and what is in memory while each is read."""
 
-    def __init__(self, config: EngineConfig, num_threads: int, source: _Noted, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int, source: _Noted, checkpoint: TensorSource | None) -> None:
         super().__init__(
             config.model.dtype,
             config.cache.kv_cache_dtype,
@@ -264,12 +266,12 @@ class _Counter(ShapeBackend):
         self.loading = max(self.loading, self.num_bytes + held)
 
 
-def _entry_bytes(checkpoint: Checkpoint, name: str) -> int:
+def _entry_bytes(checkpoint: TensorSource, name: str) -> int:
     entry = checkpoint.entry(name)
     return entry.end - entry.begin
 
 
-def _disk_bytes(checkpoint: Checkpoint, names: list[str]) -> Mapping[str, int]:
+def _disk_bytes(checkpoint: TensorSource, names: list[str]) -> Mapping[str, int]:
     found = dict.fromkeys((*PARTS, "unused"), 0)
     asked = set(names)
     for name in checkpoint.names:

@@ -1,0 +1,263 @@
+"""compressed-tensors, the format of llm-compressor: integers or 8-bit floats, by groups, rows, blocks or whole weights.
+
+`pack-quantized`: `weight_packed` int32 [N, ceil(K * bits / 32)], neighbouring inputs from the lowest bits on, with half
+the range added; `weight_zero_point` packed likewise, but along N. `int-quantized`, `float-quantized` and
+`naive-quantized`: `weight` in int8 or an 8-bit float, `weight_zero_point` int8. `weight_scale` [N, G], [N, 1] or [1];
+`weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.checkpoint.fields import Fields
+from quire.checkpoint.quantization.fp8 import float_recipe
+from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
+from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout
+from quire.checkpoint.tensor import QuantizedTensor
+from quire.errors import echo
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+STRATEGIES = ("tensor", "channel", "group", "block")
+INT_BITS = (4, 8)
+PACKED = ("weight_packed", "weight_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How the weights of one group of modules are stored: integers or floats, and what shares a scale."""
+
+    kind: str
+    bits: int
+    symmetric: bool
+    group: int | None
+    block: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """The settings of a compressed-tensors checkpoint: schemes by target, a module's name or class or `re:` pattern."""
+
+    targets: Mapping[str, WeightScheme]
+    name: str = "compressed-tensors"
+
+    def recipes(self, parts: Parts) -> dict[str, Recipe]:
+        """Return how each weight is made."""
+        found = {}
+        stored = ("I8", "F8_E4M3", "F8_E5M2")
+        modules = parts.modules(*PACKED)
+        modules += [module for module in parts.modules("weight") if parts.dtype(f"{module}.weight") in stored]
+        for module in dict.fromkeys(modules):
+            scheme = self._of(module)
+            if f"{module}.weight_packed" in parts:
+                recipe = _packed(module, scheme, parts)
+            elif scheme.kind == "float":
+                recipe = float_recipe(module, parts, scheme.block, scheme.group)
+            else:
+                recipe = _plain(module, scheme, parts)
+            if recipe is not None:
+                found[f"{module}.weight"] = recipe
+        return found
+
+    def _of(self, module: str) -> WeightScheme:
+        """Return the scheme of a module: by its name, then by a pattern, then by its class, which is some Linear."""
+        if module in self.targets:
+            return self.targets[module]
+        for target, scheme in self.targets.items():
+            if target.startswith("re:") and re.match(target[3:], module):
+                return scheme
+        by_class = [scheme for target, scheme in self.targets.items() if not _is_name(target)]
+        return (by_class or list(self.targets.values()))[0]
+
+
+def _is_name(target: str) -> bool:
+    return target.startswith("re:") or "." in target
+
+
+def parse_compressed(fields: Fields) -> CompressedTensors:
+    """Read a compressed-tensors config. Raises ModelError for settings that are not supported."""
+    sparsity = fields.inner("sparsity_config")
+    if sparsity is not None and sparsity.text("format", "dense") != "dense":
+        raise sparsity.error("format", "dense, as sparse weights are not supported")
+    if fields.values.get("transform_config"):
+        raise fields.error("transform_config", "nothing, as rotations of activations are not supported")
+    groups = fields.inner("config_groups")
+    if groups is None or not groups.values:
+        raise fields.error("config_groups", "an object of schemes")
+    targets: dict[str, WeightScheme] = {}
+    for key in groups.values:
+        group = groups.inner(key)
+        if group is None:
+            raise groups.error(key, "an object")
+        if group.values.get("output_activations"):
+            raise group.error("output_activations", "null, as rounding of outputs is not supported")
+        weights = group.inner("weights")
+        if weights is None:
+            continue  # only activations are rounded
+        _check_format(group if group.values.get("format") else fields)
+        scheme = _scheme(weights)
+        targets.update(dict.fromkeys(_targets(group), scheme))
+    if not targets:
+        raise fields.error("config_groups", "a group with weights")
+    return CompressedTensors(targets)
+
+
+def _check_format(fields: Fields) -> None:
+    stored = fields.text("format", "pack-quantized")
+    if stored not in (*FORMATS, "mixed-precision"):
+        raise fields.error("format", f"one of {', '.join(FORMATS)}")
+
+
+def _targets(group: Fields) -> list[str]:
+    targets = group.values.get("targets", ["Linear"])
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise group.error("targets", "a list of names")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error:
+            raise group.error("targets", f"regular expressions after re:, unlike {echo(target)}") from None
+    return targets
+
+
+def _scheme(weights: Fields) -> WeightScheme:
+    kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
+    if kind not in ("int", "float"):
+        raise weights.error("type", "int or float")
+    if bits not in (INT_BITS if kind == "int" else (8,)):
+        raise weights.error("num_bits", "4 or 8 for int, 8 for float, the only ones supported")
+    group = weights.integer("group_size", None, low=-1)
+    strategy = weights.text("strategy", "group" if group is not None and group > 0 else "channel")
+    if strategy not in STRATEGIES or (strategy == "block" and kind == "int"):
+        raise weights.error("strategy", f"one of {', '.join(STRATEGIES)}, block for float only")
+    block = None
+    if strategy == "group" and (group is None or group < 1):
+        raise weights.error("group_size", "a size, for strategy group")
+    if strategy == "block":
+        sizes = weights.values.get("block_structure")
+        if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise weights.error("block_structure", "two sizes")
+        block = sizes[0], sizes[1]
+    symmetric = weights.flag("symmetric", True)
+    if kind == "float" and not symmetric:
+        raise weights.error("symmetric", "true, for float")
+    return WeightScheme(kind, bits, symmetric, group if strategy == "group" else None, block)
+
+
+def _packed(module: str, scheme: WeightScheme, parts: Parts) -> Recipe | None:
+    packed, scale = (f"{module}.{part}" for part in PACKED)
+    stored = parts.matrix(packed, ("I32",), packed)
+    assert stored is not None
+    if scheme.kind != "int":
+        raise parts.error(packed, "holds integers (expected weights of type float, as config_groups says)")
+    outputs, in_word = stored[0], 32 // scheme.bits
+    inputs = stored[1] * in_word
+    names: tuple[str, ...] = (packed, scale)
+    shape_name = f"{module}.weight_shape"
+    if shape_name in parts:
+        parts.check(shape_name, [(2,)], ("I64", "I32"), packed)
+        sizes = parts.read(shape_name).array.tolist()
+        if sizes[0] != outputs or -(-sizes[1] // in_word) != stored[1]:
+            raise parts.error(shape_name, f"is {sizes} (expected one that fits weight_packed, {list(stored)})")
+        inputs, names = sizes[1], (*names, shape_name)
+    return _integers(module, scheme, parts, names, (outputs, inputs))
+
+
+def _plain(module: str, scheme: WeightScheme, parts: Parts) -> Recipe | None:
+    weight, scale = f"{module}.weight", f"{module}.weight_scale"
+    beside = weight if weight in parts else scale
+    stored = parts.matrix(weight, ("I8",), beside)
+    return None if stored is None else _integers(module, scheme, parts, (weight, scale), stored)
+
+
+def _integers(
+    module: str, scheme: WeightScheme, parts: Parts, names: tuple[str, ...], shape: tuple[int, int]
+) -> Recipe | None:
+    (outputs, inputs), in_word = shape, 32 // scheme.bits
+    packed = names[0].endswith("_packed")
+    group = scheme.group or inputs
+    groups = -(-inputs // group)
+    shapes: list[tuple[int, ...]] = [(outputs, groups)]
+    if groups == 1:
+        shapes += [(outputs,), (1,), (), (1, 1)]
+    good = parts.check(names[1], shapes, SCALES, names[0])
+    if not scheme.symmetric:
+        names = (*names, f"{module}.weight_zero_point")
+        zero_shapes = [(-(-outputs // in_word), groups)] if packed else shapes
+        good &= parts.check(names[-1], zero_shapes, ("I32",) if packed else ("I8",), names[0])
+    if not good:
+        return None
+    group_of, order = None, f"{module}.weight_g_idx"
+    if order in parts:
+        parts.check(order, [(inputs,)], ("I32", "I64"), names[0])
+        found = parts.read(order).array.astype(np.int64)
+        if found.size and found.min() >= 0:  # -1 everywhere: no order
+            if found.max() >= groups:
+                raise parts.error(order, f"names group {found.max()} of {groups}")
+            group_of = None if np.array_equal(found, np.arange(inputs) // group) else found
+        names = (*names, order)
+    return _recipe(scheme, names, shape, group, group_of)
+
+
+def _recipe(
+    scheme: WeightScheme, names: tuple[str, ...], shape: tuple[int, int], group: int, group_of: np.ndarray | None
+) -> Recipe:
+    outputs, inputs = shape
+    packed, bits = names[0].endswith("_packed"), scheme.bits
+    asymmetric, ordered = not scheme.symmetric, group_of is not None
+    # Four bits that lie in bytes are held in bytes: their signs are stored otherwise.
+    layout = integer_layout(bits if packed else 8, group, inputs, zeros=asymmetric, ordered=ordered)
+    if group_of is not None and (inputs % group or not np.all(np.bincount(group_of) == group)):
+        layout = None
+    unsigned = packed and bits == 4
+
+    def make(read: Reader) -> QuantizedTensor:
+        stored, by_row = read(names[0]).array, read(names[1]).to_float32()
+        by_row = np.broadcast_to(
+            by_row.reshape(1, 1) if by_row.size == 1 else by_row.reshape(outputs, -1), (outputs, -(-inputs // group))
+        )
+
+        def unpack(rows: slice, across: slice) -> np.ndarray:
+            if not packed:
+                return stored[rows, across]
+            values = _unpacked(stored[rows].view(np.uint32), bits, across)
+            return values if unsigned else (values ^ np.uint8(128)).view(np.int8)
+
+        def zeros(rows: slice) -> np.ndarray:
+            points = read_zeros
+            if not packed:
+                return points[rows].astype(np.float32)
+            across = slice(rows.start, rows.stop)
+            values = _unpacked(points.T.view(np.uint32), bits, across).T.astype(np.float32)
+            return values - np.float32(0 if unsigned else 128)
+
+        if asymmetric:
+            points = read(names[-1 if not ordered else -2]).array
+            read_zeros = np.ascontiguousarray(points.T).T if packed else np.broadcast_to(points, by_row.shape)
+        return IntegerTensor(
+            unpack,
+            lambda rows: by_row[rows],
+            group,
+            layout,
+            range(outputs),
+            range(inputs),
+            inputs,
+            zeros=zeros if asymmetric else None,
+            group_of=group_of,
+            middle=8 if unsigned else 0,
+        )
+
+    return Recipe(shape, layout, names, make)
+
+
+def _unpacked(words: np.ndarray, bits: int, across: slice) -> np.ndarray:
+    """Return some columns of uint32 [M, W], each 32 / bits unsigned numbers, as uint8."""
+    in_word = 32 // bits
+    first = across.start // in_word
+    some = words[:, first : -(-across.stop // in_word)]
+    spread = (some[:, :, None] >> np.arange(0, 32, bits, dtype=np.uint32)).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return spread.reshape(len(some), -1)[:, across.start - in_word * first : across.stop - in_word * first]

@@ -1,0 +1,221 @@
+"""Quantized weights as tensors: integers with scales, and codes of small floats with scales, cut without being read.
+
+Both know a function that unpacks some rows and columns of what the file holds, so that this file knows no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.checkpoint.small_floats import E4M3, E5M2
+from quire.checkpoint.tensor import Codes, HostTensor, Integers, Layout, QuantizedTensor, Tensor, fits_groups
+
+CHUNK_ROWS_BYTES = 1 << 22  # codes looked at in one go
+
+Unpack = Callable[[slice, slice], np.ndarray]
+"""Rows and columns -> uint8 or int8 [n, k]."""
+ByGroup = Callable[[slice], np.ndarray]
+"""Rows -> float32 [n, groups of a whole row]."""
+
+
+@dataclass(frozen=True)
+class _Cut(QuantizedTensor):
+    """Some rows and columns of a stored matrix.
+
+    Attributes:
+        unpack: the stored numbers. scales: those of the groups. group: columns that share one.
+        width: columns of the whole. held: what the whole can be held as.
+        span: rows of the matrix that this is; columns: likewise.
+    """
+
+    unpack: Unpack
+    scales: ByGroup
+    group: int
+    held: Layout | None
+    span: range
+    across: range
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K]."""
+        return len(self.span), len(self.across)
+
+    @property
+    def layout(self) -> Layout | None:
+        """See `QuantizedTensor.layout`."""
+        return self.held
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """See `QuantizedTensor.rows`."""
+        return replace(self, span=self.span[start:stop])
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """See `QuantizedTensor.columns`."""
+        if (start, stop) == (0, self.shape[1]):
+            return self
+        cut = replace(self, across=self.across[start:stop])
+        if self.held is not None and fits_groups(self.held, start, stop):
+            return cut
+        return HostTensor(cut.to_float32(), "float32")
+
+    def _stored(self) -> np.ndarray:
+        return self.unpack(slice(self.span.start, self.span.stop), slice(self.across.start, self.across.stop))
+
+    def _groups(self, of: ByGroup) -> np.ndarray:
+        """Return the values of the groups that these columns touch."""
+        values = of(slice(self.span.start, self.span.stop))
+        return values[:, self.across.start // self.group : -(-self.across.stop // self.group)]
+
+    def _spread(self, by_group: np.ndarray) -> np.ndarray:
+        """Return a value for each column."""
+        if self.group >= self.width:
+            return by_group
+        skipped = self.across.start % self.group
+        return np.repeat(by_group, self.group, axis=1)[:, skipped : skipped + len(self.across)]
+
+
+@dataclass(frozen=True)
+class IntegerTensor(_Cut):
+    """weight[n, k] = (stored[n, k] - zero[n, group of k]) * scale[n, group of k], in float32.
+
+    Attributes:
+        zeros: of the groups, None for `middle`. group_of: int64 [width], the group of each column, where it is not
+            k // group.
+        middle: what stands for 0 where there are no zeros: 8 of unsigned nibbles, 0 of signed bytes.
+    """
+
+    zeros: ByGroup | None = None
+    group_of: np.ndarray | None = None
+    middle: int = 0
+
+    def to_float32(self) -> np.ndarray:
+        """See `QuantizedTensor.to_float32`."""
+        values = self._stored().astype(np.float32)
+        if self.group_of is not None:
+            rows, groups = slice(self.span.start, self.span.stop), self.group_of[self.across.start : self.across.stop]
+            scales = self.scales(rows)[:, groups]
+            zeros = None if self.zeros is None else self.zeros(rows)[:, groups]
+        else:
+            scales = self._spread(self._groups(self.scales))
+            zeros = None if self.zeros is None else self._spread(self._groups(self.zeros))
+        values -= np.float32(self.middle) if zeros is None else zeros
+        values *= scales
+        return values
+
+    def integers(self) -> Integers | None:
+        """See `QuantizedTensor.integers`."""
+        if self.held is None:
+            return None
+        values, order = self._stored(), None
+        if self.held.ordered:
+            assert self.group_of is not None
+            order = np.argsort(self.group_of, kind="stable")
+            values = values[:, order]
+        zeros = None if self.zeros is None else self._groups(self.zeros)
+        group = self.held.group or len(self.across)
+        return Integers(self.held.bits, group, values, self._groups(self.scales), zeros, order)
+
+    def count_nonfinite(self) -> int:
+        """See `QuantizedTensor.count_nonfinite`."""
+        return int(np.count_nonzero(~np.isfinite(self._groups(self.scales))))
+
+
+@dataclass(frozen=True)
+class CodeTensor(_Cut):
+    """weight[n, k] = value(code[n, k]) * scale[n, k // group]; kind and table as in `Codes`."""
+
+    kind: str = "table"
+    table: np.ndarray | None = None
+
+    def to_float32(self) -> np.ndarray:
+        """See `QuantizedTensor.to_float32`."""
+        table = self.table if self.kind == "table" else E4M3 if self.kind == "e4m3" else E5M2
+        assert table is not None
+        values = table[self._stored()]
+        values *= self._spread(self._groups(self.scales))
+        return values
+
+    def codes(self) -> Codes | None:
+        """See `QuantizedTensor.codes`."""
+        if self.held is None:
+            return None
+        group = self.held.group or len(self.across)
+        return Codes(self.kind, group, self._stored(), self._groups(self.scales), self.table)
+
+    def count_nonfinite(self) -> int:
+        """See `QuantizedTensor.count_nonfinite`."""
+        found = int(np.count_nonzero(~np.isfinite(self._groups(self.scales))))
+        if self.table is not None:
+            return found + int(np.count_nonzero(~np.isfinite(self.table)))
+        mask = 0x7F if self.kind == "e4m3" else 0x7C
+        step = max(1, CHUNK_ROWS_BYTES // max(1, len(self.across)))
+        for start in range(0, len(self.span), step):
+            stored = replace(self, span=self.span[start : start + step])._stored()
+            found += int(np.count_nonzero(stored & mask == mask))
+        return found
+
+
+class StackedTensor(QuantizedTensor):
+    """Matrices of one shape, one for each expert: [E, N, K]."""
+
+    def __init__(self, parts: tuple[QuantizedTensor, ...]) -> None:
+        self._parts = parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, N, K]."""
+        return (len(self._parts), *self._parts[0].shape)
+
+    @property
+    def layout(self) -> Layout | None:
+        """That of each."""
+        return self._parts[0].layout
+
+    def matrix(self, index: int) -> QuantizedTensor:
+        """Return one of the matrices, [N, K]."""
+        return self._parts[index]
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Return some of the matrices."""
+        return StackedTensor(self._parts[start:stop])
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Return columns of all of them; plain numbers where a group would be cut."""
+        cut = [part.columns(start, stop) for part in self._parts]
+        kept = tuple(part for part in cut if isinstance(part, QuantizedTensor))
+        if len(kept) == len(cut):
+            return StackedTensor(kept)
+        return HostTensor(np.stack([part.to_float32() for part in cut]), "float32")
+
+    def to_float32(self) -> np.ndarray:
+        """Return the weights, float32 [E, N, K]."""
+        return np.stack([part.to_float32() for part in self._parts])
+
+    def count_nonfinite(self) -> int:
+        """See `QuantizedTensor.count_nonfinite`."""
+        return sum(part.count_nonfinite() for part in self._parts)
+
+
+def integer_layout(bits: int, group: int, width: int, *, zeros: bool = False, ordered: bool = False) -> Layout | None:
+    """Return how a matrix of integers can be held, None where groups are too small for the kernels."""
+    if group >= width:
+        return Layout("integers", bits, 0, zeros, False)
+    return Layout("integers", bits, group, zeros, ordered) if group % (32 if bits == 4 else 16) == 0 else None
+
+
+def code_layout(kind: str, group: int, width: int, scale_bytes: int = 4) -> Layout | None:
+    """Return how a matrix of codes can be held, None where groups are too small for the kernels."""
+    bits = 4 if kind == "table" else 8
+    if group >= width:
+        return Layout(kind, bits, 0, scale_bytes=scale_bytes)
+    return Layout(kind, bits, group, scale_bytes=scale_bytes) if group % 16 == 0 else None
+
+
+def nibbles(packed: np.ndarray, *, high_first: bool = False) -> np.ndarray:
+    """Return the halves of bytes [..., M] as [..., 2 M], the low one of each first."""
+    pair = (packed >> 4, packed & 15) if high_first else (packed & 15, packed >> 4)
+    return np.stack(pair, axis=-1).reshape(*packed.shape[:-1], -1)
