@@ -114,7 +114,11 @@ class CacheConfig:
         "Type of cached keys and values; auto takes the weights', int8 has a scale per token and head.",
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
-    enable_prefix_caching: bool = option(True, "Reuse the KV of earlier requests with the same beginning.")
+    enable_prefix_caching: bool | None = option(
+        None,
+        "Reuse the KV of earlier requests with the same beginning; default: on, but for models with layers that keep a "
+        "state.",
+    )
     prefix_match_unit: int = option(
         1,
         "Reuse inside a block is rounded down to a multiple of so many tokens; the block size: whole blocks only.",
@@ -304,7 +308,7 @@ class EngineConfig:
             )
         if cache.kv_disk_dir is not None and cache.kv_disk_space == 0:
             raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
-        if cache.kv_disk_space and not cache.enable_prefix_caching:
+        if cache.kv_disk_space and cache.enable_prefix_caching is False:
             raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
         self._check_scheduler()
         for tenant, weight in self.scheduler.tenant_weights.items():

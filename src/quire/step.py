@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -43,7 +44,8 @@ class NewSequenceData(msgspec.Struct):
 
     With `grammar` (Lark, as `structured.builder` writes it) the tokens after the prompt spell a text of its language.
     `sampler_state` is what `ModelOutput.sampler_states` last said of it. `dry_breakers` are the tokens that spell a
-    sequence breaker of the DRY sampler: any of the first, then exactly the second ones.
+    sequence breaker of the DRY sampler: any of the first, then exactly the second ones. With `pooling` nothing is
+    sampled: when the last token is computed, `ModelOutput.pooled` has the text's vector or scores.
     """
 
     sequence_id: str
@@ -60,6 +62,7 @@ class NewSequenceData(msgspec.Struct):
     thinking: ThinkingData | None = None
     sampler_state: float | None = None
     dry_breakers: list[tuple[list[int], list[int]]] = []
+    pooling: PoolingParams | None = None
 
 
 class ContinuingSequenceData(msgspec.Struct):
@@ -169,6 +172,16 @@ class TokenTopLogprobs(msgspec.Struct, array_like=True):
     rank: int
 
 
+class PooledData(msgspec.Struct, array_like=True):
+    """What a model makes of a text instead of a token: float32 numbers, little-endian, of an array of this shape.
+
+    A vector [N], one for each token [n, N], or the scores of classes [N].
+    """
+
+    data: bytes
+    shape: list[int]
+
+
 class ModelOutput(msgspec.Struct):
     """What one step produced.
 
@@ -183,7 +196,8 @@ class ModelOutput(msgspec.Struct):
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
     must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose load
-    from disk ended whether the record was sound.
+    from disk ended whether the record was sound. `pooled` has what was asked for of each sequence with pooling
+    parameters whose prompt ended; it has no tokens.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -195,6 +209,7 @@ class ModelOutput(msgspec.Struct):
     completed: list[str] = []
     refused: list[str] = []
     sampler_states: dict[str, float] = {}
+    pooled: dict[str, PooledData] = {}
 
 
 class LayerKVSpec(msgspec.Struct, frozen=True):
@@ -243,12 +258,15 @@ class LayerStateSpec(msgspec.Struct, frozen=True):
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """What a whole model keeps of sequences: a `LayerKVSpec` for each attention layer, in order, for what lies in blocks,
-    and a `LayerStateSpec` for each layer with states, in order.
+    """What a whole model keeps of sequences: in blocks, as a `LayerKVSpec` says for each attention layer, in order, and
+    beside them, as a `LayerStateSpec` says for each layer with states, in order.
+
+    With `one_step` it is of use in the step only that wrote it: texts are computed whole.
     """
 
     layers: list[LayerKVSpec]
     states: list[LayerStateSpec] = []
+    one_step: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -304,7 +322,7 @@ class SequenceOutput(msgspec.Struct):
     the engine. `complete` says that a grammar allows nothing more: the last token is then part of the text, not what
     stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is what a sampler with a memory says
     after these tokens (`ModelOutput.sampler_states`). A beam search has one output, at its end, in the name of its
-    request: `beams`, best first.
+    request: `beams`, best first. A request with pooling parameters has `pooled`, with "stop" and no tokens.
     """
 
     sequence_id: str
@@ -321,6 +339,7 @@ class SequenceOutput(msgspec.Struct):
     beams: list[BeamOutput] | None = None
     complete: bool = False
     sampler_state: float | None = None
+    pooled: PooledData | None = None
 
 
 # Of `SchedulerStats`: what only ever grows; its other fields say how things are now.

@@ -94,6 +94,8 @@ def report(plan: Plan) -> list[str]:
         lines.append(_line(f"{group.num_layers} layers", f"{size_text(group.token_bytes)} a token, {window}"))
     lines.append(_line("a token", f"{size_text(plan.token_bytes)} in all layers, {plan.kv_dtype}"))
     lines.append(_line("a block", f"{size_text(plan.block_bytes)}, {plan.block_size} tokens"))
+    if plan.state_bytes:
+        lines.append(_line("a sequence", f"{size_text(plan.state_bytes)} of states, however long it is"))
     step = plan.step
     lines += ["", f"A step of {plan.max_num_batched_tokens} tokens and {plan.max_num_seqs} sequences"]
     lines += [
@@ -103,7 +105,9 @@ def report(plan: Plan) -> list[str]:
             ("tokens, tables, options", step.inputs),
             ("sampling", step.sampling),
             ("programs and threads", step.programs + step.threads),
+            ("states of sequences", step.states),
         )
+        if size or name != "states of sequences"
     ]
     lines += ["", "Memory", _line("available", size_text(plan.available))]
     lines.append(_line("Python and libraries", size_text(plan.runtime)))

@@ -77,6 +77,7 @@ class EngineCore:
         self.clock = clock
         self._hasher = hasher or BlockHasher(executor.hash_key())
         self.scheduler = self._create_scheduler(stored=True)
+        self._pools = info.pooling is not None
         self.sleep_level = 0  # of 0 (awake), 1 and 2
         self._compiling = Compiling(executor)
         self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
@@ -119,6 +120,7 @@ class EngineCore:
             num_disk_records=self.executor.num_disk_blocks() if stored else 0,
             stored=self.executor.stored_blocks() if stored else (),
             hasher=self._hasher,
+            whole_prompts=self.executor.kv_cache_spec().one_step,
         )
 
     def add(self, message: AddRequest) -> None:
@@ -128,6 +130,9 @@ class EngineCore:
         """
         if self.sleep_level:
             raise RequestError("the engine is asleep; wake it up first", code="engine_asleep")
+        if self._pools != (message.pooling is not None):
+            made = "vectors or scores and generates no text" if self._pools else "text and pools nothing"
+            raise RequestError(f"this engine's model makes {made}", param="model", code="unsupported_endpoint")
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
@@ -148,6 +153,7 @@ class EngineCore:
             resumed=None
             if message.resumed is None
             else [(part.token_ids, part.sampler_state) for part in message.resumed],
+            pooling=message.pooling,
         )
         self._compiling.check_names(request)
         if request.grammar is None:
@@ -284,6 +290,7 @@ class EngineCore:
         fitted, available = self._fitted, self.executor.available_memory()
         block_bytes = self.executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
         needed = (fitted.num_blocks + fitted.num_host_blocks) * block_bytes
+        needed += self.config.scheduler.max_num_seqs * self.executor.kv_cache_spec().state_bytes
         if needed > available:
             raise ConfigError(
                 f"the engine cannot wake up: its KV cache needs {size_text(needed)}, {size_text(available)} are free",

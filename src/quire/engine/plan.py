@@ -56,6 +56,7 @@ class Plan:
         on_disk: weights by part as the files hold them; None where the folder has none. in_memory: as packed.
         tables: what is computed from the context length. runtime: the interpreter and its libraries.
         block_bytes: of all layers a block serves. token_bytes: one more token of one sequence, in all layers.
+        state_bytes: of one sequence whatever its length, in layers that keep a state.
         step: beside weights and KV cache. available: free memory of the machine now.
         budget: of the blocks. fit: what that is enough for; None where it is not.
         wanted_len: the context asked for, or the model's. concurrency: of several lengths.
@@ -77,6 +78,7 @@ class Plan:
     block_size: int
     block_bytes: int
     token_bytes: int
+    state_bytes: int
     groups: list[GroupPlan]
     step: StepBytes
     available: int
@@ -149,6 +151,7 @@ def make_plan(
         block_size=size,
         block_bytes=spec.block_bytes(size, config.model.max_model_len),
         token_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
+        state_bytes=spec.state_bytes,
         groups=_groups(spec, config.model.max_model_len),
         step=step,
         available=free,

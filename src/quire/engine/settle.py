@@ -43,11 +43,13 @@ def load_info(config: EngineConfig) -> ModelInfo:
 
 
 def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """Return a config without "auto": device, dtypes, and the context length.
+    """Return a config without "auto": device, dtypes, the context length, and what the model allows to be kept.
 
     Raises:
-        ConfigError: max_model_len exceeds what the model was made for.
+        ConfigError: max_model_len exceeds what the model was made for, or an option cannot work with the model.
     """
+    if info.keeps_states:
+        config = _without_copies(config)
     device = "cpu" if config.device.device == "auto" else config.device.device
     dtype = info.dtype if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
@@ -63,9 +65,38 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
-        cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
+        cache=dataclasses.replace(
+            config.cache,
+            kv_cache_dtype=kv_dtype,
+            enable_prefix_caching=config.cache.enable_prefix_caching is not False,
+        ),
         device=dataclasses.replace(config.device, device=device),
     )
+
+
+def _without_copies(config: EngineConfig) -> EngineConfig:
+    """Return the config for a model with layers that keep a state: what needs older states, or copies, is off.
+
+    Blocks hold the past of a sequence at every length, a state only at its own: it cannot be brought back from a prefix
+    or from what was swapped out, so that everything is computed again. Raises `ConfigError` for options that ask for
+    more.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    why = "layers of this model keep a state, of which only the latest exists"
+    refused: dict[str, tuple[Any, str]] = {
+        "enable_prefix_caching": (cache.enable_prefix_caching, "no prefix can be reused"),
+        "swap_space": (cache.swap_space, "nothing can be swapped, or kept for later"),
+        "kv_disk_space": (cache.kv_disk_space, "no prefix can be kept"),
+        "preemption_mode": (scheduler.preemption_mode, "preempted requests are computed again"),
+        "scheduling_policy": (scheduler.scheduling_policy, "no prompt is cached for longer than another"),
+    }
+    for option, (value, consequence) in refused.items():
+        if value in ("swap", "lpm") or (value and not isinstance(value, str)):
+            raise ConfigError(f"{option}: {value} is not possible; {why}: {consequence}", param=option)
+    if cache.enable_prefix_caching is None:
+        logger.info("prefix caching is off: %s", why)
+    changes = {"enable_prefix_caching": False, "swap_space": 0, "preemption_mode": "recompute"}
+    return changed(config, changes)
 
 
 # Blocks

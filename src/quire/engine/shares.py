@@ -135,14 +135,16 @@ def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigErro
 def _share(need: _Need, caches: int) -> Share:
     """Return a model's options with `caches` bytes for its KV cache and the host's pool."""
     config, cache = need.tenant.config, need.tenant.config.cache
-    if need.caches is not None and cache.swap_space is None:
+    swap_space = need.settled.cache.swap_space  # what was asked for, or 0 for a model that cannot swap
+    if need.caches is not None and swap_space is None:
         size = need.caches * HOST_PART // (HOST_PART + 1)
-        config = changed(config, {"swap_space": _host_pool(size)})
+        swap_space = _host_pool(size)
+        config = changed(config, {"swap_space": swap_space})
     try:
         # Free memory with which exactly this is left after steps.
         enough = int((caches + need.scratch) / cache.gpu_memory_utilization) + 1
         fitted = fit(
-            config, changed(need.settled, {"swap_space": config.cache.swap_space}), need.footprint.spec, enough,
+            config, changed(need.settled, {"swap_space": swap_space}), need.footprint.spec, enough,
             lambda now: need.footprint.step(now).total, quiet=True,
         )  # fmt: skip
     except ConfigError as error:

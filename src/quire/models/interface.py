@@ -29,12 +29,15 @@ class Model(Protocol):
         """
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Say what each attention layer caches, in the order in which `forward` takes the caches."""
+        """Say what layers cache, or keep as a state, in the order in which `forward` takes the caches."""
 
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Array:
         """Compute the step's tokens and write their keys and values to the caches.
+
+        There is a `LayerCache` for each attention layer, then for each layer with states a tuple of arrays, of the
+        shapes of its `LayerStateSpec` with a row for each sequence in front.
 
         input_ids and positions are int64 [T], flat over all sequences; the result is hidden states, ready for
         `compute_logits`: [T, H], or [R, H] of the rows `metadata.wanted`.

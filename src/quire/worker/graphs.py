@@ -8,8 +8,8 @@ copied into arrays that stay where they are. What a backend makes of a recording
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,9 +30,7 @@ class RunnableModel(Protocol):
 
     vocab_size: int
 
-    def forward(
-        self, input_ids: Array, positions: Array, kv_caches: list[LayerCache], metadata: AttentionMetadata
-    ) -> Array:
+    def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
         """Return hidden states [T, H]."""
 
     def compute_logits(self, hidden: Array) -> Array:
@@ -45,7 +43,9 @@ class RunnableModel(Protocol):
 class StepGraphs:
     """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks.
 
-    `kv_caches` are the layers', in order; their groups are numbered from 0.
+    `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
+    the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that have
+    some, see `worker.states`.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class StepGraphs:
         max_tokens: int,
         max_num_seqs: int,
         max_blocks: int,
+        states: Sequence[Arrays] = (),
     ) -> None:
-        self._model, self._backend, self._kv_caches = model, backend, kv_caches
+        self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self._positions = backend.zeros((max_tokens,), "int64")
@@ -67,12 +68,23 @@ class StepGraphs:
         self._seq_lens = backend.zeros((max_num_seqs,), "int32")
         self._block_tables = backend.zeros((self._num_groups, max_num_seqs, max_blocks), "int32")
         self._sampled_rows = backend.zeros((max_num_seqs,), "int64")
+        self._state_rows = backend.zeros((max_num_seqs,), "int64") if states else None
+        self._headless = hasattr(model, "project")
+        num_types = getattr(model, "num_token_types", 0)
+        self._token_types = backend.zeros((max_tokens,), "int64") if num_types else None
         self._graphs: OrderedDict[Shape, Callable[[], Arrays]] = OrderedDict()
 
-    def run(self, inputs: StepInputs, sampled_rows: np.ndarray, *, all_hidden: bool = False) -> StepResult:
+    def run(
+        self,
+        inputs: StepInputs,
+        sampled_rows: np.ndarray,
+        *,
+        all_hidden: bool = False,
+        token_types: np.ndarray | None = None,
+    ) -> StepResult:
         """Compute a step: logits of its rows `sampled_rows` int64 [R], and hidden states of all rows if asked for.
 
-        The result is overwritten by the next step.
+        `token_types` int64 [T] where the model has them. The result is overwritten by the next step.
         """
         tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(sampled_rows)
         write = self._backend.assign
@@ -83,6 +95,10 @@ class StepGraphs:
         write(self._seq_lens[:sequences], inputs.seq_lens)
         write(self._block_tables[:, :sequences, : inputs.block_tables.shape[2]], inputs.block_tables)
         write(self._sampled_rows[:rows], sampled_rows)
+        if self._token_types is not None and token_types is not None:
+            write(self._token_types[:tokens], token_types)
+        if self._state_rows is not None:
+            write(self._state_rows[:sequences], inputs.rows)
         hidden, logits, finite = self._graph((tokens, sequences, rows, all_hidden))()
         return hidden, logits, finite
 
@@ -113,8 +129,12 @@ class StepGraphs:
             slot_mapping=slot_mapping,
             wanted=None if all_hidden or rows == tokens else sampled,  # where all are sampled they are so in order
             further=tuple(groups[1:]),
+            token_types=None if self._token_types is None else self._token_types[:tokens],
+            state_rows=None if self._state_rows is None else self._state_rows[:sequences],
         )
-        hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._kv_caches, metadata)
+        hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._caches, metadata)
+        if self._headless:
+            return hidden, None, None
         if rows == 0:
             return hidden if all_hidden else None, None, None
         logits = self._model.compute_logits(self._backend.take_rows(hidden, sampled) if all_hidden else hidden)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
+from quire.models.pooling import PoolingModel
 from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import LogitsProcessorFactory
@@ -21,6 +22,8 @@ from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.guidance import Guidance, refuse
 from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.pooler import Pooler
+from quire.worker.states import SequenceStates
 from quire.worker.transfers import BlockTransfers
 
 # Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
@@ -91,6 +94,8 @@ class ModelRunner:
         )
         self.kv_caches = self._new_caches(max(groups, key=lambda group: len(group.layers)), num_blocks, block_size)
         self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store)
+        self.pooler = Pooler(model, backend) if isinstance(model, PoolingModel) else None
+        self.states = SequenceStates(model.kv_cache_spec(), backend, max_num_seqs)
         self.graphs = StepGraphs(
             model,
             backend,
@@ -98,6 +103,7 @@ class ModelRunner:
             max_tokens=max(max_num_batched_tokens, WARM_UP_TOKENS),
             max_num_seqs=max_num_seqs,
             max_blocks=self.batch.block_tables.shape[2],
+            states=self.states.arrays,
         )
 
     def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
@@ -121,9 +127,15 @@ class ModelRunner:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
         output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(step))
         self.batch.update(step)
+        if self.pooler is not None:
+            self.pooler.apply(step)
+        self.states.fork(step.forks, self.batch.row_of, samples=False)
         if not step.num_scheduled_tokens:
             return output
         inputs = self.batch.inputs(step.num_scheduled_tokens)
+        if self.pooler is not None:
+            self._pool(inputs, output)
+            return output
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
         extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
@@ -132,6 +144,7 @@ class ModelRunner:
             forked = [self.batch.row_of[fork.sequence_id] for fork in step.forks if fork.samples]
             self.guidance.start([*inputs.rows[chosen].tolist(), *forked], self.batch)
         hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored)
+        self.states.fork(step.forks, self.batch.row_of, samples=True)
         if scored:
             output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
         if logits is not None:
@@ -139,6 +152,14 @@ class ModelRunner:
             ends = _Ends(sequence_ids, inputs.rows[chosen], logits, self.backend.to_numpy(finite))
             self._go_on(ends, step.forks, output)
         return output
+
+    def _pool(self, inputs: StepInputs, output: ModelOutput) -> None:
+        """Compute hidden states in the place of logits, and make of them what was asked for."""
+        assert self.pooler is not None
+        rows, everything = self.pooler.rows(inputs)
+        types = self.pooler.token_types(inputs)
+        hidden, _, _ = self.graphs.run(inputs, rows, all_hidden=everything, token_types=types)
+        self.pooler.take(inputs, hidden, output)
 
     def close(self) -> None:
         """Finish what is on its way to the disk."""
