@@ -40,6 +40,18 @@ class ModelConfig:
         "auto takes the first that knows it.",
         choices=("auto", "quire", "transformers"),
     )
+    runner: str = option(
+        "auto",
+        "What the model is run for: generate text, or pooling, that is vectors and scores of texts; auto: what its "
+        "architecture does, or pooling where the folder has sentence-transformers' files.",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = option(
+        "auto",
+        "What pooling makes of a model that generates text: vectors (embed), or how likely it says yes (classify); "
+        "auto: what its folder says, or embed.",
+        choices=("auto", "none", "embed", "classify"),
+    )
     load_format: str = option(
         "auto", "How weights are read; dummy invents them.", choices=("auto", "safetensors", "dummy")
     )

@@ -1,4 +1,4 @@
-"""`PoolingSpec`: what turns a model's hidden states into a vector or scores. `checkpoint.pooling` finds it in a folder."""
+"""`PoolingSpec`: what turns hidden states into a vector or scores. `checkpoint.pooling` finds it in a folder."""
 
 from __future__ import annotations
 

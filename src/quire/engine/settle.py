@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.checkpoint.pooling import with_runner
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.errors import ConfigError
@@ -26,6 +27,8 @@ HOST_DEVICES = ("cpu", "reference")  # whose memory is the host's
 SWAP_SPACE = 4 * 2**30  # of the host's pool, unless asked for
 HOST_PART = 4  # where memory is the same, the pool has at most one part in so many of it, unless asked for
 LEAST_STEP = 64  # tokens; steps are not advised to be smaller
+STATES = "layers of this model keep a state, of which only the latest exists"
+BOTH_WAYS = "tokens of this model see those that follow, so that texts are computed whole"
 ROUNDS = 16  # changes of options that are tried one after the other
 
 Scratch = Callable[[EngineConfig], int]
@@ -39,7 +42,8 @@ def no_scratch(config: EngineConfig) -> int:
 def load_info(config: EngineConfig) -> ModelInfo:
     """Find the model folder and read its config.json. Raises `ModelError` naming the file at fault."""
     path = resolve_model(config.model.model, revision=config.model.revision, download_dir=config.model.download_dir)
-    return load_model_info(path, config.model.hf_overrides, config.model.model_impl)
+    info = load_model_info(path, config.model.hf_overrides, config.model.model_impl)
+    return with_runner(info, config.model.runner, config.model.convert)
 
 
 def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
@@ -49,7 +53,9 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         ConfigError: max_model_len exceeds what the model was made for, or an option cannot work with the model.
     """
     if info.keeps_states:
-        config = _without_copies(config)
+        config = _without_copies(config, STATES)
+    if not info.causal:
+        config = _without_copies(config, BOTH_WAYS)
     device = "cpu" if config.device.device == "auto" else config.device.device
     dtype = info.dtype if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
@@ -62,9 +68,16 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             "(its position limit in config.json)",
             param="max_model_len",
         )
+    scheduler = config.scheduler
+    if not info.causal:
+        if scheduler.long_prefill_token_threshold:
+            raise ConfigError(f"long_prefill_token_threshold: {BOTH_WAYS}", param="long_prefill_token_threshold")
+        most = max(scheduler.max_num_batched_tokens, max_model_len)
+        scheduler = dataclasses.replace(scheduler, max_num_batched_tokens=most)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        scheduler=scheduler,
         cache=dataclasses.replace(
             config.cache,
             kv_cache_dtype=kv_dtype,
@@ -74,7 +87,7 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     )
 
 
-def _without_copies(config: EngineConfig) -> EngineConfig:
+def _without_copies(config: EngineConfig, why: str) -> EngineConfig:
     """Return the config for a model with layers that keep a state: what needs older states, or copies, is off.
 
     Blocks hold the past of a sequence at every length, a state only at its own: it cannot be brought back from a prefix
@@ -82,7 +95,6 @@ def _without_copies(config: EngineConfig) -> EngineConfig:
     more.
     """
     cache, scheduler = config.cache, config.scheduler
-    why = "layers of this model keep a state, of which only the latest exists"
     refused: dict[str, tuple[Any, str]] = {
         "enable_prefix_caching": (cache.enable_prefix_caching, "no prefix can be reused"),
         "swap_space": (cache.swap_space, "nothing can be swapped, or kept for later"),
@@ -244,6 +256,9 @@ def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available:
         )
     assert config.model.max_model_len is not None
     most = config.scheduler.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
+    if spec.one_step:  # nobody holds any between steps
+        limits = config.scheduler
+        most = min(most, limits.max_num_batched_tokens // cache.block_size + limits.max_num_seqs)
     num_blocks = min((budget - host) // block_bytes, most)
     if num_blocks < 1:
         raise _Misfit(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.checkpoint.pooling import with_runner
 from quire.config import EngineConfig, ModelConfig
 from quire.engine.messages import Ready
 from quire.errors import RequestError
@@ -94,7 +95,7 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     """
     model = config.model
     folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
-    info = load_model_info(folder, model.hf_overrides, model.model_impl)
+    info = with_runner(load_model_info(folder, model.hf_overrides, model.model_impl), model.runner, model.convert)
     tokenizer = chat_template = None
     if not model.skip_tokenizer_init:
         if model.tokenizer is not None:

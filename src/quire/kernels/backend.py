@@ -43,6 +43,7 @@ class AttentionMetadata:
         further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
         state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. A sequence
             without computed tokens (seq_lens is as long as its part of the step) starts from zeros, whatever is there.
+        token_types: int64 [T], 0 or 1, for encoders that mark the two texts of a pair; None for other models.
         plans: what a backend works out once and keeps for the layers after, whatever their group.
 
     Entries of a block table for positions that no query of the step sees may be any block of the pool.
@@ -55,6 +56,7 @@ class AttentionMetadata:
     wanted: Array | None = None
     further: tuple[tuple[Array, Array], ...] = ()
     state_rows: Array | None = None
+    token_types: Array | None = None
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of_group(self, group: int) -> AttentionMetadata:

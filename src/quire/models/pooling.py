@@ -1,4 +1,4 @@
-"""`PoolingModel`: any model as one whose output is a vector or a score: its hidden states, and what comes after pooling.
+"""`PoolingModel`: any model as one that makes a vector or a score: its hidden states, and what comes after pooling.
 
 The body is an encoder, or a decoder without its output head. What follows the pooled vector is the body's own
 classifier, a decoder's `score` layer, the difference of two rows of its output head, or sentence-transformers' dense
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
@@ -36,7 +37,7 @@ class PoolingModel:
         assert info.pooling is not None
         self.spec: PoolingSpec = info.pooling
         self.body: Model = model_class(info.architecture)(info, replace(builder, headless=True), max_model_len)
-        self.vocab_size = info.vocab_size
+        self.vocab_size, self.causal = info.vocab_size, info.causal
         self.num_token_types: int = getattr(self.body, "num_token_types", 0)
         self._steps: list[Callable[[Array], Array]] = []
         own: Any = getattr(self.body, "project", None)
@@ -54,8 +55,15 @@ class PoolingModel:
         return (*self.body.ignorable, r"^(lm_head|embed_out|score)\.")
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """See `Model.kv_cache_spec`."""
-        return self.body.kv_cache_spec()
+        """See `Model.kv_cache_spec`.
+
+        Where tokens see those that follow, nothing is of use after its step, and no block is given back before.
+        """
+        spec = self.body.kv_cache_spec()
+        if self.causal:
+            return spec
+        layers = [msgspec.structs.replace(layer, sliding_window=None) for layer in spec.layers]
+        return msgspec.structs.replace(spec, layers=layers, one_step=True)
 
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata

@@ -94,6 +94,9 @@ class BaseScheduler(RequestLives, ABC):
         if request.beam is not None:
             self._advance_beam(sequence, output, news)
             return
+        if request.pooling is not None:
+            self._advance_pooling(sequence, output, news)
+            return
         prompt_logprobs = None
         if request.wants_prompt_logprobs and sequence_id in output.prompt_logprobs:
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
@@ -132,6 +135,18 @@ class BaseScheduler(RequestLives, ABC):
             news.append(entry)
         if status is not None:
             self._end_sequence(sequence)
+
+    def _advance_pooling(self, sequence: Sequence, output: ModelOutput, news: list[SequenceOutput]) -> None:
+        """Tell what was made of a prompt, once all of it is computed; that is the end of it."""
+        if sequence.num_left:
+            return
+        entry = self._tell(sequence, [])
+        entry.pooled = output.pooled.get(sequence.sequence_id)
+        if entry.pooled is None:
+            raise QuireError(f"the model returned nothing for {sequence!r}")
+        entry.finish_reason = "stop"
+        news.append(entry)
+        self._end_sequence(sequence)
 
     def _fail(self, sequence: Sequence, error: str, news: list[SequenceOutput], *, refused: bool) -> None:
         """`sequence` cannot go on: it ends, and with it all that depends on it.

@@ -26,6 +26,7 @@ def create_scheduler(
     num_disk_records: int = 0,
     stored: Iterable[tuple[int, bytes]] = (),
     hasher: BlockHasher | None = None,
+    whole_prompts: bool = False,
 ) -> BaseScheduler:
     """Return a scheduler over a new block manager; `groups` are those of `KVCacheSpec.groups`.
 
@@ -55,6 +56,7 @@ def create_scheduler(
         "long_prefill_token_threshold": options.long_prefill_token_threshold,
         "watermark": options.watermark,
         "preemption_mode": options.preemption_mode,
+        "whole_prompts": whole_prompts,
         "clock": clock,
     }
     if options.scheduler == "prefill-first":

@@ -43,6 +43,7 @@ class RequestLives:
         watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
         preemption_mode: "recompute", "swap", or "auto": swap requests of several sequences, whose KV costs more to
             compute again than that of one (Kwon et al. 2023, section 4.5).
+        whole_prompts: prompts are computed in one step, since their tokens see those that follow; none is longer.
         clock: seconds.
 
     Raises `ConfigError` naming the option.
@@ -59,6 +60,7 @@ class RequestLives:
         long_prefill_token_threshold: int = 0,
         watermark: float = 0.01,
         preemption_mode: str = "auto",
+        whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_at_least("max_model_len", max_model_len, 1)
@@ -85,6 +87,7 @@ class RequestLives:
         self.length_limit = min(max_model_len, kv.longest_sequence(max_model_len) + 1)
         self.policy = policy or Policy()
         self.preemption_mode = preemption_mode
+        self.whole_prompts = whole_prompts
         self.clock = clock
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, Sequence] = {}
@@ -144,8 +147,8 @@ class RequestLives:
         return list(dict.fromkeys(self._sequences[name].request.request_id for name in sequence_ids))
 
     def _refusal(self, request: Request) -> str | None:
-        """Return why `request` can never run, or None. One token beyond the prompt must fit, else it yields nothing."""
-        num_tokens = request.num_prompt_tokens + 1
+        """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
+        num_tokens = request.num_prompt_tokens + (request.pooling is None)
         if num_tokens > self.max_model_len:
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens; with one token to generate that exceeds the "
@@ -309,6 +312,7 @@ class RequestLives:
             thinking=request.thinking,
             sampler_state=sequence.sampler_state,
             dry_breakers=request.dry_breakers,
+            pooling=request.pooling,
         )
 
     # ---- from one queue to another ----
@@ -348,7 +352,12 @@ class RequestLives:
         self._waiting.push(request)
 
     def _prefers_swap(self, request: Request) -> bool:
-        """Whether `request`, if it is preempted, is to be swapped rather than computed again."""
+        """Whether `request`, if it is preempted, is to be swapped rather than computed again.
+
+        What was pooled of its tokens is not kept.
+        """
+        if request.pooling is not None:
+            return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
 
     def _can_swap_in(self, request: Request, num_reserved: int) -> bool | None:

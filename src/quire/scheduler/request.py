@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
 from quire.step import ThinkingData, TokenTopLogprobs
@@ -133,6 +134,8 @@ class Sequence:
         request = self.request
         if request.sampling_params.skip_reading_prefix_cache:
             return False
+        if request.pooling is not None:
+            return not request.pooling.skip_reading_prefix_cache
         return not request.wants_prompt_logprobs or request.num_prompt_logprobs >= request.num_prompt_tokens - 1
 
     def __repr__(self) -> str:
@@ -186,6 +189,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
+        "pooling",
         "priority",
         "request_id",
         "sampling_params",
@@ -218,6 +222,7 @@ class Request:
         thinking: ThinkingData | None = None,
         dry_breakers: list[tuple[list[int], list[int]]] | None = None,
         resumed: Iterable[tuple[list[int], float | None]] | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
@@ -239,6 +244,7 @@ class Request:
         self.grammar = grammar
         self.thinking = thinking
         self.dry_breakers = dry_breakers or []
+        self.pooling = pooling
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
 
         self.status = RequestStatus.WAITING

@@ -44,7 +44,7 @@ class Scheduler(BaseScheduler):
     def _plan(self, plan: Plan) -> None:
         if self.policy.preempts:
             self._make_room(plan)
-        shares = self._share(plan)
+        shares = None if self.whole_prompts else self._share(plan)
         self._schedule_running(plan, shares)
         if not plan.starved:
             self._schedule_waiting(plan, shares)
@@ -213,6 +213,8 @@ class Scheduler(BaseScheduler):
                 return
             if request.request_id in plan.left:
                 continue
+            if self.whole_prompts and request.sequences[0].num_tokens > plan.budget:
+                return  # it comes first in the next step
             if shares is not None and shares.get(request.sequences[0].sequence_id) == 0:
                 all_tried = False
                 continue

@@ -44,8 +44,8 @@ class StepGraphs:
     """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks.
 
     `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
-    the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that have
-    some, see `worker.states`.
+    the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that
+    have some, see `worker.states`.
     """
 
     def __init__(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput, ThinkingData, TransferKind
 from quire.worker.model_runner import WARM_UP_TOKENS, ModelRunner
@@ -38,6 +41,8 @@ def warm_up(runner: ModelRunner) -> None:
         num_computed_tokens=0,
         thinking=ThinkingData(start_ids=[], end_ids=[0], budget=0, open=True),  # the token is masked, as by a grammar
     )
+    if runner.pooler is not None:
+        new = msgspec.structs.replace(new, sampling_params=SamplingParams(), thinking=None, pooling=PoolingParams())
     runner.execute(
         SchedulerOutput(
             new_sequences=[new],
