@@ -32,6 +32,24 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GEMMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 12, "query_pre_attn_scalar": 20}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": None},
@@ -51,6 +69,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"vocab_size": 160, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
     "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
     "gpt2": GPT2,
+    "gemma2": {**GEMMA, "sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": {**GEMMA, "sliding_window": 7, "sliding_window_pattern": 2},
+    "gemma3": {
+        "text_config": {**GEMMA, "sliding_window": 7, "sliding_window_pattern": 2},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+    },
+    "olmo3": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "num_hidden_layers": 4},
+    "ministral": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ministral3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": MINISTRAL_ROPE},
+    "mistral3": {
+        "text_config": {**SMALL, "num_key_value_heads": 2, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**VISION, "model_type": "pixtral"},
+    },
+    "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
 }
 
 
@@ -74,7 +112,7 @@ def write_checkpoint(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     settings = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **config})
-    model = transformers.AutoModelForCausalLM.from_config(settings)
+    model = _auto_class(settings).from_config(settings)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,6 +126,14 @@ def write_checkpoint(
     return folder
 
 
+def _auto_class(config: Any) -> Any:
+    """Return the factory of transformers that makes models which write texts with this configuration."""
+    import transformers
+
+    sees = getattr(config, "vision_config", None) is not None
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def load_oracle(folder: Path) -> Any:
     """Return transformers' eager float32 model of a folder."""
     import torch
@@ -97,9 +143,8 @@ def load_oracle(folder: Path) -> Any:
     # With ALiBi, transformers' eager Falcon adds the bias twice: in the mask, and in each layer. Its sdpa adds it once.
     config = transformers.AutoConfig.from_pretrained(folder)
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention
-    ).eval()
+    loaded = _auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return loaded.eval()
 
 
 def logits_of(oracle: Any, token_ids: list[int]) -> Any:

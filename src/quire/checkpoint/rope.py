@@ -27,6 +27,8 @@ class RopeParameters:
         max_position_embeddings: as config.json has it.
         original_max_position_embeddings: context length before stretching (llama3, yarn, longrope).
         attention_factor: multiplies cos and sin; None leaves it to the type's formula.
+        query_growth: queries at position p are multiplied with 1 + query_growth * log(1 + p // original length); 0 is
+            off (Llama 4).
         The rest belongs to single types, see `layers.rotary`.
     """
 
@@ -46,6 +48,7 @@ class RopeParameters:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     @property
     def default_max_len(self) -> int:
@@ -112,6 +115,7 @@ def parse_rope(
         rotary_dim=rotary_dim,
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
+        query_growth=rope.number("llama_4_scaling_beta", 0.0, above=-1.0),
     )
     parsed = _with_type_fields(common, rope)
     if not 1 <= parsed.longest_max_len <= MAX_CONTEXT:

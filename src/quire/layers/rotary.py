@@ -31,10 +31,16 @@ class RotaryEmbedding:
     ) -> None:
         self.backend, self.head_size, self.interleaved = backend, head_size, interleaved
         self.cos_sin = backend.from_numpy(cos_sin_table(rope, max_len))
+        self.query_scales = None
+        if rope.query_growth:
+            scales = 1 + rope.query_growth * np.log1p(np.arange(max_len) // rope.original_max_position_embeddings)
+            self.query_scales = backend.from_numpy(scales.astype(np.float32).reshape(-1, 1))
 
     def __call__(self, positions: Array, q: Array, k: Array) -> None:
         """Rotate q [T, Hq*D] and k [T, Hkv*D] in place."""
         self.backend.rotary_embedding(positions, q, k, self.cos_sin, self.head_size, self.interleaved)
+        if self.query_scales is not None:
+            q *= self.backend.take_rows(self.query_scales, positions)
 
 
 def rotary_embeddings(

@@ -59,6 +59,7 @@ class BlockOptions:
         attention_scale: multiplies q.k; None is head_dim**-0.5.
         alibi_slopes: of all heads of the model, see `AttentionParams`; None without ALiBi.
         interleaved: neighbours are rotated, see `RotaryEmbedding`.
+        unrotated_layers: those whose queries and keys are not rotated.
         logit_scale: multiplies the logits.
         qkv_by_group: the single tensor of `names.qkv` holds, for each KV head, its queries, its key and its value.
     """
@@ -76,6 +77,7 @@ class BlockOptions:
     attention_scale: float | None = None
     alibi_slopes: np.ndarray | None = None
     interleaved: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
     logit_scale: float = 1.0
 
 
@@ -199,7 +201,13 @@ class BlockDecoder:
             builder.backend, info.layer_ropes, info.head_dim, max_model_len, interleaved=options.interleaved
         )
         self.blocks = [
-            Block(body.under(f"{names.blocks}.{layer}"), info, layer, rotaries[layer] if rotaries else None, options)
+            Block(
+                body.under(f"{names.blocks}.{layer}"),
+                info,
+                layer,
+                rotaries[layer] if rotaries and layer not in options.unrotated_layers else None,
+                options,
+            )
             for layer in range(info.num_hidden_layers)
         ]
         self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps, bias=options.norm_bias)

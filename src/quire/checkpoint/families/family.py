@@ -36,6 +36,7 @@ class Family:
         windows: which layers have a sliding window.
         keeps_states: some layers keep a state of fixed size for each sequence in place of keys and values.
         derive: computes keys from others, where one key does not say it all.
+        within: key of the object that says all of this, in files that describe more than a text model.
         pools: what the output is where it is no text: "embed" for vectors, "classify" for scores.
         causal: tokens see those before them only; config.json's "is_causal" may say otherwise.
     """
@@ -49,5 +50,6 @@ class Family:
     alibi: bool = False
     keeps_states: bool = False
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
+    within: str | None = None
     pools: str | None = None
     causal: bool = True

@@ -2,6 +2,118 @@
 
 from __future__ import annotations
 
-from quire.checkpoint.families.family import Family
+from typing import Any
 
-LOCAL: dict[str, Family] = {}
+from quire.checkpoint.families.by_type import FULL, SLIDING, every_nth_full, two_rotations
+from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
+from quire.checkpoint.fields import Fields
+
+
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    """Older files have a period of layers, and keys of their own for the rotation of layers with a window."""
+    full = fields.number("rope_theta", 1e6, above=1.0)
+    local = fields.number("rope_local_base_freq", 1e4, above=1.0)
+    period = fields.integer("sliding_window_pattern", 6, low=1)
+    return {**every_nth_full(fields, period), **two_rotations(fields, full, local)}
+
+
+def _olmo3(fields: Fields) -> dict[str, Any]:
+    """Layers with a window are not stretched."""
+    theta = fields.number("rope_theta", 500000.0, above=1.0)
+    return {**every_nth_full(fields, 4), **two_rotations(fields, theta, theta)}
+
+
+def _ministral(fields: Fields) -> dict[str, Any]:
+    """All layers have the window where the file lists no types."""
+    if fields.values.get("layer_types") is not None:
+        return {}
+    layer_type = FULL if fields.values.get("sliding_window") is None else SLIDING
+    return {"layer_types": [layer_type] * fields.integer("num_hidden_layers", low=1, high=4096)}
+
+
+def _ministral3(fields: Fields) -> dict[str, Any]:
+    """The rotation that its class has where the file has none."""
+    if fields.values.get("rope_parameters") is not None or fields.values.get("rope_scaling") is not None:
+        return {}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    return {"rope_parameters": rope}
+
+
+_LISTED = {"use_sliding_window": True, "sliding_window": 4096}
+_GEMMA = {
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA3 = {**_GEMMA, **_LISTED, "vocab_size": 262208, "max_position_embeddings": 131072}
+_MISTRAL = {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+
+LOCAL: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        {
+            **_GEMMA,
+            **_LISTED,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        {"hidden_act": "hidden_activation"},
+        windows=Windows.LISTED,
+        derive=lambda fields: every_nth_full(fields, 2),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", _GEMMA3, {"hidden_act": "hidden_activation"}, windows=Windows.LISTED, derive=_gemma3
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3",
+        _GEMMA3,
+        {"hidden_act": "hidden_activation"},
+        windows=Windows.LISTED,
+        derive=_gemma3,
+        within="text_config",
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        {**LLAMA_LIKE, **_LISTED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        windows=Windows.LISTED,
+        derive=_olmo3,
+    ),
+    "MinistralForCausalLM": Family("ministral", {**_MISTRAL, **_LISTED}, windows=Windows.LISTED, derive=_ministral),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        {**_MISTRAL, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "head_dim": 128},
+        windows=Windows.ALL,
+        derive=_ministral3,
+    ),
+    "Mistral3ForConditionalGeneration": Family("mistral3", _MISTRAL, windows=Windows.ALL, within="text_config"),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        {
+            **_LISTED,
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+        {"norm_eps": "layer_norm_eps"},
+        windows=Windows.LISTED,
+        derive=lambda fields: every_nth_full(fields, fields.integer("sliding_window_pattern", 4, low=1)),
+    ),
+}
