@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import WeightSource
 from quire.kernels.backend import Backend
+from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
 
 
@@ -22,6 +23,7 @@ class Builder:
     backend: Backend
     parallel: ParallelContext = field(default_factory=ParallelContext)
     prefix: str = ""
+    lora: LoRASlots | None = None  # where layers enter what adapters may change
     headless: bool = False
 
     def under(self, name: str) -> Builder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor
@@ -26,9 +28,14 @@ class VocabParallelEmbedding:
         if padding:
             parts.append(HostTensor(np.zeros((padding, width), table.array.dtype), table.dtype))
         self.weight = self.backend.pack_linear(parts, table=True)
+        self.lora = None if builder.lora is None else builder.lora.embedding(builder.prefix + name, vocab_size, width)
 
     def __call__(self, ids: Array) -> Array:
         """Token ids [T] -> [T, width]."""
+        rows = self._look_up(ids)
+        return rows if self.lora is None else self.lora(rows, ids)
+
+    def _look_up(self, ids: Array) -> Array:
         if self.parallel.tp_size == 1:
             return self.backend.embedding(ids, self.weight)
         local = ids - self.first_row
@@ -57,16 +64,22 @@ class LMHead:
     ) -> None:
         self.table: VocabParallelEmbedding | None = None
         self.bias: Array = None
+        self.adapters, self.lora = builder.lora, None
         if builder.headless:
             return
-        self.table = tied_to or VocabParallelEmbedding(builder, name, vocab_size, width)
+        # A table of its own is never looked up: what adapters may change is the head.
+        self.table = tied_to or VocabParallelEmbedding(replace(builder, lora=None), name, vocab_size, width)
+        self.lora = None if builder.lora is None else builder.lora.head(builder.prefix + name, vocab_size, width)
         self.bias = builder.backend.vector(builder.get(f"{name}.bias", (vocab_size,))) if bias else None
 
     def __call__(self, hidden: Array) -> Array:
-        """Hidden rows [R, width] -> logits [R, vocab_size]."""
+        """Hidden rows [R, width] -> logits [R, vocab_size], wider where adapters may add to the vocabulary."""
         assert self.table is not None, "a headless model has no logits"
         logits = self.table.logits(hidden)
-        return logits if self.bias is None else logits + self.bias
+        logits = logits if self.bias is None else logits + self.bias
+        if self.adapters is None or self.lora is None:
+            return logits
+        return self.lora(self.adapters.widen(logits), hidden)
 
 
 class PositionEmbedding:

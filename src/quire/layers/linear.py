@@ -13,6 +13,7 @@ from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.activation import activation_kind
 from quire.layers.builder import Builder
+from quire.layers.lora import Cut, LoRALayer, Split
 
 
 def read_stack(
@@ -43,17 +44,27 @@ def read_columns(
     builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Return this rank's share of the rows of each matrix and, if asked for, of each bias; see `read_stack`."""
-    parallel = builder.parallel
     matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
+    cut = column_cut(builder, names, sizes)
+    return [cut(i, matrix) for i, matrix in enumerate(matrices)], [cut(i, b) for i, b in enumerate(biases)] or None
+
+
+def column_cut(builder: Builder, names: Sequence[str], sizes: Sequence[int]) -> Cut:
+    """Return what takes this rank's share of the rows of matrix number i, of these sizes."""
+    parallel = builder.parallel
     shares = [parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
+    return lambda i, tensor: tensor.rows(parallel.tp_rank * shares[i], (parallel.tp_rank + 1) * shares[i])
 
-    def cut(tensors: list[Tensor]) -> list[Tensor]:
-        return [
-            tensor.rows(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
-            for tensor, share in zip(tensors, shares)
-        ]
 
-    return cut(matrices), cut(biases) if bias else None
+def adaptable(
+    builder: Builder, names: Sequence[str], in_features: int, sizes: Sequence[int], cut: Cut, split: Split | None = None
+) -> LoRALayer | None:
+    """Enter a layer split by output rows as one that adapters may change, see `LoRASlots.linear`; None without."""
+    return (
+        None
+        if builder.lora is None
+        else builder.lora.linear(builder.prefix, names, in_features, sizes, cut, split=split)
+    )
 
 
 class ColumnParallelLinear:
@@ -76,10 +87,12 @@ class ColumnParallelLinear:
         self.weight = self.backend.pack_linear(
             *read_columns(builder, names, sizes, in_features, bias=bias, transposed=transposed)
         )
+        self.lora = adaptable(builder, names, in_features, sizes, column_cut(builder, names, sizes))
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, this rank's outputs]."""
-        return self.backend.linear(x, self.weight)
+        y = self.backend.linear(x, self.weight)
+        return y if self.lora is None else self.lora(y, x)
 
 
 class GatedColumnParallelLinear:
@@ -101,11 +114,15 @@ class GatedColumnParallelLinear:
         self.backend, self.kind = builder.backend, activation_kind(hidden_act)
         sizes = (out_features, out_features)
         matrices, biases = read_columns(builder, names, sizes, in_features, bias=bias, transposed=False)
-        self.weight = self.backend.pack_linear(matrices, biases, gated=True)
+        self.lora = adaptable(builder, names, in_features, sizes, column_cut(builder, names, sizes))
+        # What adapters add comes before the activation.
+        self.weight = self.backend.pack_linear(matrices, biases, gated=self.lora is None)
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, this rank's outputs]."""
-        return self.backend.gated_linear(x, self.weight, self.kind)
+        if self.lora is None:
+            return self.backend.gated_linear(x, self.weight, self.kind)
+        return self.backend.gated_activation(self.lora(self.backend.linear(x, self.weight), x), self.kind)
 
 
 def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[Tensor]:
@@ -161,14 +178,22 @@ class QKVParallelLinear:
         starts = [first_head * head_size, first_kv_head * head_size, first_kv_head * head_size]
         stops = [starts[0] + self.q_size, starts[1] + self.kv_size, starts[2] + self.kv_size]
 
-        def cut(tensors: list[Tensor]) -> list[Tensor]:
-            return [tensor.rows(start, stop) for tensor, start, stop in zip(tensors, starts, stops)]
+        def cut(i: int, tensor: Tensor) -> Tensor:
+            return tensor.rows(starts[i], stops[i])
 
-        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+        def split(fused: Tensor) -> list[Tensor]:
+            return split_groups(fused, num_heads, num_kv_heads, head_size)
+
+        self.weight = self.backend.pack_linear(
+            [cut(i, matrix) for i, matrix in enumerate(matrices)], [cut(i, b) for i, b in enumerate(biases)] or None
+        )
+        self.lora = adaptable(builder, names, in_features, sizes, cut, split if by_group else None)
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """[T, in_features] -> q [T, Hq*D], k [T, Hkv*D], v [T, Hkv*D] of this rank, views of one array."""
         qkv = self.backend.linear(x, self.weight)
+        if self.lora is not None:
+            qkv = self.lora(qkv, x)
         k_start, v_start = self.q_size, self.q_size + self.kv_size
         return qkv[:, :k_start], qkv[:, k_start:v_start], qkv[:, v_start:]
 
@@ -192,6 +217,17 @@ class RowParallelLinear:
         part = matrix.columns(self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share)
         # The sum over ranks must hold the bias once.
         self.weight = self.backend.pack_linear([part], biases if bias and self.parallel.tp_rank == 0 else None)
+        self.lora = (
+            None
+            if builder.lora is None
+            else builder.lora.linear(
+                builder.prefix,
+                (name,),
+                in_features,
+                (out_features,),
+                columns=(self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share),
+            )
+        )
 
     def __call__(self, x: Array) -> Array:
         """[T, this rank's inputs] -> [T, out_features], the same on every rank."""
@@ -199,7 +235,8 @@ class RowParallelLinear:
 
     def partial(self, x: Array) -> Array:
         """[T, this rank's inputs] -> [T, out_features], this rank's part of the sum."""
-        return self.backend.linear(x, self.weight)
+        y = self.backend.linear(x, self.weight)
+        return y if self.lora is None else self.lora(y, x)
 
 
 class ReplicatedLinear:
@@ -218,7 +255,11 @@ class ReplicatedLinear:
         self.backend = builder.backend
         matrices, biases = read_stack(builder, [name], [out_features], in_features, bias=bias, transposed=False)
         self.weight = self.backend.pack_linear(matrices, biases if bias else None, exact=exact)
+        self.lora = (
+            None if builder.lora is None else builder.lora.linear(builder.prefix, (name,), in_features, (out_features,))
+        )
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, out_features]."""
-        return self.backend.linear(x, self.weight)
+        y = self.backend.linear(x, self.weight)
+        return y if self.lora is None else self.lora(y, x)

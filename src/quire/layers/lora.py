@@ -1,0 +1,256 @@
+"""Where a model's layers find the LoRA adapters of a step's rows. How adapters are read, and which slots they lie in, is
+not decided here (`quire.lora`).
+
+While a model is built with `Builder.lora`, each layer that an adapter could change enters its name here, the one that
+transformers gives it, and how a change to it is cut for this rank. In a step it hands over its output and input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor, Tensor
+from quire.kernels.backend import Array, Backend
+from quire.kernels.lora import LoRAChange, LoRARows
+
+Cut = Callable[[int, Tensor], Tensor]  # (number of the matrix, whole [N, *]) -> this rank's rows of it
+Split = Callable[[Tensor], list[Tensor]]  # a tensor of several matrices -> one for each
+
+
+@dataclass(frozen=True, slots=True)
+class LoRATarget:
+    """What an adapter may change, by the name of its module in transformers.
+
+    Attributes:
+        kind: "linear"; "embedding", a table that is looked up; "head", which scores the vocabulary.
+        inputs, outputs: of the whole layer on all ranks; of a table the width and the number of its rows.
+        layer: number of the layer that computes it. part: of the layer's parts, the first that `cut` makes one of.
+        cut: the change of the whole -> that of each part on this rank.
+    """
+
+    name: str
+    kind: Literal["linear", "embedding", "head"]
+    inputs: int
+    outputs: int
+    layer: int
+    part: int
+    cut: Callable[[LoRAChange], list[LoRAChange]]
+
+
+PackedAdapter = dict[int, list[Any]]  # by number of the layer, what each of its parts gets, or None
+
+
+class LoRALayer:
+    """One layer's slots."""
+
+    def __init__(self, owner: LoRASlots, sizes: Sequence[int], *, lookup: bool = False, widest: int = 0) -> None:
+        self._owner, self._backend, self._lookup = owner, owner.backend, lookup
+        self.num_parts = len(sizes)
+        self.slots = owner.backend.new_lora_slots(owner.num_slots, owner.max_rank, sizes, widest)
+
+    def __call__(self, y: Array, x: Array) -> Array:
+        """Return y, the layer's output of x (rows, or the ids that were looked up), changed in place."""
+        rows = self._owner.rows_of(y.shape[0])
+        if rows is not None:
+            if self._lookup:
+                self._backend.lora_embedding(y, self._owner.true_ids(x), self.slots, rows)
+            else:
+                self._backend.lora(y, x, self.slots, rows)
+        return y
+
+
+class _Buffers:
+    """Which slot each of some rows has: `LoRARows` whose arrays stay where they are."""
+
+    def __init__(self, backend: Backend, num_rows: int, num_slots: int) -> None:
+        self._backend, self._num_slots = backend, num_slots
+        self._rows = LoRARows(
+            backend.zeros((num_rows,), "int64"),
+            backend.zeros((num_rows,), "int64"),
+            backend.zeros((num_slots + 1,), "int64"),
+        )
+
+    def write(self, slots: np.ndarray) -> None:
+        count, order = len(slots), np.argsort(slots, kind="stable")
+        starts = np.searchsorted(slots[order], np.arange(self._num_slots + 1))
+        assign = self._backend.assign
+        assign(self._rows.slots[:count], slots)
+        assign(self._rows.order[: count - starts[0]], order[starts[0] :])
+        assign(self._rows.starts, starts - starts[0])
+
+    def first(self, count: int) -> LoRARows:
+        return LoRARows(self._rows.slots[:count], self._rows.order[:count], self._rows.starts)
+
+
+class LoRASlots:
+    """All layers of a model that adapters may change, and the slots of a step's rows.
+
+    Args:
+        num_slots: most adapters in one step. max_rank: of any of them.
+        vocab_size: of the model. extra_vocab: by how many ids an adapter may enlarge it.
+        max_tokens, max_rows: most tokens of a step, and most rows whose logits are computed at a time.
+
+    Attributes:
+        targets: by name.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_slots: int,
+        max_rank: int,
+        vocab_size: int,
+        extra_vocab: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self.backend, self.num_slots, self.max_rank = backend, num_slots, max_rank
+        self.base_vocab, self.extra_vocab = vocab_size, extra_vocab
+        self.targets: dict[str, LoRATarget] = {}
+        self._layers: list[LoRALayer] = []
+        self._tokens = _Buffers(backend, max_tokens, num_slots)
+        self._rows = _Buffers(backend, max_rows, num_slots)
+        self._vocab_sizes = np.full(num_slots + 1, vocab_size, np.int64)  # of each slot; the last is for no slot
+        self._limits = backend.zeros((max_rows,), "int64") if extra_vocab else None
+        self._ids = backend.zeros((max_tokens,), "int64") if extra_vocab else None
+        self._extra_columns = backend.zeros((max_rows, extra_vocab)) if extra_vocab else None
+        self._counts = (0, 0, False)
+
+    # ---- while the model is built ----
+
+    def linear(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        inputs: int,
+        sizes: Sequence[int],
+        cut: Cut = lambda number, whole: whole,
+        *,
+        split: Split | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> LoRALayer:
+        """Enter a linear layer of one or more matrices [size, inputs], of which `cut` takes this rank's rows.
+
+        There is one name per size, or a single one for a tensor of all of them; it is taken apart by `split`, or where
+        one matrix ends. `columns`: this rank's share of the inputs, (first, last + 1), where they are split.
+        """
+        mine = [cut(i, HostTensor(np.zeros((size, 1), np.float32), "float32")).shape[0] for i, size in enumerate(sizes)]
+        single = len(names) < len(sizes)
+        layer = self._add(LoRALayer(self, [sum(mine)] if single else mine))
+        starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+        def cut_all(b: np.ndarray) -> np.ndarray:
+            whole = HostTensor(b, "float32")
+            matrices = split(whole) if split else [whole.rows(i, j) for i, j in pairwise(starts)]
+            return np.concatenate([cut(i, matrix).to_float32() for i, matrix in enumerate(matrices)])
+
+        def cut_one(number: int, b: np.ndarray) -> np.ndarray:
+            return cut(number, HostTensor(b, "float32")).to_float32()
+
+        for number, name in enumerate(names):
+            outputs, cut_b = (sum(sizes), cut_all) if single else (sizes[number], partial(cut_one, number))
+            self._enter(prefix + name, "linear", inputs, outputs, layer, number, _linear_cut(cut_b, columns))
+        return self._layers[layer]
+
+    def embedding(self, name: str, num_rows: int, width: int) -> LoRALayer:
+        """Enter a table that is looked up; every rank changes whole rows."""
+        layer = self._add(LoRALayer(self, [width], lookup=True))
+        self._enter(name, "embedding", width, num_rows, layer, 0, lambda change: [change])
+        return self._layers[layer]
+
+    def head(self, name: str, num_rows: int, width: int) -> LoRALayer:
+        """Enter the layer that scores the vocabulary; every rank changes whole rows."""
+        layer = self._add(LoRALayer(self, [num_rows + self.extra_vocab], widest=num_rows + self.extra_vocab))
+        self._enter(name, "head", width, num_rows, layer, 0, lambda change: [change])
+        return self._layers[layer]
+
+    def _add(self, layer: LoRALayer) -> int:
+        self._layers.append(layer)
+        return len(self._layers) - 1
+
+    def _enter(self, name: str, *rest: Any) -> None:
+        self.targets[name] = LoRATarget(name, *rest)
+
+    # ---- what lies in the slots ----
+
+    def pack(self, changes: Mapping[str, LoRAChange]) -> PackedAdapter:
+        """Return what `fill` takes, of changes by the names of targets. May be called in any thread."""
+        packed: PackedAdapter = {}
+        for name, change in changes.items():
+            target = self.targets[name]
+            parts = packed.setdefault(target.layer, [None] * self._layers[target.layer].num_parts)
+            for number, part in enumerate(target.cut(change), target.part):
+                parts[number] = self.backend.pack_lora(part, lookup=target.kind == "embedding")
+        return packed
+
+    def fill(self, slot: int, packed: PackedAdapter, vocab_size: int) -> None:
+        """Put an adapter into a slot, in the place of the one before; between steps."""
+        for number, layer in enumerate(self._layers):
+            self.backend.set_lora(layer.slots, slot, packed.get(number, [None] * layer.num_parts))
+        self._vocab_sizes[slot] = vocab_size
+
+    # ---- in a step ----
+
+    def write(self, input_ids: np.ndarray, token_slots: np.ndarray, row_slots: np.ndarray) -> np.ndarray:
+        """Note the slots of a step's tokens and of the rows whose logits are wanted, int64, -1 for none.
+
+        Returns the ids with those that the model's own table lacks replaced.
+        """
+        self._tokens.write(token_slots)
+        self._rows.write(row_slots)
+        if self._limits is None or self._ids is None:
+            return input_ids
+        self.backend.assign(self._limits[: len(row_slots)], self._vocab_sizes[row_slots])
+        self.backend.assign(self._ids[: len(input_ids)], input_ids)
+        return np.minimum(input_ids, self.base_vocab - 1)
+
+    def begin(self, num_tokens: int, num_rows: int, active: bool) -> None:
+        """Say how many tokens and rows the computation has that follows, and whether any has an adapter."""
+        self._counts = (num_tokens, num_rows, active)
+
+    def rows_of(self, count: int) -> LoRARows | None:
+        """Return the slots of the rows of an array of so many; None if none of the step has an adapter.
+
+        Where as many rows are wanted as there are tokens they are the same ones.
+        """
+        num_tokens, num_rows, active = self._counts
+        if not active:
+            return None
+        if count == num_tokens:
+            return self._tokens.first(count)
+        assert count == num_rows, f"{count} rows, but the step has {num_tokens} tokens and {num_rows} rows of logits"
+        return self._rows.first(count)
+
+    def true_ids(self, ids: Array) -> Array:
+        """Return the step's ids, also those that the model's own table lacks."""
+        return ids if self._ids is None else self._ids[: len(ids)]
+
+    def widen(self, logits: Array) -> Array:
+        """Return logits [R, V] with columns for the ids that adapters may add, [R, V + extra]."""
+        if self._extra_columns is None:
+            return logits
+        return self.backend.concat([logits, self._extra_columns[: logits.shape[0]]])
+
+    def limit(self, logits: Array) -> Array:
+        """Return logits, changed in place so that no row has ids that are not in its adapter's vocabulary."""
+        if self._limits is not None:
+            self.backend.limit_columns(logits, self._limits[: logits.shape[0]])
+        return logits
+
+
+def _linear_cut(
+    cut_b: Callable[[np.ndarray], np.ndarray], columns: tuple[int, int] | None
+) -> Callable[[LoRAChange], list[LoRAChange]]:
+    def cut(change: LoRAChange) -> list[LoRAChange]:
+        assert change.a is not None and change.b is not None, "linear layers are changed by factors"
+        a = change.a if columns is None else change.a[:, columns[0] : columns[1]]
+        return [LoRAChange(a, cut_b(change.b))]
+
+    return cut
