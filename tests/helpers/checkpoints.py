@@ -50,6 +50,7 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
+MIXTURE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": None},
@@ -88,6 +89,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**SMALL, "num_key_value_heads": 2, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**VISION, "model_type": "pixtral"},
     },
+    "mixtral": {**MIXTURE, "num_local_experts": 5},
+    "qwen2_moe": {
+        **MIXTURE,
+        "num_experts": 6,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {**MIXTURE, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16},
+    "gpt_oss": {
+        **MIXTURE,
+        "num_local_experts": 5,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe": {**MIXTURE, "n_routed_experts": 8, "moe_intermediate_size": 16, "head_dim": 16, "use_qk_norm": True},
+    "olmoe": {**MIXTURE, "num_experts": 8},
+    "granitemoe": {**MIXTURE, "num_local_experts": 5},
+    "minimax_m2": {**MIXTURE, "num_local_experts": 6, "head_dim": 16},
     "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
 }
 
@@ -122,6 +150,9 @@ def write_checkpoint(
                 parameter.normal_(0, 0.1, generator=generator)
             else:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -21,7 +21,8 @@ class MoENames:
     """Names in the checkpoint, below the layer's.
 
     Attributes:
-        block: the feed-forward layer's own name. router: what makes the logits. correction: see `RoutingParams.bias`.
+        block: the feed-forward layer's own name, or "mlp", as transformers 5 has it. router: what makes the logits.
+        correction: see `RoutingParams.bias`.
         experts: stands before the number of an expert. gate, up, down: of each expert.
         stacked: gate and up of all experts in one tensor, and down of all, where there are no tensors of each.
         shared, shared_gate: the expert that every token sees, and what its output is weighted by.
@@ -37,6 +38,11 @@ class MoENames:
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+
+    def under(self, builder: Builder) -> Builder:
+        """Return a builder of the feed-forward layer, given one of the layer around it."""
+        own, later, probe = builder.under(self.block), builder.under("mlp"), f"{self.router}.weight"
+        return later if later.has(probe) and not own.has(probe) else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,11 @@ class DecoderOptions:
 
     Attributes:
         moe: what the feed-forward layers are, where they are no dense ones.
-        qk_norm: queries and keys have an RMS norm: each head by itself, or all heads together.
+        qk_norm: queries and keys have an RMS norm: each head by itself, or all heads together. qk_norm_names: theirs.
+        norm_rotated: it is that of queries and keys after rotation, not before.
         fused: the file holds one qkv_proj and one gate_up_proj, each a stack of the parts. fused_mlp: the latter only.
         gated: without it the feed-forward layer is down(act(up(x))).
+        sinks: softmax of attention has one more logit a head, which is learned, see `AttentionParams`.
         interleaved: neighbours are rotated, see `RotaryEmbedding`.
         unrotated_layers: those whose queries and keys are not rotated.
         norm_offset: is added to the scales of all norms.
@@ -45,9 +47,12 @@ class DecoderOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "projection"] | None = None
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_rotated: bool = False
     fused: bool = False
     fused_mlp: bool = False
     gated: bool = True
+    sinks: bool = False
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     norm_offset: float = 0.0
@@ -79,12 +84,14 @@ class DecoderAttention:
         )
         self.q_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
         self.k_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
+        q_name, k_name = options.qk_norm_names
         if options.qk_norm == "head":
-            self.q_norm = HeadRMSNorm(builder, "q_norm", head_dim, eps, offset=options.norm_offset)
-            self.k_norm = HeadRMSNorm(builder, "k_norm", head_dim, eps, offset=options.norm_offset)
+            self.q_norm = HeadRMSNorm(builder, q_name, head_dim, eps, offset=options.norm_offset)
+            self.k_norm = HeadRMSNorm(builder, k_name, head_dim, eps, offset=options.norm_offset)
         elif options.qk_norm == "projection":
-            self.q_norm = ProjectionRMSNorm(builder, "q_norm", heads, head_dim, eps, mine=self.qkv_proj.heads)
-            self.k_norm = ProjectionRMSNorm(builder, "k_norm", kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
+            self.q_norm = ProjectionRMSNorm(builder, q_name, heads, head_dim, eps, mine=self.qkv_proj.heads)
+            self.k_norm = ProjectionRMSNorm(builder, k_name, kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
+        self.rotary_first = rotary if options.norm_rotated else None
         self.attention = Attention(
             builder.backend,
             AttentionParams(
@@ -94,14 +101,17 @@ class DecoderAttention:
                 scale=head_dim**-0.5 if options.attention_scale is None else options.attention_scale,
                 sliding_window=info.layer_windows[layer],
                 softcap=options.attention_softcap,
+                sinks=sinks,
             ),
-            None if layer in options.unrotated_layers else rotary,
+            None if layer in options.unrotated_layers or options.norm_rotated else rotary,
         )
         self.o_proj = RowParallelLinear(builder, "o_proj", heads * head_dim, hidden, bias=options.output_bias)
 
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
         """[T, H] -> [T, H]; of the last layer [R, H], see `wanted`."""
         q, k, v = self.qkv_proj(x)
+        if self.rotary_first:
+            self.rotary_first(positions, q, k)
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.wanted(self.attention(positions, q, k, v, kv_cache, metadata), metadata))
@@ -138,7 +148,7 @@ def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: Decoder
     """Return the feed-forward layer of a decoder layer: experts where the family has them."""
     if options.moe is None or layer in options.moe.dense_layers:
         return DecoderMLP(builder.under("mlp"), info, options)
-    return MoE(builder.under(options.moe.names.block), info.hidden_size, options.moe)
+    return MoE(options.moe.names.under(builder), info.hidden_size, options.moe)
 
 
 class DecoderLayer:

@@ -1,0 +1,41 @@
+"""Reading from config.json how a family's experts are chosen, checked before anything is built of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.checkpoint.fields import Fields
+from quire.kernels.backend import RoutingParams
+
+MAX_EXPERTS = 8192
+
+
+def read_routing(
+    fields: Fields, experts: str, chosen: str = "num_experts_per_tok", *, grouped: bool = False, **rules: Any
+) -> RoutingParams:
+    """Return how experts are chosen, without correction biases.
+
+    Args:
+        experts, chosen: the keys of how many there are, and of how many each token gets.
+        grouped: they form `n_group` groups, of which `topk_group` are chosen first.
+        rules: the rest of `RoutingParams`.
+
+    Raises:
+        ModelError: numbers that do not suit each other.
+    """
+    number = fields.integer(experts, low=1, high=MAX_EXPERTS)
+    groups = top_groups = 1
+    if grouped:
+        groups = fields.integer("n_group", 1, low=1, high=number)
+        if number % groups:
+            raise fields.error("n_group", f"a divisor of {experts}, {number}")
+        top_groups = fields.integer("topk_group", 1, low=1, high=groups)
+    within = number // groups * top_groups
+    return RoutingParams(
+        number, fields.integer(chosen, low=1, high=within), num_groups=groups, top_groups=top_groups, **rules
+    )
+
+
+def first_layers_dense(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Return the layers below `first_k_dense_replace`."""
+    return frozenset(range(min(num_layers, fields.integer("first_k_dense_replace", 0))))
