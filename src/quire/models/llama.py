@@ -92,6 +92,10 @@ class DecoderAttention:
             self.q_norm = ProjectionRMSNorm(builder, q_name, heads, head_dim, eps, mine=self.qkv_proj.heads)
             self.k_norm = ProjectionRMSNorm(builder, k_name, kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
         self.rotary_first = rotary if options.norm_rotated else None
+        sinks = None
+        if options.sinks:
+            mine = self.qkv_proj.heads
+            sinks = builder.backend.vector(builder.get("sinks", (heads,)).rows(mine.start, mine.stop))
         self.attention = Attention(
             builder.backend,
             AttentionParams(
