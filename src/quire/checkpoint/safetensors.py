@@ -1,33 +1,28 @@
 """Reading weights: safetensors files, alone or sharded behind an index, mapped read-only and checked before use.
 
 The header is untrusted input: lengths, offsets, shapes and types are verified with Python integers before any byte of
-data is looked at. Pickle weights (`.bin`, `.pt`) are never opened. What tensors a model needs is not decided here.
+data is looked at. Pickle weights (`.bin`, `.pt`) are not opened here. What tensors a model needs is not decided here.
 The format: 8 bytes little-endian header length, a JSON header, then the data, without holes or overlaps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import os
-import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.files import parse_json_object, read_json_object, regular_file_size, unreadable
+from quire.checkpoint.files import parse_json_object, read_json_object
+from quire.checkpoint.mapped import MappedFile
 from quire.checkpoint.tensor import HostTensor, Layout
 from quire.errors import ModelError, echo
 
 MAX_HEADER_BYTES = 100_000_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HELD_BYTES = 32 * 2**20  # of tensors read last that stay in memory; others are given back to the system
-POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python's mmap does not name
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # name in the header -> (numpy type of the stored bits, HostTensor.dtype or None where we cannot compute with it)
@@ -67,27 +62,15 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One mapped file: `entries` by tensor name, and `read` to get a view of one.
+    """One mapped file: `entries` by tensor name, and `read` to get a view of one."""
 
-    Mapped pages count as memory of this process once they are looked at. So those of tensors read before the last few
-    are given back; a view of them stays valid and brings them back from the file when it is used.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Map the file and verify its header; raises `ModelError`."""
+    def __init__(self, path: Path, *, eager: bool = False) -> None:
+        """Map the file, or with `eager` read it, and verify its header; raises `ModelError`."""
         self.path = path
-        size = regular_file_size(path)
-        if size < 8:
-            raise ModelError(f"{path}: file is truncated (expected at least 8 bytes, got {size})")
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise unreadable(path, error) from None
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._held: deque[tuple[int, int]] = deque()
-        self._data_start = 8 + _header_length(path, self._bytes, size)
-        header = parse_json_object(self._bytes[8 : self._data_start].tobytes(), path, "safetensors header")
+        self._file = MappedFile(path, 8, eager=eager)
+        size = self._file.size
+        self._data_start = 8 + _header_length(path, self._file.bytes, size)
+        header = parse_json_object(self._file.bytes[8 : self._data_start].tobytes(), path, "safetensors header")
         header.pop("__metadata__", None)
         self.entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
         _check_layout(path, self.entries, size - self._data_start, size)
@@ -98,25 +81,9 @@ class SafetensorsFile:
         storage, dtype = _DTYPES[entry.dtype]
         if dtype is None:
             raise ModelError(f"{self.path}: tensor {echo(name)} has dtype {entry.dtype}, which is not supported here")
-        start, stop = self._data_start + entry.begin, self._data_start + entry.end
-        self._make_room(start, stop)
-        array = self._bytes[start:stop].view(storage).reshape(entry.shape)
+        stored = self._file.view(self._data_start + entry.begin, self._data_start + entry.end)
+        array = stored.view(storage).reshape(entry.shape)
         return HostTensor(array if array.flags.aligned else array.copy(), dtype)
-
-    def _make_room(self, start: int, stop: int) -> None:
-        """Give back tensors read earlier if there are too many, and map all of this one at once."""
-        if sys.platform != "linux":  # elsewhere the same advice may mean something else
-            return
-        self._held.append((start, stop))
-        while len(self._held) > 1 and sum(end - begin for begin, end in self._held) > HELD_BYTES:
-            self._advise(mmap.MADV_DONTNEED, *self._held.popleft())
-        self._advise(POPULATE_READ, start, stop)
-
-    def _advise(self, advice: int, start: int, stop: int) -> None:
-        first = start - start % mmap.PAGESIZE
-        if stop > first:
-            with contextlib.suppress(OSError):  # an older system; only advice
-                self._map.madvise(advice, first, stop - first)
 
 
 def _header_length(path: Path, data: np.ndarray, size: int) -> int:
@@ -179,13 +146,13 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_size: int, f
 class Checkpoint:
     """All weights of a model folder: which file holds which tensor, and `read` to get one."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open every weight file of `folder` and verify all headers; no tensor data is read yet."""
-        self.folder = folder
+    def __init__(self, folder: Path, *, eager: bool = False) -> None:
+        """Open every weight file of `folder` and verify all headers; no tensor data is read yet, unless `eager`."""
+        self.folder, self._eager = folder, eager
         self._home: dict[str, SafetensorsFile] = {}
         index_path = folder / INDEX_FILE
         if os.path.lexists(folder / SINGLE_FILE):
-            self._add(SafetensorsFile(folder / SINGLE_FILE))
+            self._add(self._open(folder / SINGLE_FILE))
         elif os.path.lexists(index_path):
             self._open_sharded(index_path)
         else:
@@ -211,6 +178,9 @@ class Checkpoint:
         """Return the tensor as a view of the mapped file."""
         return self._home[name].read(name)
 
+    def _open(self, path: Path) -> SafetensorsFile:
+        return SafetensorsFile(path, eager=self._eager)
+
     def _add(self, file: SafetensorsFile) -> None:
         for name in file.entries:
             if name in self._home:
@@ -232,7 +202,7 @@ class Checkpoint:
             path = self.folder / shard
             if not os.path.lexists(path):
                 raise ModelError(f"{path}: no such shard (expected by {INDEX_FILE})")
-            self._add(SafetensorsFile(path))
+            self._add(self._open(path))
         for name, shard in weight_map.items():
             if name not in self._home or self._home[name].path.name != shard:
                 raise ModelError(
@@ -246,11 +216,11 @@ class Checkpoint:
             pickles = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
             if pickles:
                 raise ModelError(
-                    f"{self.folder / pickles[0]}: pickle weights are not supported (expected *.safetensors files)"
+                    f"{self.folder / pickles[0]}: pickle weights are not supported without --load-format pt "
+                    f"(expected *.safetensors files)"
                 )
             raise ModelError(
-                f"{self.folder}: no safetensors weights (expected {SINGLE_FILE}, or {INDEX_FILE} and its shards; "
-                f"pickle weights are not supported)"
+                f"{self.folder}: no safetensors weights (expected {SINGLE_FILE}, or {INDEX_FILE} and its shards)"
             )
         for path in files:
-            self._add(SafetensorsFile(path))
+            self._add(self._open(path))

@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.mapped import HELD_BYTES
 from quire.checkpoint.open import open_weights
-from quire.checkpoint.safetensors import HELD_BYTES
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import TensorSource, WeightSource, WeightSurvey
 from quire.config import EngineConfig
