@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.builder import Builder
+
+
+def shifted(scales: Tensor, offset: float) -> Tensor:
+    """Return the numbers + `offset`, rounded to float32 only."""
+    return HostTensor(scales.to_float32() + np.float32(offset), "float32") if offset else scales
 
 
 class RMSNorm:
@@ -14,10 +19,7 @@ class RMSNorm:
 
     def __init__(self, builder: Builder, name: str, size: int, eps: float, *, offset: float = 0.0) -> None:
         self.backend, self.eps = builder.backend, eps
-        scales = builder.get(f"{name}.weight", (size,))
-        if offset:
-            scales = HostTensor(scales.to_float32() + np.float32(offset), "float32")
-        self.weight = self.backend.vector(scales)
+        self.weight = self.backend.vector(shifted(builder.get(f"{name}.weight", (size,)), offset))
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis, [T, size]."""
@@ -56,14 +58,25 @@ class ProjectionRMSNorm:
 
 
 class LayerNorm:
-    """Layer norm (Ba et al. 2016), with a learned scale and, if `bias`, shift; with neither unless `affine`."""
+    """Layer norm (Ba et al. 2016), with a learned scale and, if `bias`, shift; with neither unless `affine`.
+
+    The scale is `offset` more than what the file holds.
+    """
 
     def __init__(
-        self, builder: Builder, name: str, size: int, eps: float, *, affine: bool = True, bias: bool = True
+        self,
+        builder: Builder,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        affine: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
     ) -> None:
         self.backend, self.eps = builder.backend, eps
         ones = HostTensor(np.ones(size, np.float32), "float32")
-        self.weight = self.backend.vector(builder.get(f"{name}.weight", (size,)) if affine else ones)
+        self.weight = self.backend.vector(shifted(builder.get(f"{name}.weight", (size,)), offset) if affine else ones)
         self.bias = self.backend.vector(builder.get(f"{name}.bias", (size,))) if affine and bias else None
 
     def __call__(self, x: Array) -> Array:

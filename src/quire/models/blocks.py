@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
+from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, KVCache
 from quire.layers.activation import Activation
 from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
@@ -55,6 +55,8 @@ class BlockOptions:
     Attributes:
         parallel: attention and feed-forward layer see the same x. shared_norm: and the same norm of it.
         norm_bias: norms have a shift. head_bias: the output head has one.
+        norm_affine: norms have a scale. norm_offset: it is more by this than what the file holds.
+        clip_qkv: queries, keys and values are kept within -clip_qkv and clip_qkv.
         head_norm: queries and keys have a `HeadLayerNorm` per head, its scales a matrix ("joint") or apart ("split").
         attention_scale: multiplies q.k; None is head_dim**-0.5.
         alibi_slopes: of all heads of the model, see `AttentionParams`; None without ALiBi.
@@ -72,6 +74,9 @@ class BlockOptions:
     output_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = True
+    norm_affine: bool = True
+    norm_offset: float = 0.0
+    clip_qkv: float | None = None
     head_bias: bool = False
     head_norm: Literal["joint", "split"] | None = None
     attention_scale: float | None = None
@@ -79,6 +84,12 @@ class BlockOptions:
     interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     logit_scale: float = 1.0
+
+
+def clipped(backend: Backend, x: Array, limit: float) -> Array:
+    """Return x within -limit and limit."""
+    below = backend.activation(x + limit, "relu")
+    return backend.activation(below * -1.0 + 2 * limit, "relu") * -1.0 + limit
 
 
 class BlockAttention:
@@ -89,6 +100,7 @@ class BlockAttention:
     ) -> None:
         heads, kv_heads, head_dim = info.num_attention_heads, info.num_key_value_heads, info.head_dim
         names = options.names
+        self.backend, self.clip = builder.backend, options.clip_qkv
         self.qkv = QKVParallelLinear(
             builder,
             names.qkv,
@@ -131,6 +143,8 @@ class BlockAttention:
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
         """[T, H] -> [T, H]."""
         q, k, v = self.qkv(x)
+        if self.clip is not None:
+            q, k, v = (clipped(self.backend, part, self.clip) for part in (q, k, v))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.output(self.attention(positions, q, k, v, kv_cache, metadata))
@@ -158,19 +172,32 @@ class BlockMLP:
         return self.output(inner if self.act is None else self.act(inner))
 
 
+def block_norm(builder: Builder, name: str, info: ModelInfo, options: BlockOptions) -> LayerNorm:
+    """Return one of the norms of hidden states."""
+    return LayerNorm(
+        builder,
+        name,
+        info.hidden_size,
+        info.norm_eps,
+        affine=options.norm_affine,
+        bias=options.norm_bias,
+        offset=options.norm_offset,
+    )
+
+
 class Block:
     """Attention and feed-forward layer with their norms, on the residual stream."""
 
     def __init__(
         self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding | None, options: BlockOptions
     ) -> None:
-        names, size, eps = options.names, info.hidden_size, info.norm_eps
+        names = options.names
         self.parallel = options.parallel
-        self.attention_norm = LayerNorm(builder, names.attention_norm, size, eps, bias=options.norm_bias)
+        self.attention_norm = block_norm(builder, names.attention_norm, info, options)
         self.attention = BlockAttention(builder.under(names.attention), info, layer, rotary, options)
         self.mlp_norm = None
         if not options.shared_norm:
-            self.mlp_norm = LayerNorm(builder, names.mlp_norm, size, eps, bias=options.norm_bias)
+            self.mlp_norm = block_norm(builder, names.mlp_norm, info, options)
         self.mlp = BlockMLP(builder.under(names.mlp), info, options)
 
     def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
@@ -210,7 +237,7 @@ class BlockDecoder:
             )
             for layer in range(info.num_hidden_layers)
         ]
-        self.final_norm = LayerNorm(body, names.final_norm, hidden, info.norm_eps, bias=options.norm_bias)
+        self.final_norm = block_norm(body, names.final_norm, info, options)
         tied_to = self.embedding if info.tie_word_embeddings else None
         self.head = LMHead(builder, names.head, info.vocab_size, hidden, tied_to=tied_to, bias=options.head_bias)
         self.logit_scale = options.logit_scale
