@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Generic, TypeVar, overload
 
 import msgspec
+import numpy as np
 
 from quire.errors import QuireError
 
@@ -177,3 +178,64 @@ class BeamSearchOutput:
     """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a model made of a text: a vector [N], one for each token [n, N], or scores [N]; float32."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """How well each class fits a text: probabilities, unless activation was turned off."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit each other."""
+
+    score: float
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """The answer to a request for a vector or scores.
+
+    Attributes:
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

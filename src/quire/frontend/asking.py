@@ -13,6 +13,7 @@ from quire.frontend.formats.message import MessageAsk, Tool
 from quire.frontend.grammar_jobs import FormJob, Job, MessageJob
 from quire.frontend.loading import FrontModel
 from quire.frontend.processor import Params
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import ThinkingData
 
@@ -66,6 +67,8 @@ def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], a
     Raises:
         UnsupportedError: the model's reasoning cannot be told from the rest, so that it cannot be bounded.
     """
+    if isinstance(params, PoolingParams):
+        return Demand()
     form = params.structured_outputs
     job: Job | None = None
     if ask is not None:

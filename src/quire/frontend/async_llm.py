@@ -34,6 +34,7 @@ from quire.frontend.formats.message import MessageAsk
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.pooling_calls import AsyncPoolingCalls
 from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
 from quire.frontend.recovery import SupervisedClient
 from quire.frontend.request_stream import RequestStream
@@ -55,7 +56,7 @@ PREDICTED_SHARE = 0.85  # of the time a first token may take; what is predicted 
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingCalls):
     """An engine and everything in front of it, for one asyncio loop.
 
     Args:

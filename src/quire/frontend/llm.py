@@ -20,6 +20,7 @@ from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.interrupt import deferred_interrupt
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor, RequestState
+from quire.frontend.pooling_calls import PoolingCalls, as_prompts
 from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.progress import Progress, progress_bar
 from quire.frontend.reading import read_message
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model, its memory, and everything to generate with it. Use it as a context manager, or call `close`.
 
     One thread at a time may use it.
@@ -97,7 +98,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
         """
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         return self._run(items, self._params_for(items, sampling_params), priority, use_tqdm, tenant)
 
     def beam_search(
@@ -118,7 +119,7 @@ class LLM:
             GenerationError: the engine could not go on with a search.
         """
         check_beam_params(params)
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         outputs = self._run(items, [params] * len(items), priority, use_tqdm, tenant)
         return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
 
@@ -201,6 +202,20 @@ class LLM:
         tenant: str | Sequence[str],
         asks: Sequence[MessageAsk] | None = None,
     ) -> list[RequestOutput]:
+        states = self._run_states(prompts, params, priority, use_tqdm, tenant, asks)
+        outputs = [state.take() for state in states]
+        return [output for output in outputs if output is not None]
+
+    def _run_states(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        priority: int | Sequence[int],
+        use_tqdm: bool,
+        tenant: str | Sequence[str],
+        asks: Sequence[MessageAsk] | None = None,
+    ) -> list[RequestState]:
+        """Run requests to their end; return their states in the order of the prompts."""
         engine = self._open_engine()
         if self._sleep_level:
             raise EngineAsleepError("this LLM is asleep; call wake_up() first")
@@ -219,8 +234,7 @@ class LLM:
                 if not engine.has_unfinished():
                     raise EngineDeadError(f"the engine lost {left} requests")
                 left -= self._step(engine, progress)
-        outputs = [state.take() for state in states]
-        return [output for output in outputs if output is not None]
+        return states
 
     def _params_for(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -371,21 +385,6 @@ class LLM:
         # The constructor may have failed before there was anything to close.
         if getattr(self, "_engine", None) is not None:
             self.close()
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, list | tuple):
-        if prompts and all(isinstance(item, int) for item in prompts):
-            return [list(prompts)]
-        return list(prompts)
-    raise RequestError(
-        f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
-        param="prompts",
-        code="invalid_type",
-    )
 
 
 def _is_conversation(messages: Any) -> bool:

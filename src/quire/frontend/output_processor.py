@@ -18,8 +18,9 @@ from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.journal import REST, Journal, Progress
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.step import BeamOutput, SequenceOutput, TokenTopLogprobs
+from quire.step import BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
 from quire.structured.limits import GRAMMAR_FAILED, error_code
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -173,6 +174,7 @@ class RequestState:
     Attributes:
         notify: called whenever `take` may have something new.
         error: set if the request failed in a way that its outputs cannot express.
+        pooled: what was made of the prompt, of a request with pooling parameters, once it has finished.
         n: completions to return. completions: one for each sequence; of a beam search one, until the beams are there.
     """
 
@@ -194,6 +196,7 @@ class RequestState:
         self.ids = {request_id, *[name for add in adds for name in (add.request_id, *add.sequence_ids)]}
         self.ids |= {add.request_id + REST for add in adds if len(add.sequence_ids) > 1}
         self.max_tokens = adds[0].max_tokens
+        self.pooled: PooledData | None = None
         self.notify = notify
         self.error: Exception | None = None
         self.metrics = RequestMetrics(arrival_time=adds[0].arrival_time)
@@ -356,7 +359,7 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         adds: Sequence[AddRequest],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
         """Register a request; the caller then sends `adds` to the engine.
@@ -364,7 +367,7 @@ class OutputProcessor:
         Raises:
             RequestError: an unfinished request has this id.
         """
-        if isinstance(params, BeamSearchParams):
+        if not isinstance(params, SamplingParams):
             params = adds[0].sampling_params
         state = RequestState(request_id, prompt, adds, params, self._tokenizer, notify)
         if not self._ids.isdisjoint(state.ids):
@@ -401,7 +404,9 @@ class OutputProcessor:
             if output.error is not None and not any(item.error for item in state.completions):
                 level = logging.WARNING if output.refused else logging.ERROR
                 logger.log(level, "request %s failed in the engine: %s", state.request_id, output.error)
-            if output.new_token_ids or output.beams:
+            if output.pooled is not None:
+                state.pooled = output.pooled
+            if output.new_token_ids or output.beams or output.pooled:
                 if state.metrics.first_token_time is None:
                     num_prompt_tokens += len(state.prompt_token_ids)
                 self._note_tokens(state, completion, now)

@@ -17,9 +17,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.checkpoint.pooling_spec import PoolingSpec
+from quire.checks import check_int
 from quire.engine.messages import AddRequest
-from quire.errors import ContextLengthError, ModelError, RequestError, echo
+from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.breakers import BreakerIndex, Spelling
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
     MAX_N,
@@ -31,7 +34,7 @@ from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 Prompt = str | list[int] | Mapping[str, Any]
-Params = SamplingParams | BeamSearchParams
+Params = SamplingParams | BeamSearchParams | PoolingParams
 
 PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 PIECE_CHARS = 32768
@@ -53,6 +56,7 @@ class Processor:
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
         max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
         logits_processors: names that requests may use.
+        pooling: how the model makes vectors or scores, of `vector_size` numbers; None: it generates text.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Processor:
         seed: int | None = None,
         max_logprobs: int = 20,
         logits_processors: Sequence[str] = (),
+        pooling: PoolingSpec | None = None,
+        vector_size: int = 0,
     ) -> None:
         self._random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
@@ -76,6 +82,7 @@ class Processor:
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_logprobs = max_logprobs
         self.logits_processors = tuple(logits_processors)
+        self.pooling, self.vector_size = pooling, vector_size
         self._breakers: BreakerIndex | None = None
         self._defaults = dict(sampling_defaults or {})
         try:
@@ -120,6 +127,9 @@ class Processor:
             ContextLengthError: it leaves no room for a single token; the message has both numbers.
         """
         content, where = split_prompt(prompt, param)
+        self.check_kind(params)
+        if isinstance(params, PoolingParams):
+            return self._tokenize_whole(content, params, where)
         keep = params.truncate_prompt_tokens
         if isinstance(content, str):
             token_ids = self._encode(content, keep, where)
@@ -133,6 +143,43 @@ class Processor:
             raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
         self.check_length(len(token_ids), where)
         return token_ids
+
+    def check_kind(self, params: Params) -> None:
+        """Raise `UnsupportedError` for vectors from a model of texts, and for text from one that makes vectors."""
+        if isinstance(params, PoolingParams) == (self.pooling is not None):
+            return
+        if self.pooling is None:
+            message = "this model generates text; vectors and scores need a model for them, or --runner pooling"
+        else:
+            message = f"this model does not generate text: it is made to {self.pooling.task}"
+        raise UnsupportedError(message, param="model", code="unsupported_endpoint")
+
+    def _tokenize_whole(self, content: str | Sequence[int], params: PoolingParams, where: str) -> list[int]:
+        """Return the ids of a text that nothing follows; see `tokenize`."""
+        keep = params.truncate_prompt_tokens
+        most = self.max_model_len if keep in (None, -1) else min(keep or 0, self.max_model_len)
+        if isinstance(content, str):
+            token_ids = self._encode_whole(content, None if keep is None else most, where)
+            check_ids(token_ids, self.vocab_size, where, text=True)
+        else:
+            check_ids(content, self.vocab_size, where)
+            token_ids = list(content)
+        if keep is not None:
+            token_ids = token_ids[:most]
+        if not token_ids:
+            raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
+        if len(token_ids) > self.max_model_len:
+            raise ContextLengthError(
+                f"{where} has {len(token_ids)} tokens, but the context length is {self.max_model_len} tokens",
+                param=where,
+            )
+        return token_ids
+
+    def _encode_whole(self, text: str, most: int | None, param: str) -> list[int]:
+        if self.tokenizer is None or most is None:
+            return self._encode(text, None, param)
+        check_text(text, param)
+        return self.tokenizer.encode_within(text[: (most + 64) * self.tokenizer.max_chars_per_token], most)
 
     def check_length(self, num_tokens: int, param: str = "prompt", *, at_least: bool = False) -> None:
         """Raise `ContextLengthError` if a prompt of so many tokens leaves no room for output."""
@@ -208,6 +255,24 @@ class Processor:
         of which asks for prompt logprobs. A beam search is one sequence of the request's id.
         """
         self._check_options(request_id, priority, cache_salt, tenant)
+        self.check_kind(params)
+        if isinstance(params, PoolingParams):
+            return [
+                AddRequest(
+                    request_id=request_id,
+                    prompt_token_ids=token_ids,
+                    sampling_params=SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
+                    arrival_time=arrival_time,
+                    sequence_ids=[request_id],
+                    seeds=[0],
+                    stop_ids=[],
+                    max_tokens=1,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    tenant=tenant,
+                    pooling=self.pooling_params(params),
+                )
+            ]
         assert params.structured_outputs is None or grammar is not None, "a form without its grammar would be ignored"
         beam = None
         if isinstance(params, BeamSearchParams):
@@ -239,6 +304,27 @@ class Processor:
                 )
             ]
         return self._samples(request_id, params, shared)
+
+    def pooling_params(self, params: PoolingParams) -> PoolingParams:
+        """Return the parameters with their task; raise `RequestError` for what the model cannot do."""
+        assert self.pooling is not None, "checked before"
+        spec, task = self.pooling, params.task or self.pooling.task
+        if task not in spec.tasks:
+            raise UnsupportedError(
+                f"task must be {' or '.join(spec.tasks)} with this model, got {echo(task)}", param="task"
+            )
+        if params.dimensions is not None:
+            if spec.task != "embed":
+                raise RequestError("dimensions are those of vectors; this model makes scores", param="dimensions")
+            check_int("dimensions", params.dimensions, 1, self.vector_size)
+            if spec.matryoshka and params.dimensions not in spec.matryoshka:
+                sizes = ", ".join(map(str, spec.matryoshka))
+                raise RequestError(
+                    f"dimensions must be one of {sizes} with this model, got {params.dimensions}", param="dimensions"
+                )
+        # What is cached was computed before: its hidden states are gone.
+        whole = task == "token_embed" or spec.kinds != ("lasttoken",)
+        return params.clone(task=task, skip_reading_prefix_cache=params.skip_reading_prefix_cache or whole)
 
     def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[AddRequest]:
         """Return what the engine is told of a request that samples: in `shared` is what all its parts have."""

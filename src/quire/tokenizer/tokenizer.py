@@ -119,6 +119,35 @@ class Tokenizer:
         # Only the batch calls of the library let other threads run.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_within(self, text: str, most: int) -> list[int]:
+        """Return the first ids of `text` that leave room for the tokens around it, `most` in all; see `encode`."""
+        return self.encode_pair(text, None, most)[0]
+
+    def encode_pair(self, first: str, second: str | None, most: int | None = None) -> tuple[list[int], int | None]:
+        """Return the ids of two texts as the model expects them, and where the second begins.
+
+        Args:
+            most: so many tokens at most: of the longer text the last ones are left out until both fit.
+
+        Returns:
+            The ids, and the index of the first one that the tokenizer counts to the second text; None if it has none.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        check_text(first)
+        check_text(second or "")
+        left = self._backend.encode(first, add_special_tokens=False)
+        right = None if second is None else self._backend.encode(second, add_special_tokens=False)
+        if most is not None:
+            room = max(most - self._backend.num_special_tokens_to_add(right is not None), 0)
+            num_left, num_right = share_room(len(left.ids), 0 if right is None else len(right.ids), room)
+            left.truncate(num_left)
+            if right is not None:
+                right.truncate(num_right)
+        whole = self._backend.post_process(left, right, add_special_tokens=True)
+        return whole.ids, whole.type_ids.index(1) if 1 in whole.type_ids else None
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids without a token are left out."""
         if skip_special_tokens:
@@ -247,6 +276,18 @@ def _renamed(token: AddedToken, text: str) -> AddedToken:
         rstrip=token.rstrip,
         single_word=token.single_word and text == token.content,
     )
+
+
+def share_room(num_first: int, num_second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of each of two texts are kept: the longer one gives way until both have fit."""
+    if num_first + num_second <= room:
+        return num_first, num_second
+    short = min(num_first, num_second)
+    long = max(room - short, short)
+    if short + long > room:
+        short = room // 2
+        long = room - short
+    return (short, long) if num_first < num_second else (long, short)
 
 
 def check_text(text: str, param: str = "prompt") -> None:
