@@ -50,6 +50,17 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
+DELTA = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+DELTA_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
@@ -70,6 +81,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"vocab_size": 160, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
     "opt": {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48},
     "gpt2": GPT2,
+    "gemma": {**SMALL, "num_key_value_heads": 2, "head_dim": 12},
+    "phi": SMALL,
+    "olmo": {**SMALL, "num_key_value_heads": 2},
+    "nemotron": {**SMALL, "num_key_value_heads": 2},
+    "arcee": {**SMALL, "num_key_value_heads": 2},
+    "seed_oss": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "ernie4_5": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "glm": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "glm4": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "exaone4": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
+    "hunyuan_v1_dense": {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
     "gemma2": {**GEMMA, "sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": {**GEMMA, "sliding_window": 7, "sliding_window_pattern": 2},
     "gemma3": {
@@ -116,6 +138,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**MIXTURE, "num_experts": 8},
     "granitemoe": {**MIXTURE, "num_local_experts": 5},
     "minimax_m2": {**MIXTURE, "num_local_experts": 6, "head_dim": 16},
+    "qwen3_next": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
     "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
 }
 

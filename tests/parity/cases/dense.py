@@ -181,6 +181,55 @@ DENSE: dict[str, Case] = {
     "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
 }
 
+# Families on the same decoders that differ from their models in little.
+DENSE |= {
+    "gemma": ("gemma", {}),
+    "gemma-mqa-bias-untied": (
+        "gemma",
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False, "hidden_size": 48},
+    ),
+    "phi": ("phi", {}),
+    "phi-gqa-whole-heads-tied": (
+        "phi",
+        {"num_key_value_heads": 2, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    ),
+    "olmo": ("olmo", {}),
+    "olmo-clipped-bias-tied": ("olmo", {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
+    "nemotron": ("nemotron", {}),
+    "nemotron-biases-wide": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "partial_rotary_factor": 0.25, "norm_eps": 1e-2},
+    ),
+    "arcee": ("arcee", {}),
+    "arcee-biases-tied": ("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "seed-oss": ("seed_oss", {}),
+    "seed-oss-other-biases": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "ernie4-5": ("ernie4_5", {}),
+    "ernie4-5-biases-untied": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "glm": ("glm", {}),
+    "glm-mha-no-bias-tied": (
+        "glm",
+        {"num_key_value_heads": 4, "attention_bias": False, "tie_word_embeddings": True, "head_dim": 8},
+    ),
+    "glm4": ("glm4", {}),
+    "glm4-mqa-whole-heads": ("glm4", {"num_key_value_heads": 1, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-2}),
+    "exaone4": ("exaone4", {}),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 16}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan-alpha-bias-tied": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4},
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+}
+
 # Run by default, with both backends: one or two of each family, which between them have every feature once.
 QUICK = (
     "llama-gqa-tied",
@@ -204,4 +253,14 @@ QUICK = (
     "mpt",
     "opt-post-norm-projected",
     "gpt2-scaled",
+    "gemma",
+    "phi",
+    "olmo-clipped-bias-tied",
+    "nemotron",
+    "arcee",
+    "seed-oss",
+    "ernie4-5",
+    "glm4",
+    "exaone4",
+    "hunyuan-alpha-bias-tied",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.checkpoint.families.by_type import every_nth_full
 from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
 from quire.checkpoint.fields import Fields
 
@@ -33,6 +34,33 @@ def _falcon_sizes(fields: Fields) -> dict[str, Any]:
     return {"hidden_size": hidden, "num_key_value_heads": kv_heads, "intermediate_size": inner, "head_dim": None}
 
 
+def _gemma_activation(fields: Fields) -> dict[str, Any]:
+    """The first files say "gelu" and mean its approximation."""
+    return {"hidden_act": "gelu_pytorch_tanh"} if fields.values.get("hidden_act") == "gelu" else {}
+
+
+def _exaone4_types(fields: Fields) -> dict[str, Any]:
+    """The period of full layers is a number, or a word such as "LLLG"; without a window all layers are full."""
+    period = fields.values.get("sliding_window_pattern", 4)
+    period = len(period) if isinstance(period, str) else period
+    if fields.values.get("sliding_window") is None or not isinstance(period, int) or period < 1:
+        period = 1
+    return every_nth_full(fields, period)
+
+
+def _hunyuan_base(fields: Fields) -> dict[str, Any]:
+    """What its files call "dynamic" with an "alpha" is a larger base, the same at every length."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    rope = fields.inner(key)
+    if rope is None or not rope.values.get("alpha"):
+        return {}
+    heads = fields.integer("num_attention_heads", low=1)
+    size = fields.integer("head_dim", None, low=4) or fields.integer("hidden_size", low=1) // heads
+    theta = rope.number("rope_theta", None, above=1.0) or fields.number("rope_theta", 10000.0, above=1.0)
+    stretched = theta * rope.number("alpha") ** (size / (size - 2))
+    return {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": stretched}}
+
+
 _WINDOW_LAYERS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT2_KEYS = {
     "hidden_size": "n_embd",
@@ -42,6 +70,14 @@ _GPT2_KEYS = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
     "norm_eps": "layer_norm_epsilon",
+}
+_GLM = {
+    **LLAMA_LIKE,
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 131072,
 }
 
 DENSE: dict[str, Family] = {
@@ -197,5 +233,78 @@ DENSE: dict[str, Family] = {
         {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
         _GPT2_KEYS,
         rotary=False,
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        {
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "head_dim": 256,
+        },
+        derive=_gemma_activation,
+    ),
+    "PhiForCausalLM": Family(
+        "phi",
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.5,
+        },
+        {"norm_eps": "layer_norm_eps"},
+        rotary_part="partial_rotary_factor",
+    ),
+    "OlmoForCausalLM": Family("olmo", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
+    "NemotronForCausalLM": Family(
+        "nemotron",
+        {
+            "norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.5,
+        },
+        {"norm_eps": "norm_eps"},
+        rotary_part="partial_rotary_factor",
+    ),
+    "ArceeForCausalLM": Family(
+        "arcee", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096}
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss", {**LLAMA_LIKE, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288}
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5",
+        {
+            **LLAMA_LIKE,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "GlmForCausalLM": Family("glm", _GLM, rotary_part="partial_rotary_factor"),
+    "Glm4ForCausalLM": Family("glm4", _GLM, rotary_part="partial_rotary_factor"),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        {
+            **LLAMA_LIKE,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "use_sliding_window": True,
+            "sliding_window": 4096,
+        },
+        windows=Windows.LISTED,
+        derive=_exaone4_types,
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense",
+        {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        derive=_hunyuan_base,
     ),
 }
