@@ -118,6 +118,8 @@ def test_downloads_take_data_only() -> None:
         "model.safetensors.index.json",
         "tokenizer.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "adapter/model.safetensors",
         "pytorch_model.bin",
         "modeling_evil.py",
         "onnx/model.safetensors",
@@ -128,4 +130,4 @@ def test_downloads_take_data_only() -> None:
     chosen = huggingface_hub.utils.filter_repo_objects(
         files, allow_patterns=DOWNLOAD_PATTERNS, ignore_patterns=IGNORE_PATTERNS
     )
-    assert list(chosen) == files[:6]
+    assert list(chosen) == files[:7]

@@ -27,6 +27,7 @@ DOWNLOAD_PATTERNS = [
     "merges.txt",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     # What sentence-transformers adds: which layers follow, each in a folder of its own (1_Pooling, 2_Dense), prompts.
     "modules.json",
     "config_sentence_transformers.json",
@@ -35,7 +36,7 @@ DOWNLOAD_PATTERNS = [
     "[0-9]_Dense/model.safetensors",
 ]
 # Other subfolders hold other formats (onnx/, original/); consolidated files hold the same weights once more.
-IGNORE_PATTERNS = ["[!0-9]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
+IGNORE_PATTERNS = ["[!0-9a]*/*", "a[!d]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
