@@ -36,7 +36,7 @@ DOWNLOAD_PATTERNS = [
     "[0-9]_Dense/model.safetensors",
 ]
 # Other subfolders hold other formats (onnx/, original/); consolidated files hold the same weights once more.
-IGNORE_PATTERNS = ["[!0-9a]*/*", "a[!d]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
+IGNORE_PATTERNS = ["[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
