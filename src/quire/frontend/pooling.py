@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.pooling_spec import PoolingSpec
-from quire.errors import GenerationError, QuireError, RequestError, UnsupportedError, echo
+from quire.errors import GenerationError, RequestError, UnsupportedError, echo
 from quire.frontend.loading import FrontModel
 from quire.frontend.output_processor import RequestState
 from quire.frontend.processor import Processor, Prompt
@@ -38,6 +38,7 @@ JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
 )
+ABORTED = "request_aborted"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PAIR_ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
 
@@ -174,11 +175,7 @@ def pooled_output(state: RequestState) -> PoolingRequestOutput[PoolingOutput]:
     if completion.error is not None:
         raise completion.error
     if state.pooled is None:
-        raise (
-            QuireError("the request was aborted")
-            if completion.finish_reason == "abort"
-            else GenerationError("the engine made nothing of the request")
-        )
+        raise GenerationError("the request was aborted", code=ABORTED)
     values = np.frombuffer(state.pooled.data, "<f4").reshape(state.pooled.shape)
     return PoolingRequestOutput(
         state.request_id, PoolingOutput(values), state.prompt_token_ids, num_cached_tokens=state.num_cached_tokens

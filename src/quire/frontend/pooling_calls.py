@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from quire.frontend.request_stream import RequestStream
 
 Pooled = PoolingRequestOutput[PoolingOutput]
+WINDOW = 128  # requests of one call that are with the engine at a time; the queue is there for others, too
+YIELD_EVERY = 4
 
 
 class PoolingCalls:
@@ -226,15 +229,34 @@ class AsyncPoolingCalls:
         inputs = await asyncio.to_thread(score_inputs, front, self.processor, asked, texts, pairs, params, instruction)
         return scores(front, await self.pool_all(inputs), len(asked), pairs)
 
-    async def pool_all(self, inputs: Sequence[PoolingInput], **options: Any) -> list[Pooled]:
-        """Run requests side by side; return what came of each, in order. All are aborted if one fails."""
-        streams: list[RequestStream] = []
+    async def pool_all(
+        self,
+        inputs: Sequence[PoolingInput],
+        *,
+        note: Callable[[RequestStream], None] = lambda stream: None,
+        **options: Any,
+    ) -> list[Pooled]:
+        """Run requests side by side, not too many at a time; return what came of each, in order.
+
+        All are aborted if one fails. `note` is told of each; options are those of `AsyncLLM.submit`.
+        """
+        under_way: deque[RequestStream] = deque()
+        found: list[Pooled] = []
         try:
-            for item in inputs:
-                streams.append(await self.submit(item.prompt, item.params, param=item.param, **options))
-            return [await finished(stream) for stream in streams]
+            for count, item in enumerate(inputs, 1):
+                if len(under_way) == WINDOW:
+                    found.append(await finished(under_way[0]))
+                    under_way.popleft()
+                under_way.append(await self.submit(item.prompt, item.params, param=item.param, **options))
+                note(under_way[-1])
+                if count % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)  # many texts must not hold up everyone else
+            while under_way:
+                found.append(await finished(under_way[0]))
+                under_way.popleft()
+            return found
         finally:
-            for stream in streams:
+            for stream in under_way:
                 stream.close()
 
     async def _encode_all(
@@ -265,14 +287,16 @@ def score_inputs(
     params: PoolingParams,
     instruction: str | None = None,
     *,
-    names: tuple[str, str] = ("queries", "documents"),
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> list[PoolingInput]:
     """Return the requests that score these pairs: one for each, or with a model of vectors one for each text.
 
-    `names` are what errors call the texts. Raises `RequestError`; `UnsupportedError` if the model has several classes.
+    `names` are what errors call each text. Raises `RequestError`; `UnsupportedError` if the model has several classes.
     """
     spec = spec_of(front)
     check_task(spec, "score", "embed")
+    if names is None:
+        names = [f"queries[{i}]" for i in range(len(queries))], [f"documents[{i}]" for i in range(len(documents))]
     if spec.task == "classify":
         return [
             pair_input(
@@ -282,7 +306,7 @@ def score_inputs(
                 documents[right],
                 params.clone(task="score"),
                 instruction=instruction,
-                param=f"{names[1]}[{right}]",
+                param=names[1][right],
             )
             for left, right in pairs
         ]
@@ -291,9 +315,9 @@ def score_inputs(
     params = params.clone(task="embed")
     sides = ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1]))
     return [
-        PoolingInput(with_prompt(front, text, prompt_named(front, prompts)), params, f"{name}[{index}]")
-        for texts, prompts, name in sides
-        for index, text in enumerate(texts)
+        PoolingInput(with_prompt(front, text, prompt_named(front, prompts)), params, name)
+        for texts, prompts, labels in sides
+        for text, name in zip(texts, labels, strict=True)
     ]
 
 

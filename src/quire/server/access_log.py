@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import Scope
 
+from quire.frontend.processor import Params
 from quire.frontend.request_stream import RequestStream
-from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.errors import shorten
 from quire.server.tracing import trace_of
 
@@ -64,7 +64,7 @@ def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int
     logger.info("%s", text, extra={"fields": fields})
 
 
-def log_prompt(response_id: str, stream: RequestStream, params: SamplingParams | BeamSearchParams, most: int) -> None:
+def log_prompt(response_id: str, stream: RequestStream, params: Params, most: int) -> None:
     """Write what was asked for: the prompt, at most `most` characters and tokens of it, and the parameters."""
     prompt = stream.state.prompt
     token_ids = stream.prompt_token_ids

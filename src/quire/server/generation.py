@@ -55,6 +55,18 @@ SHARED_FIELDS = tuple(
 )
 
 
+def refuse_unless_generating(context: ModelContext) -> None:
+    """Raise `UnsupportedError` if the model makes vectors or scores."""
+    pooling = context.llm.front_model.info.pooling
+    if pooling is not None:
+        routes = "/v1/embeddings and /pooling" if pooling.task == "embed" else "/classify, /score and /rerank"
+        raise UnsupportedError(
+            f"the model {echo(context.name)} does not generate text: it is made to {pooling.task}, with {routes}",
+            param="model",
+            code="unsupported_endpoint",
+        )
+
+
 def recommended(context: ModelContext) -> Mapping[str, Any]:
     """Return the sampling values that the model's makers recommend, for fields a request leaves out."""
     front = context.llm.front_model
@@ -195,6 +207,7 @@ class Generation:
         self.created = int(time.time())
         self.streams: list[RequestStream] = []
         self.n = 1
+        refuse_unless_generating(context)
         self._visited: Visited | None = None
         self._deadline: Deadline | None = None
         self._alarm: asyncio.TimerHandle | None = None

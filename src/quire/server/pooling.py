@@ -1,14 +1,14 @@
 """The routes of models that make vectors and scores: embeddings, rerank, score, classify, pooling.
 
-Requests are checked to the end here. What answers them is one function, `pool`: it is handed token ids, and refuses
-for every model that generates text, which is all there are so far.
+Requests are checked here, also those that a model which generates text then refuses. `pooling_job.py` runs them and
+writes the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from fastapi import APIRouter
@@ -19,9 +19,21 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, check_object, missing
 from quire.errors import ContextLengthError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.pooling import PoolingInput, check_task, paired, with_prompt
+from quire.frontend.pooling_calls import score_inputs, scores
 from quire.frontend.processor import check_ids
+from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.parsing import parse_request
+from quire.server.pooling_job import (
+    Answered,
+    PoolingJob,
+    classification_answer,
+    embedding_answer,
+    pooling_answer,
+    rerank_answer,
+    score_answer,
+)
 from quire.server.protocol import Harmless, RequestModel, ShortText, body_schema
 from quire.server.tokenize import encode_text, tokenizer_of
 from quire.tokenizer.tokenizer import check_text
@@ -41,15 +53,13 @@ REFUSED: Harmless = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "mm_processor_kwargs": (),
-    "priority": (0,),
     "softmax": (),
     "activation": (),
-    "normalize": (),
-    "use_activation": (),
 }
 
 router = APIRouter()
 
+Items = list[tuple[str | list[int], str]]
 R = TypeVar("R", bound="PoolingRequest")
 
 
@@ -61,6 +71,9 @@ class PoolingRequest(RequestModel):
     model: str
     truncate_prompt_tokens: SkipValidation[int | None] = None
     add_special_tokens: bool = True
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    priority: int = 0
     user: ShortText | None = None
 
 
@@ -72,6 +85,7 @@ class EmbeddingRequest(PoolingRequest):
     input: SkipValidation[str | list[str] | list[int] | list[list[int]] | None] = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: SkipValidation[int | None] = None
+    prompt_name: ShortText | None = None
 
 
 class RerankRequest(PoolingRequest):
@@ -83,6 +97,7 @@ class RerankRequest(PoolingRequest):
     documents: SkipValidation[list[str | dict[str, str]] | None] = None
     top_n: SkipValidation[int | None] = None
     return_documents: bool = True
+    instruction: ShortText | None = None
 
 
 class ScoreRequest(PoolingRequest):
@@ -92,6 +107,7 @@ class ScoreRequest(PoolingRequest):
     text_2: SkipValidation[str | list[str] | None] = None
     queries: SkipValidation[str | list[str] | None] = None
     documents: SkipValidation[str | list[str] | None] = None
+    instruction: ShortText | None = None
 
 
 class ClassifyRequest(PoolingRequest):
@@ -105,28 +121,7 @@ class ClassifyRequest(PoolingRequest):
 class PoolRequest(EmbeddingRequest):
     """POST /pooling."""
 
-    task: Literal["embed", "classify"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolInput:
-    """What a request gives to `pool`, checked: the ids of each text, of pairs those of the first texts before others.
-
-    Attributes:
-        body: the request, for how the answer is to look.
-    """
-
-    body: PoolingRequest
-    token_ids: list[list[int]]
-
-
-async def pool(context: ModelContext, task: Task, given: PoolInput) -> Response:
-    """Answer a request about vectors or scores.
-
-    Raises:
-        UnsupportedError: the model generates text.
-    """
-    _refuse(context, task)
+    task: Literal["embed", "token_embed", "classify", "score"] | None = None
 
 
 def _refuse(context: ModelContext, task: Task) -> NoReturn:
@@ -153,10 +148,25 @@ async def pooling(request: Request) -> Response:
 async def _embed(request: Request, model: type[EmbeddingRequest], task: Task) -> Response:
     body = await _parsed(request, model)
     context = await model_context(request, body.model)
+    front = context.llm.front_model
     if body.dimensions is not None:
-        check_int("dimensions", body.dimensions, 1, context.llm.model_info.hidden_size)
-    token_ids = await _encode(context, body, split_inputs(body.input, "input"))
-    return await pool(context, task, PoolInput(body, token_ids))
+        spec = front.info.pooling
+        size = front.info.hidden_size if spec is None else spec.dimensions(front.info.hidden_size)
+        check_int("dimensions", body.dimensions, 1, size)
+    items = split_inputs(body.input, "input")
+    if front.info.pooling is None:
+        await _encode(context, body, items)
+        _refuse(context, task)
+    if isinstance(body, PoolRequest):
+        params = pooling_params(body, task=body.task, dimensions=body.dimensions)
+        write = partial(pooling_answer, base64=body.encoding_format == "base64")
+    else:
+        check_task(front.info.pooling, "embed")
+        params = pooling_params(body, task="embed", dimensions=body.dimensions)
+        write = partial(embedding_answer, base64=body.encoding_format == "base64")
+    texts = [(with_prompt(front, item, body.prompt_name), where) for item, where in items]
+    inputs = await _inputs(context, body, texts, params)
+    return await PoolingJob(context, body, "pool" if task == "pool" else "embd").answer(request, inputs, write)
 
 
 @router.post("/classify", openapi_extra=body_schema(ClassifyRequest))
@@ -164,8 +174,14 @@ async def classify(request: Request) -> Response:
     """Say to which class each text belongs."""
     body = await _parsed(request, ClassifyRequest)
     context = await model_context(request, body.model)
-    token_ids = await _encode(context, body, split_inputs(body.input, "input"))
-    return await pool(context, "classify", PoolInput(body, token_ids))
+    items, spec = split_inputs(body.input, "input"), context.llm.front_model.info.pooling
+    if spec is None:
+        await _encode(context, body, items)
+        _refuse(context, "classify")
+    check_task(spec, "classify")
+    inputs = await _inputs(context, body, items, pooling_params(body, task="classify"))
+    write = partial(classification_answer, labels=spec.labels)
+    return await PoolingJob(context, body, "classify").answer(request, inputs, write)
 
 
 @router.post("/v2/rerank", openapi_extra=body_schema(RerankRequest), operation_id="rerank_v2")
@@ -181,8 +197,12 @@ async def rerank(request: Request) -> Response:
     documents = _texts(_documents(body.documents), "documents")
     if body.top_n is not None:
         check_int("top_n", body.top_n, 1, INT64_MAX)
-    token_ids = await _encode(context, body, [*query, *documents])
-    return await pool(context, "rerank", PoolInput(body, token_ids))
+    if context.llm.front_model.info.pooling is None:
+        await _encode(context, body, [*query, *documents])
+        _refuse(context, "rerank")
+    shown = [str(text) for text, _ in documents] if body.return_documents else None
+    write = partial(rerank_answer, documents=shown, top_n=body.top_n)
+    return await _scored(request, context, body, (query, documents), ("rerank", write))
 
 
 @router.post("/v1/score", openapi_extra=body_schema(ScoreRequest), operation_id="score_v1")
@@ -198,16 +218,63 @@ async def score(request: Request) -> Response:
         raise RequestError(
             f"{left[1]} must have one text, or as many as {right[1]} ({len(second)}), got {len(first)}", param=left[1]
         )
-    token_ids = await _encode(context, body, [*first, *second])
-    return await pool(context, "score", PoolInput(body, token_ids))
+    if context.llm.front_model.info.pooling is None:
+        await _encode(context, body, [*first, *second])
+        _refuse(context, "score")
+    return await _scored(request, context, body, (first, second), ("score", score_answer))
+
+
+async def _scored(
+    request: Request,
+    context: ModelContext,
+    body: RerankRequest | ScoreRequest,
+    sides: tuple[Items, Items],
+    kind: tuple[str, Callable[[Answered], dict[str, Any]]],
+) -> Response:
+    """Score each text of one side with that of the other, and return what the kind of answer makes of it."""
+    llm = context.llm
+    texts = [[str(text) for text, _ in side] for side in sides]
+    labels = [name for _, name in sides[0]], [name for _, name in sides[1]]
+    pairs = paired(*texts)
+    params = pooling_params(body)
+    context.server.check_room(context.model)
+    make = partial(score_inputs, llm.front_model, llm.processor, *texts, pairs, params, body.instruction, names=labels)
+    inputs = await asyncio.to_thread(make)
+    return await PoolingJob(context, body, kind[0]).answer(
+        request, inputs, kind[1], lambda found: scores(llm.front_model, found, len(texts[0]), pairs)
+    )
 
 
 async def _parsed(request: Request, model: type[R]) -> R:
     server = context_of(request).config.server
     body = await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
-    if body.truncate_prompt_tokens is not None:
+    if body.truncate_prompt_tokens not in (None, -1):
         check_int("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, INT64_MAX)
     return body
+
+
+def pooling_params(body: PoolingRequest, **fields: Any) -> PoolingParams:
+    """Return the parameters a request asks for. Raises `RequestError` naming the field."""
+    return PoolingParams(
+        use_activation=body.use_activation,
+        normalize=body.normalize,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        **fields,
+    )
+
+
+async def _inputs(
+    context: ModelContext, body: PoolingRequest, items: Sequence[tuple[Any, str]], params: PoolingParams
+) -> list[PoolingInput]:
+    """Return a request to the engine for each text; they are tokenized here only where that takes no special tokens."""
+    context.server.check_room(context.model)
+    if not body.add_special_tokens:
+        ids = await _encode(context, body, items)
+        return [PoolingInput(found, params, where) for found, (_, where) in zip(ids, items, strict=True)]
+    for item, where in items:
+        if isinstance(item, str) and body.truncate_prompt_tokens is None:
+            await _check_long(context.llm, item, where)
+    return [PoolingInput(item, params, where) for item, where in items]
 
 
 def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[Any, str]:
@@ -299,8 +366,9 @@ async def _encode(
         else:
             check_ids(item, llm.vocab_size, where)
             ids = item
-        if body.truncate_prompt_tokens is not None:
-            ids = ids[: body.truncate_prompt_tokens]
+        keep = body.truncate_prompt_tokens
+        if keep is not None:
+            ids = ids[: llm.max_model_len if keep == -1 else keep]
         if len(ids) > llm.max_model_len:
             raise ContextLengthError(
                 f"{where} has {len(ids)} tokens, but the context length is {llm.max_model_len} tokens", param=where

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from quire.errors import ConfigError, echo
 from quire.frontend.processor import Params
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.version import __version__
 
@@ -161,6 +162,8 @@ def trace_of(scope: Scope) -> re.Match[bytes] | None:
 
 def traced_parameters(params: Params) -> dict[str, Any]:
     """Return what traces say of a request's parameters."""
+    if isinstance(params, PoolingParams):
+        return {}
     if not isinstance(params, SamplingParams):
         return {"gen_ai.request.n": params.beam_width, "gen_ai.request.max_tokens": params.max_tokens}
     return {
