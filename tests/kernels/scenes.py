@@ -149,6 +149,8 @@ class Paged:
         if params.alibi_slopes is not None:
             logits -= np.asarray(params.alibi_slopes, np.float64)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (params.sliding_window or len(k)))
+        if not params.causal:
+            hidden = np.abs(distance) >= (params.sliding_window or len(k))
         logits[:, hidden] = -np.inf
         sinks = np.full(params.num_heads, -np.inf) if params.sinks is None else np.asarray(params.sinks, np.float64)
         largest = np.maximum(logits.max(axis=-1), sinks[:, None])

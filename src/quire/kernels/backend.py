@@ -26,6 +26,7 @@ ExpertsWeight = Any  # opaque: what a backend makes of all experts of a layer
 KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
 NEG_INF = float("-inf")
+EVERYTHING = 1 << 40  # tokens: more than any sequence has
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4")
 """What weights can be turned into while they are packed; docs/quantization.md says what each is."""
 
@@ -80,10 +81,15 @@ class AttentionParams:
 
     Attributes:
         num_heads, num_kv_heads, head_size: of this rank. scale: multiplies q.k.
-        sliding_window: a query sees itself and the window-1 tokens before it; None sees all.
+        causal: a query sees itself and what is before it. Otherwise (encoders) it sees all of its sequence's tokens
+            that are computed, this step's included, so that a text must be in one step.
+        sliding_window: w; a query sees itself and the w - 1 tokens before it, and where attention is not causal also
+            the w - 1 tokens after it (a `local_attention` of 128 as ModernBERT counts it, 64 to each side, is a w of
+            65). None sees all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); None is off.
         sinks: float32 [Hq] array of extra logits that only enter the softmax denominator (GPT-OSS), or None.
-        alibi_slopes: float32 [Hq] array; slope * (key position - query position) is added to logits, or None.
+        alibi_slopes: float32 [Hq] array; slope * (key position - query position) is added to logits, or None. Causal
+            attention only.
     """
 
     num_heads: int
@@ -94,6 +100,16 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Array | None = None
     alibi_slopes: Array | None = None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.alibi_slopes is None
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many tokens before itself, and after itself, a query sees at most."""
+        side = EVERYTHING if self.sliding_window is None else self.sliding_window - 1
+        return side, 0 if self.causal else side
 
 
 class Expert(NamedTuple):
@@ -369,11 +385,12 @@ class Backend(Protocol):
         """Store k, v [T, Hkv*D] at slot_mapping [T], rounding to `kv_dtype`."""
 
     def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
-        """Causal attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq*D].
+        """Attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq*D].
 
         One entry for prefill, chunks and decode mixed: the query at row i of sequence s has position
-        seq_lens[s] - query_len[s] + i and sees keys at positions <= its own. A row's result does not depend on what
-        else is in the step. Keys of this step are already in the cache (`write_kv` comes first).
+        seq_lens[s] - query_len[s] + i and sees what `params` say, as a rule keys at positions <= its own. A row's
+        result does not depend on what else is in the step. Keys of this step are already in the cache (`write_kv`
+        comes first).
         """
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:

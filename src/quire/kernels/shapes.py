@@ -28,7 +28,7 @@ INT4_GROUP = 64  # and of 4-bit ones
 DOT_ROWS = 8  # rows of a tile of pairs
 CHUNK, PIECE = 1024, 16  # of `survey.py`
 UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `paged_plan.py`, as are those below
-RECORD, WORD_COUNT, PARTIAL_BYTES = 9, 4, 1 << 26
+RECORD, WORD_COUNT, PARTIAL_BYTES = 10, 4, 1 << 26
 SEGMENT = 128  # of `paged_tiles.py`
 SCRATCH_BYTES = 1 << 20  # of a thread
 INSTRUCTION_BYTES = 8 * 32
@@ -498,7 +498,7 @@ class ShapeBackend:
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
         out = self.empty((q.shape[0], params.num_heads * params.head_size))
-        key = (params.sliding_window, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
+        key = (*params.reach, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
         if key not in metadata.plans:
             metadata.plans[key] = self._plan(q.shape[0], metadata, params, cache.block_size)
             self._emit()

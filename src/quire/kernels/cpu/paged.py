@@ -57,7 +57,7 @@ def paged_attention(
     out = launcher.empty((tokens, params.num_heads * params.head_size))
     if tokens == 0:
         return out
-    key = (params.sliding_window, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
+    key = (*params.reach, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
     if key not in metadata.plans:
         metadata.plans[key] = make_plan(launcher, tokens, metadata, params, cache.block_size)
     _emit(launcher, q, stride, out, cache, metadata, params, metadata.plans[key])
@@ -82,7 +82,7 @@ def _emit(
         tables, tables.strides[0] // 4,
     )  # fmt: skip
     after = (
-        plan.partials, params.num_heads, heads, size, cache.block_size, params.sliding_window or 0,
+        plan.partials, params.num_heads, heads, size, cache.block_size, *params.reach,
         float(params.scale), float(params.softcap or 0.0), _floats(params.sinks), _floats(params.alibi_slopes),
         plan.slot_rows, plan.room_rows,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def _floats(values: np.ndarray | None) -> np.ndarray | None:
 def _room_needed(plan: Plan, size: int, paired: bool) -> int:
     """Return an upper bound of the scratch an item takes, see `make_room` and both `plan_room`."""
     rows, padded = max(plan.room_rows, plan.slot_rows), -(-size // 32) * 32
-    state = rows * (4 * padded + 20) + 16384
+    state = rows * (4 * padded + 36) + 16384
     if paired:
         return state + 4 * GROUP * (padded + SEGMENT) + 2 * rows * size + 4 * SEGMENT * size + 64 * padded
     return state + 4 * rows * (padded + SEGMENT + size) + 8 * TILE * padded

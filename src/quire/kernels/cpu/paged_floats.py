@@ -19,7 +19,6 @@ from quire.kernels.cpu.paged_softmax import (
     KV_HEADS,
     LAST,
     NUM_HEADS,
-    POSITION,
     Q_STRIDE,
     RECORD,
     ROOM_ROWS,
@@ -33,13 +32,12 @@ from quire.kernels.cpu.paged_softmax import (
     TABLES,
     TILE,
     VALUES,
-    WINDOW,
     WORK,
     Q,
     after,
+    extent,
     find_largest,
     finish,
-    first_seen,
     fold,
     make_room,
     open_slot,
@@ -152,23 +150,23 @@ def product(w, w_at, w_step, x, x_at, x_next, depth, out, out_at, out_next, rows
 
 
 @part
-def score_rows(args, positions, used, base, tile, q_rows, key_tile, scores):
+def score_rows(args, room, used, base, tile, q_rows, key_tile, scores):
     """Write the scores [rows][SEGMENT] of one tile for the groups that see some of it."""
     size = args[SIZE]
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        first, last = visible_tiles(positions, row, rows, args[WINDOW], base)
+        first, last = visible_tiles(room, row, rows, base)
         if first <= tile < last:
             to = row * SEGMENT + tile * TILE
             product(key_tile, 0, TILE, q_rows, row * size, size, size, scores, to, SEGMENT, rows, 0)
 
 
 @part
-def add_values(args, positions, used, base, tile, scores, value_tile, sums, padded):
+def add_values(args, room, used, base, tile, scores, value_tile, sums, padded):
     """sums [rows][padded] += weights of one tile times its values, for the groups that see some of it."""
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        first, last = visible_tiles(positions, row, rows, args[WINDOW], base)
+        first, last = visible_tiles(room, row, rows, base)
         if first <= tile < last:
             at, again = row * SEGMENT + tile * TILE, 1 if tile > first else 0
             for column in range(0, padded, TILE):
@@ -199,7 +197,7 @@ def plan_room(scratch, rows, size):
 @part
 def attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums):
     """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it."""
-    positions, size, scaled = room[0], args[SIZE], args[KEY_SCALES] != 0
+    size, scaled = args[SIZE], args[KEY_SCALES] != 0
     padded = pad(size)
     key_scales, value_scales, scores = floats(places[0]), floats(places[0] + 4 * SEGMENT), floats(places[5])
     first, last = max(0, low - base) // TILE, (min(SEGMENT, high - base) + TILE - 1) // TILE
@@ -207,10 +205,10 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
         load_scales(args, table, head, base, low, high, key_scales, value_scales)
     for tile in range(first, last):
         load_keys(args, keys, table, head, base + tile * TILE, low, high, floats(places[7]))
-        score_rows(args, positions, used, base, tile, floats(places[6]), floats(places[7]), scores)
+        score_rows(args, room, used, base, tile, floats(places[6]), floats(places[7]), scores)
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        begin, end = visible_tiles(positions, row, rows, args[WINDOW], base)
+        begin, end = visible_tiles(room, row, rows, base)
         if begin < end:
             group_scores = floats(places[5] + 4 * row * SEGMENT)
             group_maxes, group_totals = offset(maxes, row), offset(totals, row)
@@ -218,20 +216,20 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
             weigh_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
     for tile in range(first, last):
         load_values(args, values, table, head, base + tile * TILE, low, high, padded, floats(places[8]))
-        add_values(args, positions, used, base, tile, scores, floats(places[8]), sums, padded)
+        add_values(args, room, used, base, tile, scores, floats(places[8]), sums, padded)
 
 
 @part
 def attend_item(args, keys, values, record, head, scratch):
     """Attention of an item's rows, or its parts for `merge`, for one KV head."""
-    size, window = args[SIZE], args[WINDOW]
+    size = args[SIZE]
     padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     room, behind = make_room(scratch, args[ROOM_ROWS], padded)
     places = plan_room(behind, args[ROOM_ROWS], size)
     table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
     start(args, record, head, room, used, padded)
     copy_queries(args, record, head, used, floats(places[6]))
-    low, high = first_seen(record[POSITION], window), record[POSITION] + record[COUNT]
+    low, high = extent(room, used)
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
         maxes, totals, sums = floats(places[2]), floats(places[3]), floats(places[4])
@@ -241,7 +239,7 @@ def attend_item(args, keys, values, record, head, scratch):
         if record[SLOTS] == 0:
             for row in range(0, used, GROUP):
                 rows = min(GROUP, used - row)
-                begin, end = visible_tiles(room[0], row, rows, window, base)
+                begin, end = visible_tiles(room, row, rows, base)
                 if begin < end:
                     part_values, work = offset(sums, row * padded), floats(places[1])
                     fold(

@@ -22,7 +22,6 @@ from quire.kernels.cpu.paged_softmax import (
     KV_HEADS,
     LAST,
     NUM_HEADS,
-    POSITION,
     Q_STRIDE,
     RECORD,
     ROOM_ROWS,
@@ -37,13 +36,12 @@ from quire.kernels.cpu.paged_softmax import (
     TILE,
     VALUE_SCALES,
     VALUES,
-    WINDOW,
     WORK,
     Q,
     after,
+    extent,
     find_largest,
     finish,
-    first_seen,
     fold,
     make_room,
     open_slot,
@@ -318,7 +316,7 @@ def weigh_values(values, weights, rows, size, padded, first, last, out, ahead, s
 @part
 def attend_item(args, record, head, scratch):
     """Attention of an item's rows, or its parts for `merge`, for one KV head."""
-    size, window, scaled = args[SIZE], args[WINDOW], args[KEY_SCALES] != 0
+    size, scaled = args[SIZE], args[KEY_SCALES] != 0
     padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     room, behind = make_room(scratch, args[ROOM_ROWS], padded)
     places = plan_room(behind, args[ROOM_ROWS], size)
@@ -330,7 +328,7 @@ def attend_item(args, record, head, scratch):
     pack_queries(args, record, head, used, packed, uints(places[8]))
     for d in range(HALF_PAIRS * size + TILE):
         uints(zeros)[d] = np.uint32(0)
-    low, high = first_seen(record[POSITION], window), record[POSITION] + record[COUNT]
+    low, high = extent(room, used)
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
         if scaled:
@@ -340,7 +338,7 @@ def attend_item(args, record, head, scratch):
             step = find_halves(args, table, head, base, low, high, keys, values, copies, zeros)
         for row in range(0, used, GROUP):
             rows = min(GROUP, used - row)
-            first, last = visible_tiles(room[0], row, rows, window, base)
+            first, last = visible_tiles(room, row, rows, base)
             if first >= last:
                 continue
             maxes, totals, part_values = floats(places[3]), floats(places[3] + 4 * LANES), floats(places[6])

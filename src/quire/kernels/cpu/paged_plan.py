@@ -21,12 +21,14 @@ from quire.kernels.cpu.paged_softmax import (
     COUNT,
     FIRST,
     LAST,
+    LENGTH,
     POSITION,
     RECORD,
     ROW,
     SEQUENCE,
     SLOT,
     SLOTS,
+    end_seen,
     first_seen,
 )
 from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT
@@ -42,8 +44,8 @@ ALONE_COST = 1 << 18  # below this many multiply-adds one thread does everything
 BUCKETS = 64  # of the sort by cost
 
 # Arguments of `plan`
-STARTS, LENGTHS, SEQUENCES, P_WINDOW, P_HEADS, P_GROUP, P_SIZE, WANTED, MOST, LEAST, P_SLOT_ROWS, CAPACITY = range(12)
-STAGED, ITEMS, MERGES, WORDS = range(12, 16)
+STARTS, LENGTHS, SEQUENCES, P_BEHIND, P_AHEAD, P_HEADS, P_GROUP, P_SIZE = range(8)
+WANTED, MOST, LEAST, P_SLOT_ROWS, CAPACITY, STAGED, ITEMS, MERGES, WORDS = range(8, 17)
 
 # Words that `plan` writes: records x KV heads, for one thread and for all
 ATTEND_ALONE, ATTEND_SHARED, MERGE_ALONE, MERGE_SHARED, WORD_COUNT = range(5)
@@ -74,12 +76,15 @@ def stage_units(args, queries):
     units, cost = 0, 0
     for s in range(args[SEQUENCES]):
         begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
-        before = np.int64(lengths[s]) - (end - begin)
+        length = np.int64(lengths[s])
+        before = length - (end - begin)
         for row in range(begin, end, queries):
             count, position = min(queries, end - row), before + row - begin
-            low, high, at = first_seen(position, args[P_WINDOW]), position + count, units * RECORD
+            low, high = first_seen(position, args[P_BEHIND]), end_seen(position + count - 1, args[P_AHEAD], length)
+            at = units * RECORD
             staged[at + SEQUENCE], staged[at + ROW], staged[at + COUNT] = s, row, count
             staged[at + POSITION], staged[at + SLOT], staged[at + SLOTS] = position, 0, 0
+            staged[at + LENGTH] = length
             staged[at + FIRST], staged[at + LAST] = low // SEGMENT, (high + SEGMENT - 1) // SEGMENT
             staged[at + COST] = (high - low) * (count * args[P_GROUP] + ROW_COST)
             cost += staged[at + COST]
@@ -191,7 +196,7 @@ def make_plan(
     merges, words = empty((merge_limit, RECORD), np.int64), empty((WORD_COUNT,), np.int64)
     partials = empty((capacity, slot), np.float32)
     args: tuple[Any, ...] = (
-        metadata.cu_query_lens, metadata.seq_lens, metadata.seq_lens.shape[0], params.sliding_window or 0, heads, group,
+        metadata.cu_query_lens, metadata.seq_lens, metadata.seq_lens.shape[0], *params.reach, heads, group,
         size, wanted, most, min(least, most), slot_rows, capacity, staged, items, merges, words,
     )  # fmt: skip
     launcher.emit(plan, *args, items=1, work=0)

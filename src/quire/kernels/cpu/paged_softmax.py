@@ -40,11 +40,12 @@ NEG_INF = np.float32(-np.inf)
 
 # Arguments of `merge` and of the attend ops; strides in elements, see `paged.paged_attention`
 Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, WORK, PARTIALS = range(11)
-NUM_HEADS, KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(11, 22)
+NUM_HEADS, KV_HEADS, SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 17)
+SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(17, 23)
 
-# A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence` and stand at `position` ..;
-# segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
-SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, RECORD = range(10)
+# A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
+# at `position` ..; segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
+SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, LENGTH, RECORD = range(11)
 
 
 @part
@@ -63,15 +64,18 @@ def pad(size):
 def make_room(scratch, rows, padded):
     """Return pointers to the state of `rows` rows, and the address behind it.
 
-    Positions int64, slopes, largest scores, sums of weights (arrays that may be loaded 15 elements too far) and
-    weighted values [rows][padded].
+    Positions, and which a row sees first and last + 1, int64; slopes, largest scores, sums of weights (arrays that may
+    be loaded 15 elements too far) and weighted values [rows][padded].
     """
-    slopes = after(scratch, 8 * rows)
+    begins = after(scratch, 8 * rows)
+    ends = after(begins, 8 * rows)
+    slopes = after(ends, 8 * rows)
     largest = after(slopes, 4 * (rows + LANES))
     total = after(largest, 4 * (rows + LANES))
     sums = after(total, 4 * (rows + LANES))
     end = after(sums, 4 * rows * padded)
-    return (longs(scratch), floats(slopes), floats(largest), floats(total), floats(sums)), end
+    seen = longs(scratch), longs(begins), longs(ends)
+    return (seen, floats(slopes), floats(largest), floats(total), floats(sums)), end
 
 
 @part
@@ -97,11 +101,13 @@ def slot_rows(slot, rows, row, padded):
 @part
 def start(args, record, head, room, used, padded):
     """Fill the state of the item's rows; row r is query r // group and head r % group of those sharing the KV head."""
-    positions, slopes, largest, total, sums = room
+    (positions, begins, ends), slopes, largest, total, sums = room
     group = args[NUM_HEADS] // args[KV_HEADS]
     for row in range(used):
         h = head * group + row % group
-        positions[row] = record[POSITION] + row // group
+        position = record[POSITION] + row // group
+        positions[row], begins[row] = position, first_seen(position, args[BEHIND])
+        ends[row] = end_seen(position, args[AHEAD], record[LENGTH])
         slopes[row] = floats(args[SLOPES])[h] if args[SLOPES] != 0 else np.float32(0)
         largest[row] = floats(args[SINKS])[h] if args[SINKS] != 0 else NEG_INF
         total[row] = np.float32(1) if args[SINKS] != 0 else np.float32(0)
@@ -110,18 +116,32 @@ def start(args, record, head, room, used, padded):
 
 
 @part
-def first_seen(position, window):
-    """Return the first position that the query at `position` sees; window 0 is none."""
-    return max(0, position - window + 1) if window > 0 else 0
+def first_seen(position, behind):
+    """Return the first position that the query at `position` sees."""
+    return max(0, position - behind)
 
 
 @part
-def visible_tiles(positions, row, rows, window, base):
+def end_seen(position, ahead, length):
+    """Return one more than the last position that the query at `position` sees."""
+    return min(length, position + ahead + 1)
+
+
+@part
+def visible_tiles(room, row, rows, base):
     """Return the first and last + 1 of the segment's tiles that some of the rows see."""
-    low, high = first_seen(positions[row], window), positions[row + rows - 1] + 1
+    (_, begins, ends), _, _, _, _ = room
+    low, high = begins[row], ends[row + rows - 1]
     first = max(0, low - base) // TILE
     last = (min(SEGMENT, high - base) + TILE - 1) // TILE
     return first, last
+
+
+@part
+def extent(room, used):
+    """Return the first and last + 1 position that some row of the item sees."""
+    (_, begins, ends), _, _, _, _ = room
+    return begins[0], ends[used - 1]
 
 
 # Scores to weights
@@ -140,23 +160,23 @@ def shape_scores(v, softcap, slope, distance, low, high):
 @part
 def find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes):
     """Finish the scores [rows][SEGMENT] in tiles first .. last - 1; write each row's largest to `maxes`."""
-    positions, slopes, _, _, _ = room
-    window, softcap, scaled = args[WINDOW], real(args[SOFTCAP]), args[KEY_SCALES] != 0
+    (positions, begins, ends), slopes, _, _, _ = room
+    softcap, scaled = real(args[SOFTCAP]), args[KEY_SCALES] != 0
     shaped = scaled or softcap > 0 or args[SLOPES] != 0
     for r in range(rows):
         position, slope = positions[row + r], slopes[row + r]
-        low = first_seen(position, window)
+        low, high = begins[row + r], ends[row + r]
         most = splat(NEG_INF)
         for tile in range(first, last):
             at, here = r * SEGMENT + tile * TILE, base + tile * TILE
             v0, v1 = load(scores, at), load(scores, at + LANES)
-            if shaped or here < low or here + TILE > position + 1:
+            if shaped or here < low or here + TILE > high:
                 if scaled:
                     v0 = mul(v0, load(key_scales, tile * TILE))
                     v1 = mul(v1, load(key_scales, tile * TILE + LANES))
                 away = here - position
-                v0 = shape_scores(v0, softcap, slope, away, low - position, np.int64(1))
-                v1 = shape_scores(v1, softcap, slope, away + LANES, low - position, np.int64(1))
+                v0 = shape_scores(v0, softcap, slope, away, low - position, high - position)
+                v1 = shape_scores(v1, softcap, slope, away + LANES, low - position, high - position)
                 store(scores, at, v0)
                 store(scores, at + LANES, v1)
             most = maximum(most, maximum(v0, v1))
@@ -207,15 +227,14 @@ def weigh_floats(scores, rows, first, last, scaled, value_scales, maxes, totals)
 @part
 def fold(args, room, row, rows, base, maxes, totals, values, padded, work):
     """Fold the segment that starts at `base` into `rows` <= 8 rows; `work`: 48 floats of scratch."""
-    positions, _, largest, total, sums = room
+    (_, begins, ends), _, largest, total, sums = room
     old, seen = load(largest, row), load(maxes, 0)
     new = maximum(old, seen)
     store(work, 0, exp(sub(old, new)))
     store(work, LANES, exp(sub(seen, new)))
     store(work, 2 * LANES, new)
     for r in range(rows):
-        position = positions[row + r]
-        if position < base or first_seen(position, args[WINDOW]) >= base + SEGMENT:
+        if ends[row + r] <= base or begins[row + r] >= base + SEGMENT:
             continue
         before, now, to = work[r], work[LANES + r], (row + r) * padded
         largest[row + r] = work[2 * LANES + r]

@@ -7,11 +7,11 @@ import torch
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 
 
-def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return bool [L, P] from positions: causal, and within the sliding window if there is one."""
+def visible(queries: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    """Return bool [L, P] from positions: which keys each query sees."""
+    behind, ahead = params.reach
     distance = queries[:, None] - keys[None, :]
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
+    return (distance <= behind) & (distance >= -ahead)
 
 
 def attend(
@@ -23,7 +23,7 @@ def attend(
     params: AttentionParams,
 ) -> torch.Tensor:
     """Attention of one sequence: q [L, Hq, D], keys and values [P, Hkv, D], with their positions -> [L, Hq, D]."""
-    mask = visible(positions, key_positions, params.sliding_window)
+    mask = visible(positions, key_positions, params)
     group = params.num_heads // params.num_kv_heads
     out = torch.empty_like(q)
     for head in range(params.num_heads):
@@ -54,7 +54,7 @@ def paged_attention(
         start, stop = starts[s], starts[s + 1]
         positions = torch.arange(length - (stop - start), length, device=q.device)
         # Keys before every query's window may be gone, their blocks given to someone else.
-        oldest = 0 if params.sliding_window is None else max(0, length - (stop - start) - params.sliding_window + 1)
+        oldest = max(0, length - (stop - start) - params.reach[0])
         key_positions = torch.arange(oldest, length, device=q.device)
         blocks = metadata.block_tables[s, key_positions // block_size].long()
         keys, values = cache[:, blocks, key_positions % block_size].to(compute)

@@ -76,12 +76,12 @@ class InvariantReferenceBackend(ReferenceBackend):
         for s, length in enumerate(lengths):
             for row in range(starts[s], starts[s + 1]):
                 position = length - (starts[s + 1] - row)
-                oldest = 0 if params.sliding_window is None else max(0, position + 1 - params.sliding_window)
-                seen = torch.arange(oldest, position + 1, device=q.device)
+                behind, ahead = params.reach
+                seen = torch.arange(max(0, position - behind), min(length, position + 1 + ahead), device=q.device)
                 blocks = metadata.block_tables[s, seen // block_size].long()
                 keys, values = (side.to(self._compute) for side in cache[:, blocks, seen % block_size].unbind())
                 query = heads[row : row + 1].to(self._compute)
-                out[row] = attend(query, seen[-1:], keys, values, seen, params)[0].to(out.dtype)
+                out[row] = attend(query, seen.new_tensor([position]), keys, values, seen, params)[0].to(out.dtype)
         return out.reshape(q.shape[0], -1)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
