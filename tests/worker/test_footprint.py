@@ -54,6 +54,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 1003, "hidden_size": 72,
               "n_layer": 3, "n_head": 6, "layer_norm_epsilon": 1e-5, "eos_token_id": 2, "torch_dtype": "float32",
               "seq_length": 512},
+    "mixtral": LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5,
+                        "sliding_window": 48},
+    "qwen2_moe": LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 9,
+                          "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96,
+                          "mlp_only_layers": [1]},
+    "gpt_oss": LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
+                        "head_dim": 16, "rope_scaling": None, "rope_parameters": None},
 }  # fmt: skip
 
 
@@ -127,8 +134,9 @@ def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, 
     ],
     ids=lambda options: " ".join(str(value) for value in options.values()),
 )
-def test_so_they_are_in_every_form_of_weights(tmp_path: Path, options: dict[str, Any]) -> None:
-    config, info = settled(tmp_path, "llama", **options)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_so_they_are_in_every_form_of_weights(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    config, info = settled(tmp_path, family, **options)
     footprint = Footprint(config, info)
     weights, used = recorded(config, info, [(130, 24, 24, False), (24, 24, 24, False)])
     assert footprint.weights == weights
