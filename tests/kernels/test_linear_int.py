@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.cpu import activations, linear_int
-from quire.kernels.cpu.linear_int import IntLinear, embed, linear, pack_int4, pack_int4_from, pack_int8, pack_int8_from
+from quire.kernels.cpu import activations, linear_int, stored_int
+from quire.kernels.cpu.linear_int import IntLinear, embed, linear, pack_int4, pack_int8
 from quire.kernels.cpu.simd_int import HAS_VNNI
 from quire.kernels.reference.quantize import fake_quantize_linear, quantize_rows, quantize_weight
+from tests.helpers import stored
+from tests.helpers.stored import pack_from
 from tests.kernels.both_ways import T_SIZES, both_ways, new_launcher
 from tests.kernels.scenes import DTYPES, host, normal, round_to
 from tests.kernels.test_compile import answer, start
@@ -344,7 +347,7 @@ def test_integers_with_zero_points_keep_their_values(inputs: int, fractions: boo
     zeros = rng.integers(0, 16, (45, groups)).astype(np.float16)
     if fractions:
         zeros += np.float16(0.25)
-    weight = pack_int4_from(q, scales, zeros, 64, [host(normal(rng, 45))])
+    weight = pack_from(q, scales, zeros, 64, [host(normal(rng, 45))])
     by_k = (np.repeat(values.astype(np.float64), 64, axis=1)[:, :inputs] for values in (zeros, scales))
     values = (q - next(by_k)) * next(by_k)
     np.testing.assert_allclose(weight.rows(np.arange(45)), values, rtol=1e-6)
@@ -367,12 +370,12 @@ def test_integers_without_zero_points(gated: bool) -> None:
     scales[7] = 0
     by_k = np.repeat(scales.astype(np.float32), 32, axis=1)[:, :100]
     four, eight = (
-        pack_int4_from(q, scales, None, 32, gated=gated),
-        pack_int8_from(signed, scales, 32, gated=gated),
+        pack_from(q, scales, None, 32, gated=gated),
+        pack_from(signed, scales, None, 32, gated=gated),
     )
     np.testing.assert_array_equal(four.rows(np.arange(46)), (q.astype(np.float32) - 8) * by_k)
     np.testing.assert_array_equal(eight.rows(np.arange(46)), signed * by_k)
-    whole = pack_int8_from(signed, scales[:, 0].astype(np.float32), gated=gated)
+    whole = pack_from(signed, scales[:, 0].astype(np.float32), gated=gated)
     np.testing.assert_array_equal(whole.rows(np.arange(46)), signed * by_k[:, :1])
     x = normal(rng, 5, 100)
     integers, sizes = quantize_rows(torch.from_numpy(x))
@@ -397,3 +400,44 @@ def test_lesser_cpus_give_the_same_results(name: str, features: str, tmp_path: P
     with np.load(tmp_path / "results.npz") as arrays:
         for expected, got in zip(everything(), (arrays[key] for key in arrays.files), strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "with_zeros"), [(8, 16, True), (8, 48, False), (4, 64, True), (8, 200, True)]
+)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool, ordered: bool) -> None:
+    rng = np.random.default_rng(12)
+    inputs, groups = 200 if group == 200 else 192, -(-192 // group)
+    low, high, kind = (0, 16, np.uint8) if bits == 4 else (-128, 128, np.int8)
+    q = rng.integers(low, high, (64, inputs)).astype(kind)
+    scales = (rng.random((64, groups)) * 0.01 + 0.001).astype(np.float16)
+    zeros = rng.integers(low, high, (64, groups)) if with_zeros else None
+    tensor = stored.integers(q, scales, zeros, group)
+    if ordered and group < inputs:
+        layout = tensor.held._replace(ordered=True)
+        tensor = dataclasses.replace(tensor, group_of=rng.permutation(inputs) // group, held=layout)
+    parts = [tensor.rows(0, 32), tensor.rows(32, 64)]
+    weight = stored_int.pack_integers(parts, None, ONE, True)
+    assert weight is not None
+    values = tensor.to_float32()
+    np.testing.assert_array_equal(weight.rows(np.arange(64)), values)
+    whole = stored_int.pack_integers([tensor], None, ONE)
+    assert whole is not None
+    np.testing.assert_array_equal(embed(ONE, np.arange(64), whole), values)
+    for level in linear_int.LEVELS if HAS_VNNI else linear_int.LEVELS[1:]:
+        for rows in (1, 9):
+            x = normal(rng, rows, inputs)
+            found, sizes = quantize_rows(torch.from_numpy(x))
+            rounded = found.double().numpy() * sizes.double().numpy()[:, None]
+            close(linear(TWO, x, whole, level=level), rounded @ values.T.astype(np.float64))
+
+
+def test_parts_with_orders_of_their_own_are_not_packed_as_they_are() -> None:
+    rng = np.random.default_rng(13)
+    tensor = stored.integers(rng.integers(0, 16, (32, 64), dtype=np.uint8), np.ones((32, 2)), None, 32)
+    parts = [
+        dataclasses.replace(tensor, group_of=rng.permutation(64) // 32, held=tensor.held._replace(ordered=True))
+        for _ in range(2)
+    ]
+    assert stored_int.pack_integers(parts, None, ONE) is None

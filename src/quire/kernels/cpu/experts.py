@@ -253,8 +253,9 @@ class Products:
             scales = RowsOf(launcher.empty((groups.capacity,)), 4)
             offset = 1 << (one.bits - 1)
             emit_grouped(
-                launcher, groups, quantize.quantize_tiles, *source, one.group, offset, packed, starts, scales, **sharing
-            )
+                launcher, groups, quantize.quantize_tiles, *source, one.group, offset, packed, starts, scales,
+                stack.own("order"), **sharing,
+            )  # fmt: skip
         else:
             product = linear_int.FLOAT_OP
             packed = RowsOf(launcher.empty((groups.capacity * one.depth,)), 4 * one.depth)

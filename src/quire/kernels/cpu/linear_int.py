@@ -39,6 +39,7 @@ GROUPS = (32, 64, 128)
 STAGED_ELEMENTS = 1 << 20  # of a weight that are copied at a time, where it cannot be read as it lies
 NO_ACTIVATION = -1
 LEVELS = ("avx512_vnni", "generic")
+EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know those of 4 bits
 
 
 # Products
@@ -181,7 +182,7 @@ FLOAT_OP = linear_int8_float
 
 @op
 def embedding_rows(args, first, last, scratch):
-    """ids, weight, bits, depth, width, group, column scales, group scales, zeros, out: one item is one row of out."""
+    """ids, weight, bits, depth, width, group, column scales, group scales, zeros, out, order: an item is a row."""
     ids, octet, bits, depth, width, group = longs(args[0]), octets(args[1]), args[2], args[3], args[4], args[5]
     scales, out, groups = floats(args[6]), floats(args[9]), depth // group
     for item in range(first, last):
@@ -196,9 +197,11 @@ def embedding_rows(args, first, last, scratch):
                 value = np.float32((pair >> (k // 4 % 2 * 4) & 15) - 8)
             if args[7] != 0:
                 if args[8] != 0:
-                    value -= get(halves(args[8]), place + k // group * 16)
+                    zero = get(halves(args[8]), place + k // group * 16)
+                    value -= zero * np.float32(EIGHT_BIT_ZEROS) if bits == 8 else zero
                 size = get(halves(args[7]), place + k // group * 16)
-            out[item * width + k] = value * (size * scales[column])
+            to = longs(args[10])[k] if args[10] != 0 else k
+            out[item * width + to] = value * (size * scales[column])
 
 
 # Weights
@@ -213,11 +216,12 @@ class IntLinear:
             [padded/16][depth/8][16] of eight u4: k 0..3 in the low halves of the bytes, 4..7 in the high ones.
         scales: float32 [padded], one for every column.
         group_scales: the bits of float16, int16 [padded/16][depth/group][16]; None for all 1, in one group.
-        zeros: likewise, relative to the middle of the range; None for all 0.
+        zeros: likewise, relative to the middle of the range, sixteenths of them for 8 bits; None for all 0.
         bias: float32 [padded], or None.
         outputs: rows of all parts together. gated: the first half of them, the gate, and the second alternate by
             sixteens.
         inputs, depth: K, without and with padding. group: K of a group; `depth` where there is one only.
+        order: int64 [K], the input that each k is for, None for 0, 1, ...
     """
 
     data: np.ndarray
@@ -231,6 +235,7 @@ class IntLinear:
     bits: int
     group: int
     gated: bool = False
+    order: np.ndarray | None = None
 
     @property
     def padded(self) -> int:
@@ -240,7 +245,7 @@ class IntLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self.data, self.scales, self.group_scales, self.zeros, self.bias)
+        arrays = (self.data, self.scales, self.group_scales, self.zeros, self.bias, self.order)
         return sum(array.nbytes for array in arrays if array is not None)
 
     def columns(self, ids: np.ndarray) -> np.ndarray:
@@ -264,9 +269,10 @@ class IntLinear:
         scale = self.scales[columns, None]
         if self.group_scales is not None:
             if self.zeros is not None:
-                values -= self._by_k(self.zeros, block, lane)
+                values -= self._by_k(self.zeros, block, lane) * np.float32(1 if self.bits == 4 else EIGHT_BIT_ZEROS)
             scale = self._by_k(self.group_scales, block, lane) * scale
-        return (values * scale)[:, : self.inputs]
+        found = (values * scale)[:, : self.inputs]
+        return found if self.order is None else found[:, np.argsort(self.order)]
 
     def _by_k(self, stored: np.ndarray, block: np.ndarray, lane: np.ndarray) -> np.ndarray:
         groups = stored.view(np.float16).reshape(-1, self.depth // self.group, 16)[block, :, lane]
@@ -380,89 +386,6 @@ def pack_int4(
     return _with_bias(weight, biases)
 
 
-def _fill(weight: IntLinear, q: np.ndarray) -> None:
-    """Store unsigned integers q uint8 [N, K]."""
-    row_words = weight.depth * weight.bits // 32
-    blocks = weight.data.reshape(-1, row_words, 16)
-    source = np.full(weight.padded, -1)
-    source[weight.columns(np.arange(weight.outputs))] = np.arange(weight.outputs)
-    at_once = max(1, STAGED_ELEMENTS // (16 * weight.depth))
-    for first in range(0, len(blocks), at_once):
-        some = source[first * 16 : (first + at_once) * 16]
-        stage = np.full((len(some), weight.depth), 1 << (weight.bits - 1), np.uint8)
-        stage[some >= 0, : weight.inputs] = q[some[some >= 0]]
-        if weight.bits == 4:
-            eights = stage.reshape(len(some), -1, 2, 4)
-            stage = np.bitwise_or(eights[:, :, 0], eights[:, :, 1] << 4, dtype=np.uint8).reshape(len(some), -1)
-        found = np.ascontiguousarray(stage).view(np.uint32)
-        blocks[first : first + at_once] = found.reshape(-1, 16, row_words).transpose(0, 2, 1)
-
-
-def _by_lane(weight: IntLinear, values: np.ndarray, target: np.ndarray) -> None:
-    """Store values [N, K/group] of the groups as float16."""
-    columns = weight.columns(np.arange(weight.outputs))
-    target.view(np.float16).reshape(-1, weight.depth // weight.group, 16)[columns // 16, :, columns % 16] = values
-
-
-def _fill_scales(weight: IntLinear, scales: np.ndarray, zeros: np.ndarray | None) -> None:
-    """Store scales and zero points [N, K/group].
-
-    Column scales are powers of two here, so that scales that were float16 or bfloat16 stay what they are.
-    """
-    wide = scales.astype(np.float32)
-    largest = np.abs(wide).max(axis=1)
-    powers = np.where(largest > 0, np.ldexp(np.float32(1), np.frexp(largest)[1]), np.float32(0)).astype(np.float32)
-    weight.scales[weight.columns(np.arange(weight.outputs))] = np.where(np.isfinite(largest), powers, np.nan)
-    usable = np.where(np.isfinite(largest) & (powers > 0), powers, np.float32(np.inf))[:, None]
-    assert weight.group_scales is not None
-    _by_lane(weight, np.where(np.isfinite(wide), wide, 0) / usable, weight.group_scales)
-    if zeros is not None:
-        assert weight.zeros is not None
-        _by_lane(weight, zeros.astype(np.float32) - np.float32(1 << (weight.bits - 1)), weight.zeros)
-
-
-def pack_int8_from(
-    q: np.ndarray,
-    scales: np.ndarray,
-    group: int | None = None,
-    biases: Sequence[Tensor] | None = None,
-    gated: bool = False,
-) -> IntLinear:
-    """Pack integers of a quantized checkpoint: w = q * scale.
-
-    q int8 [N, K]; scales [N], or [N, ceil(K/group)] with `group`, a multiple of 32. `gated`: the first N/2 rows are
-    the gate.
-    """
-    weight = _blank(q.shape[0], q.shape[1], 8, group, gated)
-    _fill(weight, q.view(np.uint8) ^ np.uint8(128))
-    if group is None:
-        weight.scales[weight.columns(np.arange(weight.outputs))] = scales.reshape(-1)
-    else:
-        assert group % 32 == 0
-        _fill_scales(weight, scales, None)
-    return _with_bias(weight, biases)
-
-
-def pack_int4_from(
-    q: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None,
-    group: int,
-    biases: Sequence[Tensor] | None = None,
-    gated: bool = False,
-) -> IntLinear:
-    """Pack integers of a quantized checkpoint: w = (q - zero) * scale, zero 8 where `zeros` is None.
-
-    q uint8 [N, K] of 0 .. 15; scales and zeros [N, ceil(K/group)], whole numbers or not; group a multiple of 32.
-    `gated`: the first N/2 rows are the gate.
-    """
-    assert group % 32 == 0
-    weight = _blank(q.shape[0], q.shape[1], 4, group, gated, zeros is not None)
-    _fill(weight, q)
-    _fill_scales(weight, scales, zeros)
-    return _with_bias(weight, biases)
-
-
 # What a backend calls
 
 
@@ -493,7 +416,7 @@ def quantize_rows(launcher: Launcher, x: np.ndarray, weight: IntLinear) -> Quant
     scales = launcher.empty((padded,), np.float32)
     launcher.emit(
         quantize.quantize_tiles, x, stride, rows, weight.inputs, weight.depth, weight.group, 1 << (weight.bits - 1),
-        packed, starts, scales, items=-(-rows // DOT_ROWS), work=rows * weight.depth,
+        packed, starts, scales, weight.order, items=-(-rows // DOT_ROWS), work=rows * weight.depth,
     )  # fmt: skip
     return QuantizedRows(packed, starts, scales, rows)
 
@@ -555,6 +478,6 @@ def embed(launcher: Launcher, ids: np.ndarray, weight: IntLinear) -> np.ndarray:
     out = launcher.empty((ids.shape[0], weight.inputs), np.float32)
     launcher.emit(
         embedding_rows, ids, weight.data, weight.bits, weight.depth, weight.inputs, weight.group, weight.scales,
-        weight.group_scales, weight.zeros, out, items=ids.shape[0], work=8 * out.size,
+        weight.group_scales, weight.zeros, out, weight.order, items=ids.shape[0], work=8 * out.size,
     )  # fmt: skip
     return out

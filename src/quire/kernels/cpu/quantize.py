@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.kernels.cpu.interleave import DOT_ROWS, tile_height
 from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, halves, ints, uints, words
+from quire.kernels.cpu.pointers import floats, halves, ints, longs, uints, words
 from quire.kernels.cpu.simd import get, lane_max, load, load_some, maximum, put, splat, sub
 from quire.kernels.cpu.simd_int import (
     between,
@@ -82,14 +82,15 @@ def quantize_row(x, at, width, depth, group, offset, packed, to, starts, starts_
 
 @op
 def quantize_tiles(args, first, last, scratch):
-    """x, row stride, rows, width, depth, group, offset, packed, starts, scales: one item is one tile.
+    """x, row stride, rows, width, depth, group, offset, packed, starts, scales, order or 0: one item is one tile.
 
     x float32 [M, width] -> packed uint32 [M/height][depth/4][height], starts int32 [M/height][depth/group][height] of
-    -offset times the sum of the group's integers, scales float32 [M], all in whole tiles; missing rows are 0.
+    -offset times the sum of the group's integers, scales float32 [M], all in whole tiles; missing rows are 0. With an
+    order, int64 [width], k of a row is its number order[k].
     """
     x, stride, rows, width, depth, group = floats(args[0]), args[1], args[2], args[3], args[4], args[5]
     offset, packed, starts, scales = args[6], uints(args[7]), ints(args[8]), floats(args[9])
-    groups = depth // group
+    groups, order, ordered = depth // group, longs(args[10]), floats(scratch)
     for tile in range(first, last):
         row = tile * DOT_ROWS
         count = min(rows - row, DOT_ROWS)
@@ -97,8 +98,14 @@ def quantize_tiles(args, first, last, scratch):
         for r in range(height):
             to, starts_at = row * depth // 4 + r, row * groups + r
             # A missing row is one of width 0.
-            length, at = (width, (row + r) * stride) if r < count else (0, 0)
-            scales[row + r] = quantize_row(x, at, length, depth, group, offset, packed, to, starts, starts_at, height)
+            length, at, source = (width, (row + r) * stride, x) if r < count else (0, 0, x)
+            if args[10] != 0:
+                for k in range(length):
+                    ordered[k] = x[at + order[k]]
+                at, source = 0, ordered
+            scales[row + r] = quantize_row(
+                source, at, length, depth, group, offset, packed, to, starts, starts_at, height
+            )
 
 
 @op

@@ -1,0 +1,462 @@
+"""Matrix products with weights held as codes of small floats, with scales: 4 bits that look up a table, or FP8.
+
+A weight [N, K] lies as uint32 of eight nibbles or four bytes, [N/16][K/8 or K/4][16]: k of even number in the lower
+half of a word, odd ones in the upper half. An item, 32 columns, turns some depth of its codes into numbers in scratch
+memory, in the layout of float weights, and has the tiles of linear.py multiply them; then the next.
+
+In float32 a result is that of the weight that the codes stand for, to the bit. Where the CPU multiplies pairs of
+bfloat16, x is rounded to it, as are the sixteen values of a table (those of 8-bit floats are in it already), and scales
+come after: out[m, n] = sum over groups g of scale[n, g] * sum over k in g of value(code[n, k]) * x[m, k].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
+from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
+from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.formats import COLUMNS, LANES, _stack_biases, to_storage
+from quire.kernels.cpu.interleave import ROW_GROUP, padded_rows, rounded, tile_height, woven
+from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
+from quire.kernels.cpu.pointers import floats, uints, words
+from quire.kernels.cpu.simd import (
+    TILE_ROWS,
+    dot_four,
+    dot_many,
+    dot_one,
+    load,
+    mul,
+    multiply_add,
+    splat,
+    store,
+    tile_four,
+    tile_many,
+    tile_one,
+)
+from quire.kernels.cpu.simd_codes import (
+    e4m3_pairs,
+    e5m2_pairs,
+    load_codes,
+    look_up,
+    small_floats,
+    store_codes,
+    table_pairs,
+)
+from quire.kernels.cpu.stored_int import put_words
+from quire.kernels.cpu.threads import Launcher
+
+DEPTH_UNIT = 16  # K as stored is a multiple of it
+PANEL = 256  # k that are unpacked at a time: they fill the first-level cache
+SUMS_AT = 4 * ROW_GROUP * COLUMNS  # in scratch, behind the rows of a gated item
+PANEL_AT = 2 * SUMS_AT
+STAGED_ELEMENTS = 1 << 20  # codes packed at a time
+TABLE, E4M3_CODES, E5M2_CODES = range(3)
+KINDS = {"table": TABLE, "e4m3": E4M3_CODES, "e5m2": E5M2_CODES}
+SHORT = np.float32(256)  # what `small_floats` leaves out of E4M3
+
+
+# Unpacking
+
+
+@part
+def scale_of(scales, short, at, kind):
+    """Return the scales of sixteen columns; `short` ones are bfloat16."""
+    found = load(words(scales), at) if short else load(floats(scales), at)
+    return mul(found, splat(SHORT)) if kind == E4M3_CODES else found
+
+
+@part
+def shift_of(k, bits):
+    """Return where code k of a uint32 begins."""
+    return k // 2 * bits + k % 2 * 16
+
+
+@part
+def unpack_pairs(w, at, count, table, kind, panel, to):
+    """Write `count` k of sixteen columns as pairs of bfloat16: uint32 panel[to + k / 2 * 16 + column]."""
+    worth = load_codes(table, 0)
+    if kind == TABLE:
+        for step in range((count + 7) // 8):
+            codes = load_codes(w, at + step * 16)
+            for pair in range(4):
+                store_codes(panel, to + (step * 4 + pair) * 16, table_pairs(worth, codes, 4 * pair))
+    elif kind == E4M3_CODES:
+        for step in range((count + 3) // 4):
+            codes = load_codes(w, at + step * 16)
+            for pair in range(2):
+                store_codes(panel, to + (step * 2 + pair) * 16, e4m3_pairs(worth, codes, pair))
+    else:
+        for step in range((count + 3) // 4):
+            codes = load_codes(w, at + step * 16)
+            for pair in range(2):
+                store_codes(panel, to + (step * 2 + pair) * 16, e5m2_pairs(worth, codes, pair))
+
+
+@part
+def unpack_floats(w, at, count, table, kind, scale, panel, to):
+    """Write `count` k of sixteen columns as float32: panel[to + k * 16 + column]."""
+    if kind == TABLE:
+        worth = load(table, 0)
+        for step in range((count + 7) // 8):
+            codes = load_codes(w, at + step * 16)
+            for k in range(8):
+                store(panel, to + (step * 8 + k) * 16, mul(look_up(worth, table, codes, shift_of(k, 4)), scale))
+    else:
+        other = np.int64(kind == E5M2_CODES)
+        for step in range((count + 3) // 4):
+            codes = load_codes(w, at + step * 16)
+            for k in range(4):
+                store(panel, to + (step * 4 + k) * 16, mul(small_floats(codes, shift_of(k, 8), other), scale))
+
+
+@part
+def run_end(k, stop, group):
+    """Return where the group of k, or `stop`, ends."""
+    return min(stop, (k // group + 1) * group)
+
+
+@part
+def panel_of_pairs(args, column, start, stop, panel):
+    """Unpack k start .. stop - 1 of 32 columns of `coded_pairs` to uint32 `panel`."""
+    w, depth, table, kind = uints(args[0]), args[8], uints(args[12]), args[13]
+    in_word = 8 if kind == TABLE else 4
+    for half in range(2):
+        from_w = ((column // 16 + half) * (depth // in_word) + start // in_word) * 16
+        unpack_pairs(w, from_w, stop - start, table, kind, panel, half * PANEL * 8)
+
+
+@part
+def add_scaled(sums, at, height, low, high, target, place, step):
+    """Add `height` rows of 32 sums times the scales of their columns to the target."""
+    for r in range(height):
+        left, right = load(sums, at + r * COLUMNS), load(sums, at + r * COLUMNS + 16)
+        store(target, place + r * step, multiply_add(left, low, load(target, place + r * step)))
+        store(target, place + r * step + 16, multiply_add(right, high, load(target, place + r * step + 16)))
+
+
+@part
+def clear(target, place, step, height):
+    """Set `height` rows of 32 to 0."""
+    for r in range(height):
+        store(target, place + r * step, splat(np.float32(0)))
+        store(target, place + r * step + 16, splat(np.float32(0)))
+
+
+@part
+def dot_tile(panel, at, packed, x_at, count, height, sums, place, resume):
+    """Add products of `count` pairs of k to the sums of a tile."""
+    next_vector = PANEL * 16
+    if height == 8:
+        dot_many(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
+    elif height == 4:
+        dot_four(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
+    else:
+        dot_one(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
+
+
+@part
+def panel_of_floats(args, at, column, start, stop, panel):
+    """Like `panel_of_pairs` to float32."""
+    w, depth, group, kind = uints(args[0]), args[at], args[at + 1], args[at + 5]
+    in_word, groups = 8 if kind == TABLE else 4, (depth + group - 1) // group
+    for half in range(2):
+        block = column // 16 + half
+        k = start
+        while k < stop:
+            end = run_end(k, stop, group)
+            scale = scale_of(args[at + 2], args[at + 3], (block * groups + k // group) * 16, kind)
+            from_w = (block * (depth // in_word) + k // in_word) * 16
+            to = half * PANEL * 16 + (k - start) * 16
+            unpack_floats(w, from_w, end - k, floats(args[at + 4]), kind, scale, panel, to)
+            k = end
+
+
+# Products
+
+
+@op
+def coded_pairs(args, first, last, scratch):
+    """Like `linear_pairs` with codes for w; then depth of w, group, scales, whether these are bfloat16, table, kind."""
+    packed, out, stride, rows, pairs, gate = uints(args[2]), floats(args[3]), args[4], args[5], args[6], args[7]
+    blocks, group = (rows + ROW_GROUP - 1) // ROW_GROUP, args[9]
+    groups = (args[8] + group - 1) // group
+    tile, sums, panel, bits = (
+        floats(scratch),
+        floats(scratch + SUMS_AT),
+        uints(scratch + PANEL_AT),
+        words(scratch + PANEL_AT),
+    )
+    for item in range(first, last):
+        column, start, stop = place_of(item, blocks, rows)
+        target, to, step = out, start * stride + column, stride
+        if gate >= 0:
+            target, to, step = tile, 0, COLUMNS
+        for begin in range(0, 2 * pairs, PANEL):
+            end = min(begin + PANEL, 2 * pairs)
+            panel_of_pairs(args, column, begin, end, panel)
+            row = start
+            while row < stop:
+                height, place, at = tile_height(rows - row), to + (row - start) * step, (row - start) * COLUMNS
+                if begin == 0:
+                    if args[1] != 0:
+                        fill_bias(floats(args[1]), column, target, place, step, height)
+                    else:
+                        clear(target, place, step, height)
+                k = begin
+                while k < end:
+                    until = run_end(k, end, group)
+                    x_at = row * pairs + k // 2 * height
+                    dot_tile(
+                        bits,
+                        (k - begin) * 16,
+                        packed,
+                        x_at,
+                        (until - k) // 2,
+                        height,
+                        sums,
+                        at,
+                        np.int64(k % group != 0),
+                    )
+                    if until % group == 0 or until == 2 * pairs:
+                        s_at = (column // 16 * groups + k // group) * 16
+                        low = scale_of(args[10], args[11], s_at, TABLE)
+                        high = scale_of(args[10], args[11], s_at + groups * 16, TABLE)
+                        add_scaled(sums, at, height, low, high, target, place, step)
+                    k = until
+                row += height
+        if gate >= 0:
+            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
+
+
+@op
+def coded_floats(args, first, last, scratch):
+    """Like `linear_float32` with codes for w; then as `coded_pairs`."""
+    x, x_step, packed, out, stride = floats(args[2]), args[3], floats(args[4]), floats(args[5]), args[6]
+    rows, depth, gate = args[7], args[8], args[9]
+    blocks = (rows + ROW_GROUP - 1) // ROW_GROUP
+    tile, panel, next_vector = floats(scratch), floats(scratch + PANEL_AT), PANEL * 16
+    for item in range(first, last):
+        column, start, stop = place_of(item, blocks, rows)
+        target, to, step = out, start * stride + column, stride
+        if gate >= 0:
+            target, to, step = tile, 0, COLUMNS
+        if args[1] != 0:
+            fill_bias(floats(args[1]), column, target, to, step, stop - start)
+        for k in range(0, depth, PANEL):
+            end = min(k + PANEL, depth)
+            panel_of_floats(args, 10, column, k, end, panel)
+            count, row, resume = end - k, start, np.int64(k > 0 or args[1] != 0)
+            while row + TILE_ROWS <= stop:
+                place, x_at = to + (row - start) * step, row * depth + k * TILE_ROWS
+                tile_many(
+                    panel, 0, 16, next_vector, packed, x_at, TILE_ROWS, 1, count, target, place, step, resume
+                )  # fmt: skip
+                row += TILE_ROWS
+            while row + 4 <= stop:
+                place, x_at = to + (row - start) * step, row * x_step + k
+                tile_four(panel, 0, 16, next_vector, x, x_at, 1, x_step, count, target, place, step, resume)
+                row += 4
+            while row < stop:
+                place, x_at = to + (row - start) * step, row * x_step + k
+                tile_one(panel, 0, 16, next_vector, x, x_at, 1, x_step, count, target, place, step, resume)
+                row += 1
+        if gate >= 0:
+            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
+
+
+def product_op(paired: bool) -> Op:
+    """Return the op of products."""
+    return coded_pairs if paired else coded_floats
+
+
+# Weights
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLinear:
+    """A weight as codes; w[n, k] = value(code) * scale[n, k // group].
+
+    Attributes:
+        data: uint32 [padded/16][depth/8 or depth/4][16], see above.
+        scales: float32, or the bits of bfloat16, [padded/16][depth/group][16].
+        table: float32 [16] of 4-bit codes; unused, but there, for 8 bits. If `paired`, bfloat16 [32]: the table twice,
+            or what 8-bit floats without a leading one are worth.
+        bias: float32 [padded], or None. kind: "table", "e4m3" or "e5m2".
+        inputs, depth: K, without and with padding. group: at most depth.
+        paired: products round x and the weight to bfloat16. gated: as in `CPULinear`.
+    """
+
+    data: np.ndarray
+    scales: np.ndarray
+    table: np.ndarray
+    bias: np.ndarray | None
+    outputs: int
+    inputs: int
+    depth: int
+    kind: str
+    group: int
+    paired: bool
+    gated: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.kind == "table" else 8
+
+    @property
+    def padded(self) -> int:
+        """N as stored, a multiple of 32."""
+        return self.data.size * 32 // self.bits // self.depth
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.data, self.scales, self.table, self.bias)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def columns(self, ids: np.ndarray) -> np.ndarray:
+        """Return where rows `ids` of the weight are stored."""
+        if not self.gated:
+            return ids
+        half = self.outputs // 2
+        row = ids % half
+        return row // 16 * 32 + ids // half * 16 + row % 16
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows `ids` of the weight as float32 [len(ids), K]."""
+        columns = self.columns(np.asarray(ids))
+        block, lane = columns // 16, columns % 16
+        stored = self.data.reshape(-1, self.depth * self.bits // 32, 16)[block, :, lane]
+        shifts = np.array([shift_of.py_func(k, self.bits) for k in range(32 // self.bits)], np.uint32)
+        codes = (stored[:, :, None] >> shifts).astype(np.uint8).reshape(len(columns), -1) & ((1 << self.bits) - 1)
+        table = (self.table[:16].astype(np.uint32) << 16).view(np.float32) if self.paired else self.table
+        worth = table if self.kind == "table" else E4M3 if self.kind == "e4m3" else E5M2
+        scales = self.scales.reshape(-1, -(-self.depth // self.group), 16)[block, :, lane]
+        if scales.dtype == np.uint16:
+            scales = (scales.astype(np.uint32) << 16).view(np.float32)
+        return (worth[codes] * np.repeat(scales, self.group, axis=1)[:, : self.depth])[:, : self.inputs]
+
+
+def pack_codes(
+    parts: Sequence[QuantizedTensor],
+    biases: Sequence[Tensor] | None,
+    launcher: Launcher,
+    paired: bool = False,
+    gated: bool = False,
+) -> CodedLinear | None:
+    """Stack matrices of one layout along N and pack their codes as they are; None if their tables differ."""
+    layout = parts[0].layout
+    assert layout is not None and all(part.layout == layout for part in parts)
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    tables = [_codes(part.rows(0, 1)).table for part in parts]
+    if layout.kind == "table" and not all(np.array_equal(tables[0], table) for table in tables[1:]):
+        return None
+    table = _table(layout.kind, tables[0], paired)
+    padded, depth = -(-outputs // COLUMNS) * COLUMNS, -(-inputs // DEPTH_UNIT) * DEPTH_UNIT
+    group = layout.group or depth
+    data = launcher.weights.empty(padded * depth * layout.bits // 32, np.uint32)
+    data[:] = 0
+    scales = np.zeros(padded * -(-depth // group), np.uint16 if layout.scale_bytes == 2 else np.float32)
+    bias = _stack_biases(biases, padded, gated)
+    weight = CodedLinear(data, scales, table, bias, outputs, inputs, depth, layout.kind, group, paired, gated)
+    base = 0
+    for tensor in parts:
+        step = max(LANES, STAGED_ELEMENTS // depth // LANES * LANES)
+        for start in range(0, tensor.shape[0], step):
+            some = tensor.rows(start, min(start + step, tensor.shape[0]))
+            _fill(weight, base + start, _codes(some))
+        base += tensor.shape[0]
+    return weight
+
+
+def _table(kind: str, table: np.ndarray | None, paired: bool) -> np.ndarray:
+    """Return the table that ops of this kind look things up in."""
+    if not paired:
+        return np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
+    if table is not None:
+        wide = np.tile(np.asarray(table, np.float32), 2)
+    else:
+        wide = np.zeros(32, np.float32)
+        fraction, worth = (3, E4M3) if kind == "e4m3" else (2, E5M2)
+        wide[: 1 << fraction] = worth[: 1 << fraction]
+    return to_storage(HostTensor(wide, "float32"), "bfloat16")
+
+
+def _codes(part: QuantizedTensor) -> Codes:
+    found = part.codes()
+    assert found is not None, "its layout says that there are codes"
+    return found
+
+
+def _fill(weight: CodedLinear, first: int, some: Codes) -> None:
+    """Store rows from number `first` on."""
+    count = some.codes.shape[0]
+    columns = weight.columns(np.arange(first, first + count))
+    stage = np.zeros((count, weight.depth), np.uint8)
+    stage[:, : weight.inputs] = some.codes
+    scales = some.scales
+    if some.kind in NONFINITE:
+        scales = _spoiled(some, weight.group)
+        stage[np.isin(stage, NONFINITE[some.kind])] = 0
+    put_codes(weight.data.reshape(-1, weight.depth * weight.bits // 32, 16), columns, stage, weight.bits)
+    target = weight.scales.reshape(-1, -(-weight.depth // weight.group), 16)
+    stored = (scales.astype(np.float32).view(np.uint32) >> 16) if target.dtype == np.uint16 else scales
+    target[columns // 16, : stored.shape[1], columns % 16] = stored
+
+
+def _spoiled(some: Codes, group: int) -> np.ndarray:
+    """Return scales that are NaN where a code of their group is no finite number, so that the row's results are."""
+    mask = 0x7F if some.kind == "e4m3" else 0x7C
+    bad = some.codes & mask == mask
+    if not bad.any():
+        return some.scales
+    places = range(0, bad.shape[1], group)
+    found = np.stack([bad[:, k : k + group].any(axis=1) for k in places], axis=1)
+    return np.where(found, np.float32(np.nan), some.scales)
+
+
+def put_codes(blocks: np.ndarray, columns: np.ndarray, codes: np.ndarray, bits: int) -> None:
+    """Store codes uint8 [n, depth] of `columns` in uint32 [N/16][depth * bits / 32][16]."""
+    count, order = len(codes), [*range(0, 32 // bits, 2), *range(1, 32 // bits, 2)]
+    codes = codes.reshape(count, -1, 32 // bits)[:, :, order].reshape(count, -1)
+    if bits == 4:
+        codes = np.bitwise_or(codes[:, 0::2], codes[:, 1::2] << 4, dtype=np.uint8)
+    put_words(blocks, columns, np.ascontiguousarray(codes).view(np.uint32))
+
+
+# What a backend calls
+
+
+def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | None = None) -> np.ndarray:
+    """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
+    assert (gate is not None) == weight.gated
+    kind = NO_GATE if gate is None else gate
+    rows, halves = x.shape[0], 2 if weight.gated else 1
+    outputs, stride = weight.outputs // halves, weight.padded // halves
+    if rows == 0:
+        return launcher.empty((0, outputs))
+    blocks = -(-rows // ROW_GROUP)
+    sharing = {"items": weight.padded // COLUMNS * blocks, "work": rows * weight.padded * weight.depth}
+    if blocks == 1:
+        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.bits // 8}
+    coding = (
+        weight.depth, weight.group, weight.scales, int(weight.scales.dtype == np.uint16), weight.table,
+        KINDS[weight.kind],
+    )  # fmt: skip
+    if weight.paired:
+        packed = rounded(launcher, x)
+        out = launcher.empty((padded_rows(rows), stride))
+        pairs = (weight.inputs + 1) // 2
+        args = (weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding)
+    else:
+        x, step = as_rows(x)
+        packed = woven(launcher, x)
+        out = launcher.empty((rows, stride))
+        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.inputs, kind, *coding)
+    launcher.emit(product_op(weight.paired), *args, **sharing)
+    return out[:rows, :outputs]
