@@ -234,6 +234,21 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """LoRA"""
+
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the model, many in one batch.")
+    max_loras: int = option(1, "Most adapters in one batch.", low=1, high=1024)
+    max_lora_rank: int = option(16, "Highest rank of an adapter.", low=1, high=4096)
+    max_cpu_loras: int | None = option(
+        None, "Most adapters kept in memory; others are read again when they are needed; default: max-loras.", low=1
+    )
+    lora_extra_vocab_size: int = option(
+        0, "By how many tokens an adapter may enlarge the vocabulary.", low=0, high=65536, metavar="TOKENS"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     """Device"""
 
@@ -256,7 +271,7 @@ class DeviceConfig:
     tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
 
 
-CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig)
+CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, LoRAConfig, DeviceConfig)
 SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
 
 
@@ -276,6 +291,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @classmethod
@@ -296,6 +312,7 @@ class EngineConfig:
             cache=_build(CacheConfig, checked),
             scheduler=_build(SchedulerConfig, checked),
             device=_build(DeviceConfig, checked),
+            lora=_build(LoRAConfig, checked),
             server=_build(ServerConfig, checked),
         )
         config.check()
@@ -323,6 +340,7 @@ class EngineConfig:
         if cache.kv_disk_space and cache.enable_prefix_caching is False:
             raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
         self._check_scheduler()
+        self._check_lora()
         for tenant, weight in self.scheduler.tenant_weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ConfigError(
@@ -347,9 +365,19 @@ class EngineConfig:
         if options.tenant_weights and options.scheduling_policy != "fair":
             raise ConfigError("tenant_weights needs scheduling_policy fair", param="tenant_weights")
 
+    def _check_lora(self) -> None:
+        options = self.lora
+        if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {options.max_cpu_loras}; it must be at least max_loras, {options.max_loras}",
+                param="max_cpu_loras",
+            )
+        if self.server.lora_modules and not options.enable_lora and self.server.models is None:
+            raise ConfigError("lora_modules needs enable_lora", param="lora_modules")
+
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""
-        groups = (self.model, self.cache, self.scheduler, self.device, self.server)
+        groups = (self.model, self.cache, self.scheduler, self.lora, self.device, self.server)
         return {item.name: getattr(group, item.name) for group in groups for item in dataclasses.fields(group)}
 
     def shown(self) -> dict[str, Any]:

@@ -158,6 +158,13 @@ class ServerConfig:
         secret=True,
     )  # fmt: skip
 
+    lora_modules: list[str] = option(
+        [],
+        "Adapter that is offered from the start, NAME=PATH or a JSON object of name, path and base_model_name (with "
+        "several models: that of the model it belongs to); may be repeated.",
+        metavar="ADAPTER",
+    )
+
     # What is written down of requests.
     log_format: str = option(
         "text", "Lines of the log for people, or an object of JSON each.", choices=("text", "json")

@@ -33,6 +33,18 @@ class ThinkingData(msgspec.Struct, frozen=True):
     open: bool = False
 
 
+class AdapterNews(msgspec.Struct, frozen=True):
+    """What became of a LoRA adapter that was asked for: what it is, or the `error` that keeps it from being used.
+
+    `digest` names its content. Prompts may have ids below `vocab_size`; it generates ids below `num_logits`.
+    """
+
+    digest: str = ""
+    vocab_size: int = 0
+    num_logits: int = 0
+    error: str | None = None
+
+
 class NewSequenceData(msgspec.Struct):
     """A sequence the worker does not know (first time, or resumed after preemption), in full.
 
@@ -41,6 +53,8 @@ class NewSequenceData(msgspec.Struct):
     `num_computed_tokens` tokens have their KV there. `seed` is always set: the front draws one for requests that gave
     none. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
     tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
+
+    `adapter` is the number of its LoRA adapter (`LoRARequest.lora_int_id`), 0 for none.
 
     With `grammar` (Lark, as `structured.builder` writes it) the tokens after the prompt spell a text of its language.
     `sampler_state` is what `ModelOutput.sampler_states` last said of it. `dry_breakers` are the tokens that spell a
@@ -62,6 +76,7 @@ class NewSequenceData(msgspec.Struct):
     thinking: ThinkingData | None = None
     sampler_state: float | None = None
     dry_breakers: list[tuple[list[int], list[int]]] = []
+    adapter: int = 0
     pooling: PoolingParams | None = None
 
 
@@ -362,6 +377,7 @@ class SchedulerStats(msgspec.Struct):
     the host's pool, `num_deferred` those whose grammar is being compiled. `num_disk_blocks` are stored on disk.
     `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
+    `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
     """
 
     num_running: int = 0
@@ -381,6 +397,8 @@ class SchedulerStats(msgspec.Struct):
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     num_deferred: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
     @property
     def kv_cache_usage(self) -> float:

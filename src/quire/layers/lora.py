@@ -1,4 +1,4 @@
-"""Where a model's layers find the LoRA adapters of a step's rows. How adapters are read, and which slots they lie in, is
+"""Where a model's layers find the LoRA adapters of a step's rows. How they are read, and which slots they lie in, is
 not decided here (`quire.lora`).
 
 While a model is built with `Builder.lora`, each layer that an adapter could change enters its name here, the one that
@@ -204,16 +204,25 @@ class LoRASlots:
         Returns the ids with those that the model's own table lacks replaced.
         """
         self._tokens.write(token_slots)
-        self._rows.write(row_slots)
-        if self._limits is None or self._ids is None:
+        self._write_rows(row_slots)
+        if self._ids is None:
             return input_ids
-        self.backend.assign(self._limits[: len(row_slots)], self._vocab_sizes[row_slots])
         self.backend.assign(self._ids[: len(input_ids)], input_ids)
         return np.minimum(input_ids, self.base_vocab - 1)
 
     def begin(self, num_tokens: int, num_rows: int, active: bool) -> None:
         """Say how many tokens and rows the computation has that follows, and whether any has an adapter."""
         self._counts = (num_tokens, num_rows, active)
+
+    def begin_rows(self, slots: np.ndarray) -> None:
+        """Like `write` and `begin`, for rows of which nothing but logits is computed."""
+        self._write_rows(slots)
+        self.begin(0, len(slots), bool((slots >= 0).any()))
+
+    def _write_rows(self, slots: np.ndarray) -> None:
+        self._rows.write(slots)
+        if self._limits is not None:
+            self.backend.assign(self._limits[: len(slots)], self._vocab_sizes[slots])
 
     def rows_of(self, count: int) -> LoRARows | None:
         """Return the slots of the rows of an array of so many; None if none of the step has an adapter.

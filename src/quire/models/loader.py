@@ -14,6 +14,7 @@ from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurv
 from quire.errors import ConfigError, ModelError
 from quire.kernels.backend import Backend, Expert
 from quire.layers.builder import Builder
+from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
 from quire.models.registry import model_builder
@@ -33,6 +34,7 @@ def load_model(
     allow_nonfinite: bool = False,
     seed: int = 0,
     parallel: ParallelContext | None = None,
+    lora: LoRASlots | None = None,
 ) -> Model:
     """Build the model of `info` on `backend`, with this rank's share of its weights.
 
@@ -41,6 +43,7 @@ def load_model(
         max_model_len: longest sequence it must serve; `info.max_model_len` if None.
         load_format: "auto" and "safetensors" read the folder's weights, "dummy" invents some from `seed`.
         allow_nonfinite: load weights that hold NaN or infinity, with a warning.
+        lora: slots that layers are to enter, so that adapters can change them.
 
     Raises:
         ModelError: weights are missing, malformed, not finite, or larger than the free memory.
@@ -58,7 +61,7 @@ def load_model(
     build = model_builder(info)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
-        return build(info, Builder(DummyWeights(seed), backend, parallel), length)
+        return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora), length)
 
     checkpoint = open_weights(info, load_format)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
@@ -67,7 +70,7 @@ def load_model(
     survey.finish(surveyed.ignorable + tied)
     _check_memory(info, backend, counter.num_bytes)
     weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
-    return build(info, Builder(weights, backend, parallel), length)
+    return build(info, Builder(weights, backend, parallel, lora=lora), length)
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:

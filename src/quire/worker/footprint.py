@@ -35,6 +35,7 @@ from quire.layers.builder import Builder
 from quire.models.interface import Model
 from quire.models.registry import model_builder
 from quire.step import KVCacheSpec
+from quire.worker.adapters import new_slots
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.states import SequenceStates
@@ -103,7 +104,9 @@ class Footprint:
             checkpoint = open_weights(info)
         source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
         self._backend = _Counter(config, self._threads, source, checkpoint)
-        self._model: Model = model_builder(info)(info, Builder(source, cast(Backend, self._backend)), 1)
+        backend = cast(Backend, self._backend)
+        self._lora = new_slots(config, info, backend) if config.lora.enable_lora else None
+        self._model: Model = model_builder(info)(info, Builder(source, backend, lora=self._lora), 1)
         self.spec: KVCacheSpec = self._model.kv_cache_spec()
         self.in_memory = self._backend.by_part
         self.loading = self._backend.loading
@@ -140,10 +143,12 @@ class Footprint:
             max_num_seqs=limits.max_num_seqs,
             max_blocks=-(-length // block_size),
             states=states.arrays,
+            lora=self._lora,
         )
+        slots = None if self._lora is None else np.zeros(rows, np.int64)
         groups = 1 + max((cache.group for cache in caches), default=0)
         for count in dict.fromkeys((tokens, rows)):
-            graphs.run(_inputs(count, rows, groups), np.broadcast_to(np.int64(0), rows))
+            graphs.run(_inputs(count, rows, groups), np.broadcast_to(np.int64(0), rows), adapter_slots=slots)
         return StepBytes(
             activations=backend.arena.touched,
             inputs=backend.input_bytes - state_bytes + self._batch_bytes(config, groups),
@@ -282,10 +287,12 @@ def _disk_bytes(checkpoint: TensorSource, names: list[str]) -> Mapping[str, int]
 def _inputs(tokens: int, sequences: int, groups: int) -> StepInputs:
     """Return the inputs of a step, of which only the lengths are looked at."""
     per_token, per_sequence = np.broadcast_to(np.int64(0), tokens), np.broadcast_to(np.int64(0), sequences)
+    num_scheduled = np.ones(sequences, np.int64)
+    num_scheduled[0] += tokens - sequences
     return StepInputs(
         sequence_ids=[],
         rows=per_sequence,
-        num_scheduled=per_sequence,
+        num_scheduled=num_scheduled,
         input_ids=per_token,
         positions=per_token,
         cu_query_lens=np.broadcast_to(np.int64(0), sequences + 1),

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache
+from quire.layers.lora import LoRASlots
 from quire.step import KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
@@ -22,7 +23,8 @@ MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find
 # Hidden states [T, H], None unless all were asked for; logits [R, V] and `Backend.rows_finite` of them, both None
 # without rows to sample.
 StepResult = tuple[Array | None, Array | None, Array | None]
-Shape = tuple[int, int, int, bool]  # tokens, sequences, rows to sample, whether all hidden states are asked for
+# Tokens, sequences, rows to sample, whether all hidden states are asked for, whether any row has an adapter.
+Shape = tuple[int, int, int, bool, bool]
 
 
 class RunnableModel(Protocol):
@@ -45,7 +47,7 @@ class StepGraphs:
 
     `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
     the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that
-    have some, see `worker.states`.
+    have some, see `worker.states`. `lora` are the slots that the model's layers have entered.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class StepGraphs:
         max_num_seqs: int,
         max_blocks: int,
         states: Sequence[Arrays] = (),
+        lora: LoRASlots | None = None,
     ) -> None:
         self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
+        self._lora = lora
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self._positions = backend.zeros((max_tokens,), "int64")
         self._slot_mapping = backend.zeros((self._num_groups, max_tokens), "int64")
@@ -81,14 +85,22 @@ class StepGraphs:
         *,
         all_hidden: bool = False,
         token_types: np.ndarray | None = None,
+        adapter_slots: np.ndarray | None = None,
     ) -> StepResult:
         """Compute a step: logits of its rows `sampled_rows` int64 [R], and hidden states of all rows if asked for.
 
-        `token_types` int64 [T] where the model has them. The result is overwritten by the next step.
+        `token_types` int64 [T] where the model has them; `adapter_slots` int64 [S], -1 for none, with `lora`. The
+        result is overwritten by the next step.
         """
         tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(sampled_rows)
         write = self._backend.assign
-        write(self._input_ids[:tokens], inputs.input_ids)
+        input_ids, adapted = inputs.input_ids, False
+        if self._lora is not None:
+            assert adapter_slots is not None
+            token_slots = np.repeat(adapter_slots, inputs.num_scheduled)
+            input_ids = self._lora.write(input_ids, token_slots, token_slots[sampled_rows])
+            adapted = bool((adapter_slots >= 0).any())
+        write(self._input_ids[:tokens], input_ids)
         write(self._positions[:tokens], inputs.positions)
         write(self._slot_mapping[:, :tokens], inputs.slot_mapping)
         write(self._cu_query_lens[: sequences + 1], inputs.cu_query_lens)
@@ -99,7 +111,7 @@ class StepGraphs:
             write(self._token_types[:tokens], token_types)
         if self._state_rows is not None:
             write(self._state_rows[:sequences], inputs.rows)
-        hidden, logits, finite = self._graph((tokens, sequences, rows, all_hidden))()
+        hidden, logits, finite = self._graph((tokens, sequences, rows, all_hidden, adapted))()
         return hidden, logits, finite
 
     def _graph(self, shape: Shape) -> Callable[[], Arrays]:
@@ -115,7 +127,9 @@ class StepGraphs:
             self._graphs.move_to_end(shape)
         return graph
 
-    def _compute(self, tokens: int, sequences: int, rows: int, all_hidden: bool) -> StepResult:
+    def _compute(self, tokens: int, sequences: int, rows: int, all_hidden: bool, adapted: bool) -> StepResult:
+        if self._lora is not None:
+            self._lora.begin(tokens, rows, adapted)
         sampled = self._sampled_rows[:rows]
         groups = [
             (self._block_tables[group, :sequences], self._slot_mapping[group, :tokens])
@@ -138,4 +152,6 @@ class StepGraphs:
         if rows == 0:
             return hidden if all_hidden else None, None, None
         logits = self._model.compute_logits(self._backend.take_rows(hidden, sampled) if all_hidden else hidden)
+        if self._lora is not None:
+            logits = self._lora.limit(logits)
         return hidden if all_hidden else None, logits, self._backend.rows_finite(logits)

@@ -72,6 +72,7 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
+        self.adapters = np.zeros(max_num_seqs, dtype=np.int64)  # numbers of LoRA adapters, 0 for none
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -118,6 +119,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_candidates[row] = new.num_candidates
+        self.adapters[row] = new.adapter
         self.num_beams += bool(new.num_candidates)
         self.num_blocks[:, row] = 0
         self._add_blocks(row, new.block_ids)
@@ -151,6 +153,7 @@ class InputBatch:
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.num_candidates,
+            self.adapters,
             self.temperature,
             self.top_k,
             self.top_p,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
+from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
@@ -54,6 +55,7 @@ class ModelRunner:
         store: an open disk store for blocks, or None; it is closed by `close`.
         grammars: compiled ones; None where no sequence has any. jump_forward: see `Guidance`.
         processors: of logits, by name.
+        adapters: LoRA adapters for the model's slots; closed by whoever made it.
 
     Raises:
         ConfigError: there is no room for the host's pool.
@@ -75,19 +77,20 @@ class ModelRunner:
         grammars: GrammarStore | None = None,
         jump_forward: bool = True,
         processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
+        vocab_size = model.vocab_size + (0 if adapters is None else adapters.slots.extra_vocab)
         self.backend = backend
         self.sampler = Sampler(backend)
         groups = groups or model.kv_cache_spec().groups(max_model_len)
-        self.guidance = Guidance(
-            grammars, vocab_size=model.vocab_size, max_num_seqs=max_num_seqs, jump_forward=jump_forward
-        )
+        self.guidance = Guidance(grammars, vocab_size=vocab_size, max_num_seqs=max_num_seqs, jump_forward=jump_forward)
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            vocab_size=model.vocab_size,
+            vocab_size=vocab_size,
             num_groups=len(groups),
             guide_of=self.guidance.guide_of,
             processors=processors,
@@ -104,6 +107,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_blocks=self.batch.block_tables.shape[2],
             states=self.states.arrays,
+            lora=None if adapters is None else adapters.slots,
         )
 
     def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
@@ -143,10 +147,11 @@ class ModelRunner:
         if self.batch.num_guided:
             forked = [self.batch.row_of[fork.sequence_id] for fork in step.forks if fork.samples]
             self.guidance.start([*inputs.rows[chosen].tolist(), *forked], self.batch)
-        hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored)
+        slots = None if self.adapters is None else self.adapters.slots_of(self.batch.adapters[inputs.rows])
+        hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored, adapter_slots=slots)
         self.states.fork(step.forks, self.batch.row_of, samples=True)
         if scored:
-            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
+            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs, slots)
         if logits is not None:
             sequence_ids = [inputs.sequence_ids[index] for index in chosen.tolist()]
             ends = _Ends(sequence_ids, inputs.rows[chosen], logits, self.backend.to_numpy(finite))
@@ -258,7 +263,9 @@ class ModelRunner:
         if batch.num_guided:
             self.guidance.go_on(ends.sequence_ids, batch, output)
 
-    def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
+    def _prompt_logprobs(
+        self, hidden: Array, inputs: StepInputs, slots: np.ndarray | None
+    ) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
         for index, row in enumerate(inputs.rows.tolist()):
             extras = self.batch.extras[row]
@@ -272,17 +279,27 @@ class ModelRunner:
             first = int(inputs.cu_query_lens[index]) + start - computed
             predicted = self.batch.token_ids[row, start + 1 : stop + 1].astype(np.int64)
             result[inputs.sequence_ids[index]] = self._score(
-                hidden[first : first + stop - start], predicted, extras.num_prompt_logprobs
+                hidden[first : first + stop - start],
+                predicted,
+                extras.num_prompt_logprobs,
+                -1 if slots is None else int(slots[index]),
             )
         return result
 
-    def _score(self, hidden: Array, predicted: np.ndarray, k: int) -> list[TokenTopLogprobs]:
-        """Log-probabilities of `predicted` [n] after each hidden row [n, H], and the k best ones; -1: of all."""
+    def _score(self, hidden: Array, predicted: np.ndarray, k: int, slot: int) -> list[TokenTopLogprobs]:
+        """Log-probabilities of `predicted` [n] after each hidden row [n, H], and the k best ones; -1: of all.
+
+        `slot` is that of the adapter that the rows have, -1 for none.
+        """
         k = self.model.vocab_size if k < 0 else min(k, self.model.vocab_size)
         scores: list[TokenTopLogprobs] = []
         for start in range(0, len(predicted), PROMPT_LOGPROB_ROWS):
             piece = predicted[start : start + PROMPT_LOGPROB_ROWS]
+            if self.adapters is not None:
+                self.adapters.slots.begin_rows(np.full(len(piece), slot))
             logits = self.model.compute_logits(hidden[start : start + len(piece)])
+            if self.adapters is not None:
+                logits = self.adapters.slots.limit(logits)
             top = self.backend.top_logprobs(logits, piece, k)
             scores.extend(pack_logprobs(top, row, k) for row in range(len(piece)))
         return scores

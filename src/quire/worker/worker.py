@@ -13,12 +13,15 @@ from quire.config import EngineConfig
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.kernels.memory import release_memory, resident_memory
+from quire.layers.lora import LoRASlots
+from quire.lora.store import AdapterStore
 from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
 from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, SchedulerOutput
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.worker.adapters import check_adaptable, new_slots
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
 from quire.worker.model_runner import ModelRunner
@@ -48,11 +51,14 @@ class Worker:
             # A warning, so that it is seen by default: the wait would look like a hang.
             logger.warning("compiling kernels; this takes up to a minute and happens on the first start only")
         self._info = info
+        self.adapters: AdapterStore | None = None
         self.model: Model | None = self._load()
         self._spec = self.model.kv_cache_spec()
         self._store: DiskStore | None = None  # the runner's, which closes it
         self.runner: ModelRunner | None = None
-        self.grammars = GrammarStore(self._load_tokenizer, info.vocab_size, info.eos_token_ids)
+        self.grammars = GrammarStore(
+            self._load_tokenizer, info.vocab_size + config.lora.lora_extra_vocab_size, info.eos_token_ids
+        )
 
     def _create_backend(self) -> Backend:
         model, device = self.config.model, self.config.device
@@ -69,6 +75,7 @@ class Worker:
     def _load(self) -> Model:
         started, options = time.perf_counter(), self.config.model
         assert options.max_model_len is not None, "settled by the engine"
+        slots = self._new_slots() if self.config.lora.enable_lora else None
         model = load_model(
             self._info,
             self.backend,
@@ -76,9 +83,16 @@ class Worker:
             load_format=options.load_format,
             allow_nonfinite=options.allow_nonfinite,
             seed=options.seed,
+            lora=slots,
         )
+        if slots is not None:
+            check_adaptable(self._info, model, slots)
+            self.adapters = AdapterStore(slots, self.config.lora.max_cpu_loras or slots.num_slots)
         logger.info("loaded %s in %.2f s", self._info.path.name, time.perf_counter() - started)
         return model
+
+    def _new_slots(self) -> LoRASlots:
+        return new_slots(self.config, self._info, self.backend)
 
     def _load_tokenizer(self) -> Tokenizer:
         model = self.config.model
@@ -123,6 +137,7 @@ class Worker:
                 grammars=self.grammars,
                 jump_forward=self.config.scheduler.jump_forward,
                 processors=self._processors,
+                adapters=self.adapters,
             )
             undo.callback(self.runner.close)
             started = time.perf_counter()
@@ -171,6 +186,7 @@ class Worker:
         self.runner = self._store = None
         if level > 1:
             self.model = None
+            self._close_adapters()
             self.backend = self._create_backend()  # the one before may keep the memory of weights for others
         release_memory()
         return max(0, before - resident_memory())
@@ -178,9 +194,15 @@ class Worker:
     def close(self) -> None:
         """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
         self.grammars.close()
+        self._close_adapters()
         if self.runner is not None:
             self.runner.close()
         self.runner = self.model = None
+
+    def _close_adapters(self) -> None:
+        if self.adapters is not None:
+            self.adapters.close()
+        self.adapters = None
 
     def _groups(self) -> list[KVCacheGroup]:
         """Return the groups of layers, as the engine counted them: by the context before memory was looked at."""
