@@ -57,9 +57,14 @@ DELTA = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
+    # With a smaller one, what a random query finds may be next to nothing, and its norm is mostly rounding.
+    "rms_norm_eps": 1e-2,
 }
+# transformers computes whole prompts in a form that takes differences of long sums and strays by 1e-5 from its own
+# token by token.
+STEPWISE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -208,7 +213,14 @@ def logits_of(oracle: Any, token_ids: list[int]) -> Any:
     import torch
 
     with torch.no_grad():
-        return oracle(torch.tensor([token_ids])).logits[0].numpy()
+        if oracle.config.model_type not in STEPWISE:
+            return oracle(torch.tensor([token_ids])).logits[0].numpy()
+        cache, rows = None, []
+        for token in token_ids:
+            step = oracle(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            rows.append(step.logits[0, 0].numpy())
+        return np.stack(rows)
 
 
 def oracle_logits(folder: Path, token_ids: list[int]) -> Any:

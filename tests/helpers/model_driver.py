@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 from quire.models.interface import Model
 
+ROWS = 16  # sequences with states at a time
+
 
 @dataclass
 class _Sequence:
+    row: int
     length: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -23,18 +27,27 @@ class ModelDriver:
         self, model: Model, backend: Backend, *, block_size: int = 4, num_blocks: int = 128, seed: int = 0
     ) -> None:
         self.model, self.backend, self.block_size = model, backend, block_size
-        self.caches = [
+        spec, rng = model.kv_cache_spec(), np.random.default_rng(seed)
+        self.caches: list[Any] = [
             LayerCache(backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size))
-            for layer in model.kv_cache_spec().layers
+            for layer in spec.layers
         ]
-        self.free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+        # States hold what earlier sequences left: ops begin with zeros by themselves.
+        self.caches += [
+            tuple(backend.from_numpy(rng.standard_normal((ROWS, *shape)).astype(np.float32)) for shape in layer.shapes)
+            for layer in spec.states
+        ]
+        self.free = rng.permutation(num_blocks).tolist()
+        self.rows = rng.permutation(ROWS).tolist()
         self.sequences: dict[str, _Sequence] = {}
 
     def step(self, work: dict[str, list[int]]) -> dict[str, np.ndarray]:
         """Append tokens to sequences and compute them in one step; return the logits after each, [tokens, vocab]."""
         positions, slots, lengths = [], [], []
         for name, tokens in work.items():
-            sequence = self.sequences.setdefault(name, _Sequence())
+            if name not in self.sequences:
+                self.sequences[name] = _Sequence(self.rows[len(self.sequences) % ROWS])
+            sequence = self.sequences[name]
             new = list(range(sequence.length, sequence.length + len(tokens)))
             sequence.length += len(tokens)
             while len(sequence.blocks) * self.block_size < sequence.length:
@@ -69,6 +82,7 @@ class ModelDriver:
             seq_lens=self._array(seq_lens, np.int32),
             block_tables=self._array(tables, np.int32),
             slot_mapping=self._array(slots, np.int64),
+            state_rows=self._array([sequence.row for sequence in sequences], np.int64),
         )
 
     def _array(self, values: object, dtype: type) -> object:

@@ -198,6 +198,48 @@ class QKVParallelLinear:
         return qkv[:, :k_start], qkv[:, k_start:v_start], qkv[:, v_start:]
 
 
+class GatedQKVParallelLinear:
+    """Like `QKVParallelLinear`, with a gate for each output value: q_proj holds each head's query, then its gate.
+
+    Tensors are q_proj, k_proj and v_proj.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        in_features: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool = False,
+    ) -> None:
+        self.backend, parallel = builder.backend, builder.parallel
+        self.num_heads = parallel.share(num_heads, "number of attention heads")
+        copies = max(1, parallel.tp_size // num_kv_heads)
+        self.num_kv_heads = parallel.share(num_kv_heads * copies, "number of key/value heads")
+        self.q_size, self.kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
+        sizes = (2 * num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size)
+        stack = read_stack(builder, ("q_proj", "k_proj", "v_proj"), sizes, in_features, bias=bias, transposed=False)
+        halves = range(2 * parallel.tp_rank * self.num_heads, 2 * (parallel.tp_rank + 1) * self.num_heads)
+        first = parallel.tp_rank // copies * self.kv_size
+
+        def cut(tensors: list[Tensor]) -> list[Tensor]:
+            q, k, v = tensors
+            pieces = [q.rows(half * head_size, (half + 1) * head_size) for half in halves]
+            return [*pieces[::2], *(part.rows(first, first + self.kv_size) for part in (k, v)), *pieces[1::2]]
+
+        matrices, biases = stack
+        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+
+    def __call__(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """[T, in_features] -> q [T, Hq*D], k [T, Hkv*D], v [T, Hkv*D], gate [T, Hq*D] of this rank."""
+        whole = self.backend.linear(x, self.weight)
+        k_start, v_start = self.q_size, self.q_size + self.kv_size
+        stop = v_start + self.kv_size
+        return whole[:, :k_start], whole[:, k_start:v_start], whole[:, v_start:stop], whole[:, stop:]
+
+
 class RowParallelLinear:
     """A projection whose input is split over ranks, as column-parallel layers leave it; the results are summed."""
 
