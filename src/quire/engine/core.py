@@ -15,6 +15,7 @@ import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine.adapting import Adapting, LoadLoRA, OfLoRA
 from quire.engine.advice import size_text
 from quire.engine.compiling import Compiling
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
@@ -80,6 +81,7 @@ class EngineCore:
         self._pools = info.pooling is not None
         self.sleep_level = 0  # of 0 (awake), 1 and 2
         self._compiling = Compiling(executor)
+        self._adapting = Adapting(executor)
         self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
         self.recorder = FlightRecorder(
             clock,
@@ -154,8 +156,18 @@ class EngineCore:
             if message.resumed is None
             else [(part.token_ids, part.sampler_state) for part in message.resumed],
             pooling=message.pooling,
+            lora=message.lora,
         )
+        self._adapting.check_names(request)
         self._compiling.check_names(request)
+        if request.lora is not None:
+            self.scheduler.check_names(request)
+            self._adapting.add(request)
+        else:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Hand a request whose adapter is there to the scheduler, after its grammar was compiled if it has one."""
         if request.grammar is None:
             self.scheduler.add_request(request)
         else:
@@ -164,28 +176,36 @@ class EngineCore:
 
     def abort(self, message: AbortRequests) -> None:
         """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
+        self._adapting.abort(message.request_ids)
         self._compiling.abort(message.request_ids)
         self.scheduler.abort_requests(message.request_ids)
-        self._compiling.release(self.scheduler)
+        self._release()
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return len(self._compiling) > 0 or self.scheduler.has_unfinished()
+        return len(self._compiling) + len(self._adapting) > 0 or self.scheduler.has_unfinished()
 
     @property
     def compiling(self) -> list[str]:
-        """Ids of the requests whose grammar is being compiled."""
-        return self._compiling.request_ids
+        """Ids of the requests whose grammar is being compiled, or whose adapter is being read."""
+        return [*self._adapting.request_ids, *self._compiling.request_ids]
+
+    def _release(self) -> None:
+        """Let go of grammars and adapters of requests that have ended."""
+        self._compiling.release(self.scheduler)
+        self._adapting.release(self.scheduler, self._compiling.request_ids)
 
     def step(self) -> EngineOutputs:
         """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
-        refused = self._admit_compiled() if self._compiling else []
+        refused = self._admit_adapted() if self._adapting else []
+        if self._compiling:
+            refused += self._admit_compiled()
         plan = self.scheduler.schedule()
         if self.on_plan is not None:
             self.on_plan(plan)
         if plan.is_empty:
             outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
-            self._compiling.release(self.scheduler)
+            self._release()
             return self.snapshot(refused + outputs)
         record = self.recorder.begin(plan, self.scheduler)
         try:
@@ -194,9 +214,17 @@ class EngineCore:
         except Exception:
             logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
-        self._compiling.release(self.scheduler)
+        self._release()
         news = self.snapshot(refused + outputs)
         self.recorder.end(record, news.stats)
+        return news
+
+    def _admit_adapted(self) -> list[SequenceOutput]:
+        """Let requests go on whose adapter is there; return news of those that cannot run."""
+        idle = not (self.scheduler.has_unfinished() or self._compiling)
+        able, news = self._adapting.ready(GRAMMAR_WAIT_SECONDS if idle else 0.0)
+        for request in able:
+            self._queue(request)
         return news
 
     def _admit_compiled(self) -> list[SequenceOutput]:
@@ -211,7 +239,8 @@ class EngineCore:
 
     def _stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
-        stats.num_deferred = len(self._compiling)
+        stats.num_deferred = len(self._compiling) + len(self._adapting)
+        stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._adapting.names()})
         stats.num_waiting += stats.num_deferred
         return stats
 
@@ -225,7 +254,8 @@ class EngineCore:
         "reset_prefix_cache", "stats", "memory" (bytes of this process) and "check_integrity" take no arguments;
         "blocks" is a picture of the queues and the block manager (`ShowBlocks`), "prefixes" the radix tree of what is
         cached (`ShowPrefixes`), "timeline" what happened to a request (`ShowTimeline`); "sleep" frees memory until
-        "wake_up" (`Sleep`).
+        "wake_up" (`Sleep`); "load_lora" begins to read an adapter (`LoadLoRA`), "lora_status" says what became of it,
+        "unload_lora" lets it go.
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -247,6 +277,12 @@ class EngineCore:
             return self.recorder.timeline(_convert(arguments, ShowTimeline))
         if method == "memory":
             return {"resident": resident_memory()}
+        if method == "load_lora":
+            return self._adapting.load(_convert(arguments, LoadLoRA))
+        if method == "lora_status":
+            return self._adapting.status(_convert(arguments, OfLoRA).lora_int_id)
+        if method == "unload_lora":
+            return self._adapting.unload(_convert(arguments, OfLoRA).lora_int_id)
         if method == "sleep":
             return self._sleep(_convert(arguments, Sleep).level)
         if method == "wake_up":
@@ -258,7 +294,7 @@ class EngineCore:
 
         Raises `RequestError` while requests run: they would have to begin again.
         """
-        if self._compiling or self.scheduler.has_requests():
+        if self._compiling or self._adapting or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
         freed = 0
         if level > self.sleep_level:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quire.lora.request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput, ThinkingData
@@ -44,6 +45,7 @@ class AddRequest(msgspec.Struct, tag=True):
         resumed: of a request that an engine before this one had begun: how far each sequence had come, in the order of
             `sequence_ids`, of which those that had ended are left out. The texts go on as if nothing had happened.
             None: it begins.
+        lora: its LoRA adapter; read from its folder if it is not there, before the request is queued.
         pooling: what is wanted of the prompt's hidden states; nothing is generated then. Its task is set.
     """
 
@@ -64,6 +66,7 @@ class AddRequest(msgspec.Struct, tag=True):
     thinking: ThinkingData | None = None
     dry_breakers: list[tuple[list[int], list[int]]] = []
     resumed: list[ResumedSequence] | None = None
+    lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
 
 

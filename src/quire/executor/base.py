@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.lora.request import LoRARequest
+from quire.step import AdapterNews, KVCacheSpec, ModelOutput, SchedulerOutput
+
+
+class Adapters(Protocol):
+    """LoRA adapters of an executor; those that requests need are kept. Names of methods as in `lora.store`."""
+
+    def prepare(self, request: LoRARequest) -> None:
+        """Begin to read an adapter, if need be; every call is to be followed by one of `release`."""
+
+    def poll(self, wait: float = 0.0) -> dict[int, AdapterNews]:
+        """Return, by number, what became of those that were asked for; with nothing to tell wait so many seconds."""
+
+    def release(self, number: int) -> None:
+        """Say that a request has ended for which it was prepared."""
+
+    def forget(self, number: int) -> None:
+        """Let an adapter go as soon as no request needs it."""
 
 
 class Executor(Protocol):
     """Runs steps. The engine calls `kv_cache_spec` and `available_memory`, then `allocate`, then the rest."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """LoRA adapters; None where there are none."""
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """Return what the model's layers cache."""
@@ -65,7 +86,9 @@ class Executor(Protocol):
 
 
 class NoGrammars:
-    """For executors that pay no heed to grammars: all of them are ready at once."""
+    """For executors that pay no heed to grammars: all of them are ready at once. Adapters they have none."""
+
+    adapters: Adapters | None = None
 
     def __init__(self) -> None:
         self._prepared: dict[str, str | None] = {}

@@ -11,6 +11,8 @@ import hashlib
 import secrets
 from array import array
 
+from quire.kvcache.cached_sequence import CacheSalt
+
 DIGEST_BYTES = 16
 
 
@@ -26,9 +28,16 @@ class BlockHasher:
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
 
-    def root(self, cache_salt: str | None) -> bytes:
+    def root(self, cache_salt: CacheSalt) -> bytes:
         """Return the parent of a sequence's first block; sequences share blocks only below the same root."""
-        message = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+        if isinstance(cache_salt, tuple):  # keys and values depend on the adapter
+            adapter, cache_salt = cache_salt
+            name = adapter.encode("utf-8", "surrogatepass")
+            message = b"lora:%d:" % len(name) + name
+        else:
+            message = b""
+        if cache_salt is not None:
+            message += b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"root").digest()
 
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+# What a request says, or (name of its LoRA adapter, what the request says).
+CacheSalt = str | tuple[str, str | None] | None
+
 
 class CachedSequence(Protocol):
     """The manager reads all of this. It writes `block_hashes` and nothing else.
@@ -20,7 +23,7 @@ class CachedSequence(Protocol):
     block_hashes: list[bytes]
 
     @property
-    def cache_salt(self) -> str | None:
+    def cache_salt(self) -> CacheSalt:
         """Blocks are shared only among sequences with the same one."""
 
     @property

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from copy import copy
 
 from quire.errors import QuireError
@@ -266,6 +267,9 @@ class BaseScheduler(RequestLives, ABC):
         stats.num_free_blocks = self.kv.pool.num_free
         stats.num_free_host_blocks = self.kv.host.pool.num_free
         stats.num_disk_blocks = len(self.kv.disk)
+        if self.max_loras:
+            stats.running_adapters = _adapters(self._running)
+            stats.waiting_adapters = _adapters([*self._waiting, *self._loading])
         return copy(stats)
 
     def check_integrity(self) -> None:
@@ -300,3 +304,8 @@ class BaseScheduler(RequestLives, ABC):
         if self.kv.num_tables() != num_tables:
             raise QuireError(f"{self.kv.num_tables()} block tables for {num_tables} running sequences")
         self.kv.check_integrity()
+
+
+def _adapters(requests: Iterable[Request]) -> list[str]:
+    """Return the names of their LoRA adapters."""
+    return sorted({request.lora.lora_name for request in requests if request.lora is not None})

@@ -58,6 +58,7 @@ def create_scheduler(
         "preemption_mode": options.preemption_mode,
         "whole_prompts": whole_prompts,
         "clock": clock,
+        "max_loras": config.lora.max_loras if config.lora.enable_lora else 0,
     }
     if options.scheduler == "prefill-first":
         return PrefillFirstScheduler(kv, delay_factor=options.delay_factor, **common)

@@ -27,6 +27,8 @@ from quire.step import (
 
 LONG_PROMPT_SHARE = 4  # of a step's budget, one part in so many goes to prompts too long for a step,
 LONG_PROMPT_LEAST = 256  # but so many tokens at least: smaller steps spend their time on reading weights
+ADAPTER_WINDOWS = 8  # so many times as many requests are looked at, where some wait for room for their adapter
+ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
@@ -45,6 +47,7 @@ class RequestLives:
             compute again than that of one (Kwon et al. 2023, section 4.5).
         whole_prompts: prompts are computed in one step, since their tokens see those that follow; none is longer.
         clock: seconds.
+        max_loras: most LoRA adapters that running requests may have; 0 where there are none.
 
     Raises `ConfigError` naming the option.
     """
@@ -62,6 +65,7 @@ class RequestLives:
         preemption_mode: str = "auto",
         whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        max_loras: int = 0,
     ) -> None:
         _check_at_least("max_model_len", max_model_len, 1)
         _check_at_least("max_num_seqs", max_num_seqs, 1)
@@ -89,6 +93,7 @@ class RequestLives:
         self.preemption_mode = preemption_mode
         self.whole_prompts = whole_prompts
         self.clock = clock
+        self.max_loras = max_loras
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, Sequence] = {}
         self._waiting = WaitingQueue()
@@ -284,6 +289,41 @@ class RequestLives:
             self._sequences[sequence_id] = child
             self._forks.append(ForkData(parent.sequence_id, sequence_id, seed, samples=True))
 
+    def _first_waiting(self, count: int) -> list[Request]:
+        """Return the first `count` waiting requests, without those whose adapter there is no room for.
+
+        These are overtaken by others for a while, but no longer: a stream of requests for the adapters that run would
+        keep them waiting for ever.
+        """
+        if not self.max_loras:
+            return self._waiting.first(count)
+        adapters = self._running_adapters()
+        found: list[Request] = []
+        for request in self._waiting.first(count * ADAPTER_WINDOWS):
+            if len(found) == count:
+                break
+            if request.lora is not None and request.adapter not in adapters:
+                if len(adapters) == self.max_loras:
+                    now = self.clock()
+                    if request.blocked_since is None:
+                        request.blocked_since = now
+                    if now - request.blocked_since >= ADAPTER_PATIENCE_SECONDS:
+                        break
+                    continue
+                adapters.add(request.adapter)
+            found.append(request)
+        return found
+
+    def _running_adapters(self) -> set[int]:
+        return {request.adapter for request in self._running if request.lora is not None}
+
+    def _adapter_fits(self, request: Request) -> bool:
+        """Whether a waiting request could have its adapter beside those of the running ones."""
+        if request.lora is None:
+            return True
+        running = self._running_adapters()
+        return request.adapter in running or len(running) < self.max_loras
+
     def _state(self) -> tuple[int, int, int]:
         """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
         return self.kv.pool.num_released, self._num_added, self._num_seats
@@ -312,6 +352,7 @@ class RequestLives:
             thinking=request.thinking,
             sampler_state=sequence.sampler_state,
             dry_breakers=request.dry_breakers,
+            adapter=request.adapter,
             pooling=request.pooling,
         )
 

@@ -106,7 +106,7 @@ class PrefillFirstScheduler(BaseScheduler):
                 self._prefill(request, plan)
         if plan.left or self._waiting.num_swapped or self._blocked == self._state() or not self._passed_delay():
             return
-        for request in self._waiting.first(WINDOW):
+        for request in self._first_waiting(WINDOW):
             if plan.budget <= 0 or self._num_seats >= self.max_num_seqs:
                 break
             room = self._admit(request, plan)
@@ -256,5 +256,7 @@ class PrefillFirstScheduler(BaseScheduler):
             if request.status is RequestStatus.SWAPPED:
                 swapped.append(request)
         for request in swapped:
+            if not self._adapter_fits(request):
+                continue
             if self._swap_in(request, plan, self.watermark_blocks) is False:
                 break

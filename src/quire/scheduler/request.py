@@ -12,6 +12,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
+from quire.kvcache.cached_sequence import CacheSalt
+from quire.lora.request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
@@ -114,9 +116,12 @@ class Sequence:
         return child
 
     @property
-    def cache_salt(self) -> str | None:
-        """That of its request."""
-        return self.request.cache_salt
+    def cache_salt(self) -> CacheSalt:
+        """That of its request, with what names its adapter."""
+        request = self.request
+        if request.lora is None:
+            return request.cache_salt
+        return f"{request.lora.lora_name}/{request.adapter_digest}", request.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -160,10 +165,12 @@ class Request:
         num_host_tokens, num_disk_tokens: prompt tokens that were brought back from there for its first admission.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
+        adapter_digest: names the content of its LoRA adapter, once that was read.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
     """
 
     __slots__ = (
+        "adapter_digest",
         "arrival_time",
         "bad_words_ids",
         "beam",
@@ -177,6 +184,7 @@ class Request:
         "grammar",
         "loaded",
         "loading",
+        "lora",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -222,6 +230,7 @@ class Request:
         thinking: ThinkingData | None = None,
         dry_breakers: list[tuple[list[int], list[int]]] | None = None,
         resumed: Iterable[tuple[list[int], float | None]] | None = None,
+        lora: LoRARequest | None = None,
         pooling: PoolingParams | None = None,
     ) -> None:
         if not prompt_token_ids:
@@ -238,6 +247,8 @@ class Request:
         self.bad_words_ids = bad_words_ids or []
         self.priority = priority
         self.cache_salt = cache_salt
+        self.lora = lora
+        self.adapter_digest = ""
         self.tenant = tenant
         self.beam_params = beam
         self.beam: BeamSearch | None = None
@@ -293,6 +304,11 @@ class Request:
         if self.beam_params is not None:
             return self.beam_params.beam_width
         return len(self.sequences) if self.forked else len(self.sequence_ids)
+
+    @property
+    def adapter(self) -> int:
+        """The number of its LoRA adapter, 0 for none."""
+        return 0 if self.lora is None else self.lora.lora_int_id
 
     @property
     def num_left(self) -> int:

@@ -103,6 +103,11 @@ class Scheduler(BaseScheduler):
             self._preempt(self._running.pop(), plan)
 
     def _fits(self, request: Request) -> bool:
+        if not self._adapter_fits(request):
+            # Others give way for that if it helps: those that stay must leave room for its adapter.
+            return (
+                len({r.adapter for r in self._running if r.lora and r.priority <= request.priority}) >= self.max_loras
+            )
         if self._num_seats + request.num_seats > self.max_num_seqs:
             return False
         if request.status is RequestStatus.SWAPPED:
@@ -190,7 +195,7 @@ class Scheduler(BaseScheduler):
 
     def _candidates(self) -> list[Request]:
         """Return the waiting requests that may be next, in the order in which they are tried."""
-        window = self._waiting.first(WINDOW)
+        window = self._first_waiting(WINDOW)
         if self.policy.longest_prefix_first and len(window) > 1:
             head = window[0]
             if head.blocked_since is None:
