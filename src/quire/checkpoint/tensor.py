@@ -183,6 +183,18 @@ class SketchedTensor(QuantizedTensor):
         """What the weights can be held as."""
         return self._layout
 
+    def matrix(self, index: int) -> Tensor:
+        """Return number `index` of a stack."""
+        return SketchedTensor(self._shape[1:], self._layout)
+
+    def alternate(self, start: int) -> Tensor:
+        """Return every other row."""
+        return SketchedTensor((len(range(start, self._shape[0], 2)), *self._shape[1:]), self._layout)
+
+    def transposed(self) -> Tensor:
+        """Return the matrix transposed: what has a layout is what a layer makes a weight of."""
+        return SketchedTensor(self._shape[::-1], self._layout)
+
     def rows(self, start: int, stop: int) -> SketchedTensor:
         """Return rows [start, stop) of the first axis."""
         stop = min(stop, self._shape[0])

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.tensor import Tensor
+from quire.checkpoint.tensor import Layout, Tensor
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams
 from quire.kernels.cpu.arrays import ALIGNMENT, SLAB_BYTES, Recorded, as_rows
+from quire.kernels.held import held_layout, held_size
 from quire.kernels.lora import LoRARows
 
 LANES = 16
@@ -215,6 +216,9 @@ class ShapeBackend:
         """Count a weight, see `formats.pack` and `linear_int`."""
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         gated = gated and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
+        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        if layout is not None:
+            return self._stored(layout, outputs, inputs, gated, biases is not None)
         bits = 0 if self.quantization is None or exact else 4 if self.quantization == "int4" and not table else 8
         if bits == 0:
             depth, group = inputs + inputs % 2 * self._paired, 0
@@ -229,6 +233,16 @@ class ShapeBackend:
             scales = weight.padded * (4 + (depth // group * 2 if bits == 4 else 0))
             self.num_bytes += _aligned(weight.padded * depth * bits // 8) + scales
         self.num_bytes += 4 * weight.padded if biases else 0
+        return weight
+
+    def _stored(self, layout: Layout, outputs: int, inputs: int, gated: bool, biased: bool) -> ShapeWeight:
+        """Count a weight that is held as its checkpoint has it; products with codes work like those with floats."""
+        size = held_size(layout, outputs, inputs)
+        integers = layout.kind == "integers"
+        depth = size.depth if integers else inputs + inputs % 2 * self._paired
+        bits, group = (layout.bits, size.group or size.depth) if integers else (0, 0)
+        weight = ShapeWeight(outputs, inputs, depth, gated, bits, group)
+        self.num_bytes += _aligned(size.data) + size.rest + (4 * weight.padded if biased else 0)
         return weight
 
     def pack_experts(self, experts: Iterable[Expert]) -> ShapeExperts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
 from quire.errors import ConfigError, ModelError
 from quire.kernels.backend import Backend, Expert
+from quire.kernels.held import held_layout, held_size
 from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
@@ -20,7 +22,7 @@ from quire.models.interface import Model
 from quire.models.registry import model_builder
 from quire.step import DTYPE_BYTES
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 GIB = 2**30
 GROUP = 64  # of 4-bit weights
 
@@ -31,6 +33,7 @@ def load_model(
     *,
     max_model_len: int | None = None,
     load_format: str = "auto",
+    strategy: str = "lazy",
     allow_nonfinite: bool = False,
     seed: int = 0,
     parallel: ParallelContext | None = None,
@@ -41,7 +44,7 @@ def load_model(
     Args:
         info: from `load_model_info`.
         max_model_len: longest sequence it must serve; `info.max_model_len` if None.
-        load_format: "auto" and "safetensors" read the folder's weights, "dummy" invents some from `seed`.
+        load_format, strategy: as in `open_weights`; "dummy" invents weights from `seed`.
         allow_nonfinite: load weights that hold NaN or infinity, with a warning.
         lora: slots that layers are to enter, so that adapters can change them.
 
@@ -63,7 +66,7 @@ def load_model(
     if load_format == "dummy":
         return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora), length)
 
-    checkpoint = open_weights(info, load_format)
+    checkpoint = open_weights(info, load_format, strategy)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     surveyed = build(info, Builder(survey, cast(Backend, counter), parallel), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
@@ -104,7 +107,7 @@ class _ByteCounter:
         return None
 
     def vector(self, tensor: Tensor) -> Any:
-        self.num_bytes += tensor.array.size * DTYPE_BYTES["float32"]
+        self.num_bytes += math.prod(tensor.shape) * DTYPE_BYTES["float32"]
 
     def pack_linear(
         self,
@@ -116,6 +119,11 @@ class _ByteCounter:
         exact: bool = False,
     ) -> Any:
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        if layout is not None:
+            size = held_size(layout, outputs, inputs)
+            self.num_bytes += size.data + size.rest + (outputs * DTYPE_BYTES["float32"] if biases else 0)
+            return
         if self.quantization is None or exact:
             row = inputs * DTYPE_BYTES[self.dtype]
         elif self.quantization == "int4" and not table:

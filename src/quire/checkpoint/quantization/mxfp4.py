@@ -1,7 +1,8 @@
 """MXFP4 (OCP Microscaling Formats, 2023) as GPT-OSS stores its experts: codes of E2M1, and powers of two for each 32.
 
 `NAME_blocks` uint8 [E, N, K/32, 16], two codes a byte, the first in the low half; `NAME_scales` uint8 [E, N, K/32] of
-E8M0. Models ask for `NAME`, [E, N, K]: one matrix for each expert, its rows the outputs.
+E8M0. Models ask for `NAME`, [E, K, N]: for each expert the matrix that its inputs are multiplied by from the left, of
+which the transposed one is stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.quantization.parts import Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import CodeTensor, StackedTensor, code_layout, nibbles
+from quire.checkpoint.quantization.tensors import CodeTensor, StackedTensor, TransposedTensor, code_layout, nibbles
 from quire.checkpoint.small_floats import E2M1, E8M0
 from quire.checkpoint.tensor import QuantizedTensor
 
@@ -69,6 +70,6 @@ def _recipe_of(name: str, parts: Parts) -> Recipe | None:
                 table=E2M1,
             )
 
-        return StackedTensor(tuple(expert(index) for index in range(experts)))
+        return StackedTensor(tuple(TransposedTensor(expert(index)) for index in range(experts)))
 
-    return Recipe((experts, outputs, inputs), layout, names, make)
+    return Recipe((experts, inputs, outputs), layout, names, make)

@@ -53,6 +53,10 @@ class _Cut(QuantizedTensor):
         """See `QuantizedTensor.rows`."""
         return replace(self, span=self.span[start:stop])
 
+    def alternate(self, start: int) -> QuantizedTensor:
+        """See `QuantizedTensor.alternate`."""
+        return replace(self, span=self.span[start::2])
+
     def columns(self, start: int, stop: int) -> Tensor:
         """See `QuantizedTensor.columns`."""
         if (start, stop) == (0, self.shape[1]):
@@ -63,12 +67,17 @@ class _Cut(QuantizedTensor):
         return HostTensor(cut.to_float32(), "float32")
 
     def _stored(self) -> np.ndarray:
-        return self.unpack(slice(self.span.start, self.span.stop), slice(self.across.start, self.across.stop))
+        across = slice(self.across.start, self.across.stop)
+        return self._by_row(lambda rows: self.unpack(rows, across))
+
+    def _by_row(self, of: ByGroup) -> np.ndarray:
+        """Return what `of` gives for the rows of this cut."""
+        last = self.span[-1] + 1 if len(self.span) else self.span.start
+        return of(slice(self.span.start, last))[:: self.span.step]
 
     def _groups(self, of: ByGroup) -> np.ndarray:
         """Return the values of the groups that these columns touch."""
-        values = of(slice(self.span.start, self.span.stop))
-        return values[:, self.across.start // self.group : -(-self.across.stop // self.group)]
+        return self._by_row(of)[:, self.across.start // self.group : -(-self.across.stop // self.group)]
 
     def _spread(self, by_group: np.ndarray) -> np.ndarray:
         """Return a value for each column."""
@@ -96,9 +105,9 @@ class IntegerTensor(_Cut):
         """See `QuantizedTensor.to_float32`."""
         values = self._stored().astype(np.float32)
         if self.group_of is not None:
-            rows, groups = slice(self.span.start, self.span.stop), self.group_of[self.across.start : self.across.stop]
-            scales = self.scales(rows)[:, groups]
-            zeros = None if self.zeros is None else self.zeros(rows)[:, groups]
+            groups = self.group_of[self.across.start : self.across.stop]
+            scales = self._by_row(self.scales)[:, groups]
+            zeros = None if self.zeros is None else self._by_row(self.zeros)[:, groups]
         else:
             scales = self._spread(self._groups(self.scales))
             zeros = None if self.zeros is None else self._spread(self._groups(self.zeros))
@@ -159,33 +168,67 @@ class CodeTensor(_Cut):
         return found
 
 
+@dataclass(frozen=True)
+class TransposedTensor(QuantizedTensor):
+    """A matrix [K, N] of which the transposed one, [N, K], is stored."""
+
+    inner: QuantizedTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[K, N]."""
+        return self.inner.shape[1], self.inner.shape[0]
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Return some of the inner columns; see `QuantizedTensor.rows`."""
+        cut = self.inner.columns(start, stop)
+        assert isinstance(cut, QuantizedTensor), "a group would be cut"
+        return TransposedTensor(cut)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """See `QuantizedTensor.columns`."""
+        return TransposedTensor(self.inner.rows(start, stop))
+
+    def transposed(self) -> Tensor:
+        """Return the stored matrix."""
+        return self.inner
+
+    def to_float32(self) -> np.ndarray:
+        """See `QuantizedTensor.to_float32`."""
+        return self.inner.to_float32().T
+
+    def count_nonfinite(self) -> int:
+        """See `QuantizedTensor.count_nonfinite`."""
+        return self.inner.count_nonfinite()
+
+
+@dataclass(frozen=True)
 class StackedTensor(QuantizedTensor):
     """Matrices of one shape, one for each expert: [E, N, K]."""
 
-    def __init__(self, parts: tuple[QuantizedTensor, ...]) -> None:
-        self._parts = parts
+    parts: tuple[QuantizedTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[E, N, K]."""
-        return (len(self._parts), *self._parts[0].shape)
+        return (len(self.parts), *self.parts[0].shape)
 
     @property
     def layout(self) -> Layout | None:
         """That of each."""
-        return self._parts[0].layout
+        return self.parts[0].layout
 
     def matrix(self, index: int) -> QuantizedTensor:
         """Return one of the matrices, [N, K]."""
-        return self._parts[index]
+        return self.parts[index]
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
         """Return some of the matrices."""
-        return StackedTensor(self._parts[start:stop])
+        return StackedTensor(self.parts[start:stop])
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Return columns of all of them; plain numbers where a group would be cut."""
-        cut = [part.columns(start, stop) for part in self._parts]
+        cut = [part.columns(start, stop) for part in self.parts]
         kept = tuple(part for part in cut if isinstance(part, QuantizedTensor))
         if len(kept) == len(cut):
             return StackedTensor(kept)
@@ -193,11 +236,11 @@ class StackedTensor(QuantizedTensor):
 
     def to_float32(self) -> np.ndarray:
         """Return the weights, float32 [E, N, K]."""
-        return np.stack([part.to_float32() for part in self._parts])
+        return np.stack([part.to_float32() for part in self.parts])
 
     def count_nonfinite(self) -> int:
         """See `QuantizedTensor.count_nonfinite`."""
-        return sum(part.count_nonfinite() for part in self._parts)
+        return sum(part.count_nonfinite() for part in self.parts)
 
 
 def integer_layout(bits: int, group: int, width: int, *, zeros: bool = False, ordered: bool = False) -> Layout | None:

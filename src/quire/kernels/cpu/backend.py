@@ -12,10 +12,10 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from quire.checkpoint.tensor import Tensor
+from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams, TopLogprobs
-from quire.kernels.cpu import activations, choose, linear, linear_int, norms, rotary, rows
+from quire.kernels.cpu import activations, choose, linear, linear_coded, linear_int, norms, rotary, rows
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
@@ -32,8 +32,10 @@ from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.cpu.routing import route
 from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
+from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.held import held_layout
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
 
@@ -50,7 +52,7 @@ ACTIVATIONS = {
 GATES = {**ACTIVATIONS, "swiglu_oai": activations.SWIGLU_OAI}
 INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
-Weight = CPULinear | linear_int.IntLinear
+Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 
 def _array(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -198,6 +200,10 @@ class CPUBackend:
     ) -> Weight:
         """See `Backend.pack_linear`."""
         gated = gated and can_gate(parts)
+        if self.quantization is None and not exact:
+            held = self._as_stored(parts, biases, gated, table)
+            if held is not None:
+                return held
         if self.quantization is None or exact:
             return pack(parts, biases, self.dtype, self._launcher, self._paired, gated)
         if self.quantization == "int4" and not table:
@@ -210,10 +216,23 @@ class CPUBackend:
 
     # Model ops
 
+    def _as_stored(
+        self, parts: Sequence[Tensor], biases: Sequence[Tensor] | None, gated: bool, table: bool
+    ) -> Weight | None:
+        """Return a weight of a quantized checkpoint with the numbers it has; None where floats are made of them."""
+        layout = held_layout(parts, self.dtype, table=table)
+        if layout is None:
+            return None
+        stored = [part for part in parts if isinstance(part, QuantizedTensor)]
+        if layout.kind == "integers":
+            return pack_integers(stored, biases, self._launcher, gated)
+        return linear_coded.pack_codes(stored, biases, self._launcher, self._paired, gated)
+
     def embedding(self, ids: np.ndarray, weight: Weight) -> np.ndarray:
         """See `Backend.embedding`."""
         if isinstance(weight, linear_int.IntLinear):
             return linear_int.embed(self._launcher, rows.as_ids(self._launcher, ids), weight)
+        assert isinstance(weight, CPULinear), "tables are not held as codes"
         return rows.embedding(self._launcher, ids, weight.data, weight.inputs, weight.depth, weight.paired)
 
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
@@ -240,6 +259,8 @@ class CPUBackend:
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
+        if isinstance(weight, linear_coded.CodedLinear):
+            return linear_coded.linear(self._launcher, x, weight, gate)
         if isinstance(weight, linear_int.IntLinear):
             rounded = self.quantization != "int8-weight-only"
             return linear_int.linear(self._launcher, x, weight, gate, self._int_level, round_inputs=rounded)

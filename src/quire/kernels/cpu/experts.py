@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.errors import ModelError
 from quire.kernels.backend import Expert
-from quire.kernels.cpu import linear, linear_int, quantize
+from quire.kernels.cpu import linear, linear_coded, linear_int, quantize
 from quire.kernels.cpu.activations import COST, PIECE, activate_rows
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import CPULinear
@@ -41,7 +41,7 @@ from quire.kernels.cpu.threads import Launcher, address_of
 COLUMNS = 32  # of an item of every product
 NO_ACTIVATION = -1
 NUM_ROWS = NumRows()
-Weight = CPULinear | linear_int.IntLinear
+Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,14 @@ class Stack:
     def own(self, name: str) -> OwnOf | None:
         """Return where each expert's array of this name lies, None where they have none."""
         return None if getattr(self.one, name) is None else OwnOf(self._tables[name])
+
+    @property
+    def coding(self) -> tuple[int | OwnOf | None, ...]:
+        """What ops of products with codes have among their arguments besides; nothing for other weights."""
+        if not isinstance(self.one, linear_coded.CodedLinear):
+            return ()
+        depth, group, _, short, _, kind = linear_coded.coding(self.one)
+        return depth, group, self.own("scales"), short, self.own("table"), kind
 
     @cached_property
     def _tables(self) -> dict[str, np.ndarray]:
@@ -215,17 +223,22 @@ class Products:
             launcher, groups, round_tiles, RowsOf(x, 4 * step), step, RowsOf(packed, 4 * pairs), NUM_ROWS, depth,
             unit=Unit(TILES, 1), work=groups.pairs * depth,
         )  # fmt: skip
-        out = launcher.empty((groups.capacity, width))
+        out, product = launcher.empty((groups.capacity, width)), linear.linear_pairs
+        if stack.coding:
+            product = linear_coded.coded_pairs
         emit_grouped(
-            launcher, groups, linear.linear_pairs, stack.own("data"), stack.own("bias"), RowsOf(packed, 4 * pairs),
-            RowsOf(out, 4 * width), width, NUM_ROWS, pairs, activation, unit=stack.unit, work=self._work(stack),
-            holds=stack,
+            launcher, groups, product, stack.own("data"), stack.own("bias"), RowsOf(packed, 4 * pairs),
+            RowsOf(out, 4 * width), width, NUM_ROWS, pairs, activation, *stack.coding, unit=stack.unit,
+            work=self._work(stack), holds=stack,
         )  # fmt: skip
         return out
 
-    def _floats(self, x: np.ndarray, stack: Stack, one: CPULinear, width: int, activation: int) -> np.ndarray:
+    def _floats(
+        self, x: np.ndarray, stack: Stack, one: CPULinear | linear_coded.CodedLinear, width: int, activation: int
+    ) -> np.ndarray:
         """See `linear.linear`."""
         launcher, groups, depth, step = self.launcher, self.groups, one.inputs, x.shape[1]
+        product = linear.FLOAT_OPS[one.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
         packed = launcher.empty((groups.capacity * depth,))
         emit_grouped(
             launcher, groups, weave_tiles, RowsOf(x, 4 * step), step, RowsOf(packed, 4 * depth), depth,
@@ -233,8 +246,8 @@ class Products:
         )  # fmt: skip
         out = launcher.empty((groups.capacity, width))
         emit_grouped(
-            launcher, groups, linear.FLOAT_OPS[one.dtype], stack.own("data"), stack.own("bias"), RowsOf(x, 4 * step),
-            step, RowsOf(packed, 4 * depth), RowsOf(out, 4 * width), width, NUM_ROWS, depth, activation,
+            launcher, groups, product, stack.own("data"), stack.own("bias"), RowsOf(x, 4 * step), step,
+            RowsOf(packed, 4 * depth), RowsOf(out, 4 * width), width, NUM_ROWS, depth, activation, *stack.coding,
             unit=stack.unit, work=self._work(stack), holds=stack,
         )  # fmt: skip
         return out

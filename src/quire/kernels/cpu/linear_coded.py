@@ -21,7 +21,7 @@ from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, LANES, _stack_biases, to_storage
 from quire.kernels.cpu.interleave import ROW_GROUP, padded_rows, rounded, tile_height, woven
-from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
 from quire.kernels.cpu.pointers import floats, uints, words
 from quire.kernels.cpu.simd import (
@@ -269,11 +269,6 @@ def coded_floats(args, first, last, scratch):
             finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
 
 
-def product_op(paired: bool) -> Op:
-    """Return the op of products."""
-    return coded_pairs if paired else coded_floats
-
-
 # Weights
 
 
@@ -353,8 +348,9 @@ def pack_codes(
     layout = parts[0].layout
     assert layout is not None and all(part.layout == layout for part in parts)
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    tables = [_codes(part.rows(0, 1)).table for part in parts]
-    if layout.kind == "table" and not all(np.array_equal(tables[0], table) for table in tables[1:]):
+    tables = [_codes(tensor.rows(0, 1)).table for tensor in parts]
+    own = [found for found in tables if found is not None]
+    if not all(np.array_equal(own[0], found) for found in own):
         return None
     table = _table(layout.kind, tables[0], paired)
     padded, depth = -(-outputs // COLUMNS) * COLUMNS, -(-inputs // DEPTH_UNIT) * DEPTH_UNIT
@@ -444,19 +440,23 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | N
     sharing = {"items": weight.padded // COLUMNS * blocks, "work": rows * weight.padded * weight.depth}
     if blocks == 1:
         sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.bits // 8}
-    coding = (
-        weight.depth, weight.group, weight.scales, int(weight.scales.dtype == np.uint16), weight.table,
-        KINDS[weight.kind],
-    )  # fmt: skip
     if weight.paired:
         packed = rounded(launcher, x)
         out = launcher.empty((padded_rows(rows), stride))
         pairs = (weight.inputs + 1) // 2
-        args = (weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding)
+        launcher.emit(
+            coded_pairs, weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding(weight), **sharing
+        )
     else:
         x, step = as_rows(x)
         packed = woven(launcher, x)
         out = launcher.empty((rows, stride))
-        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.inputs, kind, *coding)
-    launcher.emit(product_op(weight.paired), *args, **sharing)
+        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.inputs, kind, *coding(weight))
+        launcher.emit(coded_floats, *args, **sharing)
     return out[:rows, :outputs]
+
+
+def coding(weight: CodedLinear) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
+    """Return the arguments of the ops that say what codes are."""
+    short = int(weight.scales.dtype == np.uint16)
+    return weight.depth, weight.group, weight.scales, short, weight.table, KINDS[weight.kind]

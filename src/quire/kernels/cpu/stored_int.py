@@ -14,20 +14,9 @@ import numpy as np
 from quire.checkpoint.tensor import Integers, QuantizedTensor, Tensor
 from quire.kernels.cpu.linear_int import EIGHT_BIT_ZEROS, STAGED_ELEMENTS, IntLinear, _blank, _with_bias
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.held import held_group
 
 LANES = 16
-
-
-def unit_of(bits: int) -> int:
-    """Return what a group's size must be a multiple of."""
-    return 32 if bits == 4 else 16
-
-
-def group_of(bits: int, group: int, inputs: int, *, zeros: bool) -> int | None:
-    """Return the group that a weight is held in; `group` is 0 for whole rows. None: a scale for each row, no groups."""
-    if group == 0 and bits == 8 and not zeros:
-        return None
-    return group or -(-inputs // unit_of(bits)) * unit_of(bits)
 
 
 def pack_integers(
@@ -40,14 +29,15 @@ def pack_integers(
     layout = parts[0].layout
     assert layout is not None and all(tensor.layout == layout for tensor in parts)
     orders = [_integers(tensor.rows(0, 1)).order for tensor in parts]
-    if orders[0] is not None and not all(np.array_equal(orders[0], order) for order in orders[1:]):
+    order = orders[0]
+    if order is not None and not all(other is not None and np.array_equal(order, other) for other in orders):
         return None
     outputs, inputs = sum(tensor.shape[0] for tensor in parts), parts[0].shape[1]
-    group = group_of(layout.bits, layout.group, inputs, zeros=layout.zeros)
-    weight = _blank(outputs, inputs, layout.bits, group, gated, layout.zeros, launcher.weights)
-    if orders[0] is not None:
+    group = held_group(layout, inputs)
+    weight = _blank(outputs, inputs, layout.bits, group or None, gated, layout.zeros, launcher.weights)
+    if order is not None:
         assert 4 * inputs <= 1 << 20, "a row fits an op's scratch"
-        weight = replace(weight, order=np.array(orders[0], np.int64))
+        weight = replace(weight, order=np.array(order, np.int64))
     base, step = 0, max(LANES, STAGED_ELEMENTS // weight.depth // LANES * LANES)
     for tensor in parts:
         for start in range(0, tensor.shape[0], step):

@@ -25,6 +25,7 @@ from quire.kernels.backend import (
     Tensor,
     TopLogprobs,
 )
+from quire.kernels.held import held_layout
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
 from quire.kernels.reference import lora as adapters
@@ -150,12 +151,25 @@ class ReferenceBackend:
     ) -> ReferenceLinear:
         """See `Backend.pack_linear`."""
         bias = None if biases is None else torch.cat([self.vector(part) for part in biases])
+        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        if layout is not None:
+            return self._as_stored(parts, bias, layout.kind == "integers")
         if self.quantization is None or exact:
             weight_dtype = TORCH_DTYPES[self.dtype]
             return ReferenceLinear(torch.cat([self.vector(part).to(weight_dtype) for part in parts]), bias)
         bits = 4 if self.quantization == "int4" and not table else 8
         weight = torch.cat([quantize_weight(self.vector(part), bits, GROUP).dequantized() for part in parts])
         return ReferenceLinear(weight, bias, self.quantization != "int8-weight-only")
+
+    def _as_stored(self, parts: Sequence[Tensor], bias: torch.Tensor | None, integers: bool) -> ReferenceLinear:
+        """Return a weight with the numbers that its checkpoint has.
+
+        Integers have their inputs rounded, too. Small floats are rounded only where inputs are.
+        """
+        weight = torch.cat([self.vector(part) for part in parts])
+        if not integers and self._round_linear_inputs:
+            weight = weight.to(TORCH_DTYPES[self.dtype])
+        return ReferenceLinear(weight, bias, integers)
 
     def pack_experts(self, experts: Iterable[Expert]) -> list[ReferenceExpert]:
         """See `Backend.pack_experts`."""
