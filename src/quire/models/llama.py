@@ -104,6 +104,7 @@ class DecoderAttention:
                 head_size=head_dim,
                 scale=head_dim**-0.5 if options.attention_scale is None else options.attention_scale,
                 sliding_window=info.layer_windows[layer],
+                causal=info.causal,
                 softcap=options.attention_softcap,
                 sinks=sinks,
             ),
