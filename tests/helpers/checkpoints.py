@@ -142,6 +142,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MIXTURE, "n_routed_experts": 8, "moe_intermediate_size": 16, "head_dim": 16, "use_qk_norm": True},
     "olmoe": {**MIXTURE, "num_experts": 8},
     "granitemoe": {**MIXTURE, "num_local_experts": 5},
+    "ernie4_5_moe": {**MIXTURE, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16},
     "minimax_m2": {**MIXTURE, "num_local_experts": 6, "head_dim": 16},
     "qwen3_next": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": DELTA,

@@ -50,7 +50,7 @@ class MoEOptions:
     """What the mixtures of one model are.
 
     Attributes:
-        routing: without the bias, which is read if `correction` is set.
+        routing: without the bias, which is read if `correction` is set; `correction_is_row`: from a matrix of one row.
         inner_size: of each expert. hidden_act: config.json's, or "swiglu_oai".
         router_bias: logits have one. expert_bias: gate, up and down of the experts have one.
         transposed: stacked tensors are [E, in, out], and gate and up alternate in them (GPT-OSS).
@@ -63,6 +63,7 @@ class MoEOptions:
     inner_size: int
     hidden_act: str
     correction: bool = False
+    correction_is_row: bool = False
     router_bias: bool = False
     expert_bias: bool = False
     transposed: bool = False
@@ -81,7 +82,10 @@ class MoE:
         number = self.routing.num_experts
         self.router = ReplicatedLinear(builder, names.router, hidden_size, number, bias=options.router_bias, exact=True)
         if options.correction:
-            self.routing = replace(self.routing, bias=self.backend.vector(builder.get(names.correction, (number,))))
+            shape = (1, number) if options.correction_is_row else (number,)
+            bias = builder.get(names.correction, shape)
+            bias = bias.matrix(0) if options.correction_is_row else bias
+            self.routing = replace(self.routing, bias=self.backend.vector(bias))
         self.experts = self.backend.pack_experts(read_experts(builder, hidden_size, options))
         self.shared = SharedExpert(builder, hidden_size, options) if options.shared_size else None
 

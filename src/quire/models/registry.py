@@ -33,6 +33,7 @@ MODELS = {
     "OlmoeForCausalLM": "quire.models.olmoe",
     "GraniteMoeForCausalLM": "quire.models.granite_moe",
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2",
+    "Ernie4_5_MoeForCausalLM": "quire.models.ernie4_5_moe",
     "GPTJForCausalLM": "quire.models.gptj",
     "FalconForCausalLM": "quire.models.falcon",
     "BloomForCausalLM": "quire.models.bloom",

@@ -22,6 +22,7 @@ EXPERTS: dict[str, Case] = {
     "qwen3_moe-eight-of-forty": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 8, "attention_bias": True}),
     "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6, "mlp_only_layers": [0]}),
     "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss-all-experts": ("gpt_oss", {"num_experts_per_tok": 5}),
     "gpt_oss-listed-layers": (
         "gpt_oss",
         {
@@ -51,6 +52,18 @@ EXPERTS: dict[str, Case] = {
             "embedding_multiplier": 3.0,
             "logits_scaling": 2.0,
             "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe-some-layers": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 1,
+            "tie_word_embeddings": False,
         },
     ),
     "minimax_m2": ("minimax_m2", {}),

@@ -142,6 +142,19 @@ EXPERTS: dict[str, Family] = {
         "granitemoe",
         {**LLAMA_LIKE, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        {
+            **LLAMA_LIKE,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+        },
+    ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2",
         {
