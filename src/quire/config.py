@@ -19,6 +19,8 @@ from quire.options import check_option, option, option_fields, unknown_option
 from quire.server_config import ServerConfig
 
 DEMO_MODEL = "quire-demo"
+# Values of --quantization that say what a checkpoint holds, as vLLM spells them.
+STORED_QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -53,7 +55,16 @@ class ModelConfig:
         choices=("auto", "none", "embed", "classify"),
     )
     load_format: str = option(
-        "auto", "How weights are read; dummy invents them.", choices=("auto", "safetensors", "dummy")
+        "auto",
+        "How weights are read: safetensors or GGUF, whichever there is (auto); pickles of PyTorch only by name (pt); "
+        "dummy invents them.",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+    )
+    safetensors_load_strategy: str = option(
+        "lazy",
+        "How safetensors and GGUF files come into memory: mapped and read when their turn comes (lazy), the system "
+        "reading them ahead meanwhile (prefetch), or read whole before anything else, for slow network disks (eager).",
+        choices=("lazy", "prefetch", "eager"),
     )
     dtype: str = option(
         "auto",
@@ -63,8 +74,9 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         "Turn weights into integers while loading: int8 with inputs rounded to 8 bits too, int8-weight-only without, "
-        "int4 in groups of 64 with inputs of 8 bits; embeddings and output head keep 8 bits.",
-        choices=("int8", "int4", "int8-weight-only"),
+        "int4 in groups of 64 with inputs of 8 bits; embeddings and output head keep 8 bits. The other names say what "
+        "the checkpoint is quantized with, which is found out without them, and are refused if it is not.",
+        choices=("int8", "int4", "int8-weight-only", *STORED_QUANTIZATIONS),
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens; default: the model's.", low=1, metavar="TOKENS"

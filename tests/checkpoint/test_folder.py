@@ -42,8 +42,8 @@ def test_neither_a_folder_nor_an_id(name: str) -> None:
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert "is a file (expected a model folder" in refusal(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.onnx").touch()
+    assert "is a file (expected a model folder" in refusal(str(tmp_path / "model.onnx"))
 
 
 def test_a_name_too_long_for_the_system() -> None:

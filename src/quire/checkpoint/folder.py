@@ -1,4 +1,4 @@
-"""From the name a user gives to a model folder on disk: the built-in model, a local folder, or a hub id.
+"""From the name a user gives to a model on disk: the built-in model, a local folder or GGUF file, or a hub id.
 
 Downloads go through `huggingface_hub`, with its cache, its token and its offline switch. Only data is fetched: never
 code, never pickles. What the folder holds is read elsewhere.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError, echo
 
 DEMO_MODEL = "quire-demo"
@@ -38,16 +39,21 @@ DOWNLOAD_PATTERNS = [
 # Other subfolders hold other formats (onnx/, original/); consolidated files hold the same weights once more.
 IGNORE_PATTERNS = ["[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
 
+DEFAULT_GGUF = "Q4_K_M"  # of hub ids that name none
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+MAX_LISTED = 20
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(
     name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, token: str | None = None
 ) -> Path:
-    """Return the folder of a model, downloading it if it is a hub id that is not in the cache.
+    """Return the folder of a model or its GGUF file, downloading it if it is a hub id that is not in the cache.
 
     Args:
-        name_or_path: "quire-demo", a local folder, or "owner/name" on the Hugging Face hub.
+        name_or_path: "quire-demo", a local folder or GGUF file, or "owner/name" on the Hugging Face hub. Of a folder or
+            hub id with several GGUF files, "FOLDER:Q4_K_M" takes one.
         revision: branch, tag or commit on the hub.
         download_dir: where downloads are kept; the Hugging Face cache if None.
         token: hub token; the one huggingface_hub finds if None.
@@ -62,21 +68,74 @@ def resolve_model(
     path = Path(name_or_path).expanduser()
     try:
         if name_or_path and path.is_dir():
-            return path
+            return gguf_in(path) or path
         is_file = path.is_file()
+        if is_file and is_gguf(path):
+            return path
+        folder, _, choice = name_or_path.rpartition(":")
+        if folder and Path(folder).expanduser().is_dir():
+            return choose_gguf(Path(folder).expanduser(), choice)
     except OSError as error:
         raise ModelError(f"{echo(name_or_path)}: {error.strerror} (expected a model folder)") from None
     if is_file:
-        raise ModelError(f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors)")
+        raise ModelError(
+            f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors, or a GGUF file)"
+        )
+    if choice and _HUB_ID.fullmatch(folder):
+        return _download_gguf(folder, choice, revision, download_dir, token)
+    if name_or_path.upper().endswith("-GGUF") and _HUB_ID.fullmatch(name_or_path):
+        return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir, token)
     if not _HUB_ID.fullmatch(name_or_path):
         raise ModelError(
             f"{echo(name_or_path)}: no such folder (expected a model folder, a Hugging Face id like owner/name, "
             f"or {DEMO_MODEL})"
         )
-    return _download(name_or_path, revision, download_dir, token)
+    return _download(name_or_path, revision, download_dir, token, DOWNLOAD_PATTERNS, IGNORE_PATTERNS)
 
 
-def _download(repo_id: str, revision: str | None, download_dir: str | None, token: str | None) -> Path:
+def gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder without other weights; None where it has other weights, or no such file."""
+    if any(path.suffix in OTHER_WEIGHTS for path in folder.iterdir()) or not any(folder.glob("*.gguf")):
+        return None
+    return choose_gguf(folder)
+
+
+def choose_gguf(folder: Path, choice: str = "") -> Path:
+    """Return the GGUF file of a folder whose name ends in `choice`, or the only one; of a split one, its first part.
+
+    Raises:
+        ModelError: there is none, or there are several.
+    """
+    ends = re.compile(rf"(?:.*[-._])?{re.escape(choice)}(?:-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    files = sorted(path for path in folder.rglob("*.gguf") if not _LATER_PART.search(path.name))
+    found = [path for path in files if not choice or ends.fullmatch(path.name)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(echo(str(path.relative_to(folder))) for path in files[:MAX_LISTED])
+    if not files:
+        raise ModelError(f"{folder}: no GGUF files")
+    if not found:
+        raise ModelError(f"{folder}: no GGUF file's name ends in {echo(choice)} (there are {names})")
+    raise ModelError(f"{folder}: several GGUF files: {names} (expected a file's name, or {folder}:Q4_K_M)")
+
+
+def _download_gguf(
+    repo_id: str, choice: str, revision: str | None, download_dir: str | None, token: str | None
+) -> Path:
+    """Fetch one GGUF file, all parts of it, and nothing else."""
+    spellings = dict.fromkeys((choice, choice.upper(), choice.lower()))
+    patterns = [f"*{name}{end}" for name in spellings for end in (".gguf", "-*-of-*.gguf")]
+    return choose_gguf(_download(repo_id, revision, download_dir, token, patterns, None), choice)
+
+
+def _download(
+    repo_id: str,
+    revision: str | None,
+    download_dir: str | None,
+    token: str | None,
+    patterns: list[str],
+    ignored: list[str] | None,
+) -> Path:
     """Fetch a snapshot, or find it in the cache."""
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -88,8 +147,8 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, toke
             revision=revision,
             cache_dir=download_dir,
             token=token,
-            allow_patterns=DOWNLOAD_PATTERNS,
-            ignore_patterns=IGNORE_PATTERNS,
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
         )
     except errors.GatedRepoError:
         raise ModelError(

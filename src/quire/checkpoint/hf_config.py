@@ -18,6 +18,7 @@ from quire.checkpoint import foreign
 from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.files import read_json_object
+from quire.checkpoint.gguf.source import gguf_config, is_gguf
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization
 from quire.checkpoint.rope import RopeParameters, parse_rope
@@ -49,7 +50,7 @@ class ModelInfo:
     """What a model folder says about its model: all that the front and the engine need before weights are loaded.
 
     Attributes:
-        path: the model folder.
+        path: the model folder, or the GGUF file.
         architecture: class name from `architectures`, such as "LlamaForCausalLM". model_type: "llama".
         vocab_size: rows of the embedding table; the tokenizer may have fewer tokens.
         head_dim: size of one attention head, not always hidden_size / num_attention_heads.
@@ -104,19 +105,19 @@ class ModelInfo:
     @property
     def stored_format(self) -> StoredFormat | None:
         """How the weights are quantized in the files; None where they are not."""
-        return parse_quantization(self.raw, self.path / CONFIG_FILE)
+        return None if is_gguf(self.path) else parse_quantization(self.raw, self.path / CONFIG_FILE)
 
     @property
     def fields(self) -> Fields:
         """Typed access to config.json, for what only one family has."""
-        return Fields(self.raw, self.path / CONFIG_FILE)
+        return Fields(self.raw, self.path if is_gguf(self.path) else self.path / CONFIG_FILE)
 
 
 def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelInfo:
-    """Read and check the two config files of a model folder.
+    """Read and check the two config files of a model folder, or the metadata of a GGUF file.
 
     Args:
-        folder: the model folder.
+        folder: the model folder, or the file.
         overrides: merged over config.json, objects key by key; null removes a key.
         model_impl: "quire" takes architectures that have a file in `models`, "transformers" what an installed
             transformers has a class for, "auto" the first of these that knows it.
@@ -124,10 +125,10 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     Raises:
         ModelError: a file is missing or malformed, the architecture unknown, or a field has a bad value.
     """
-    path = folder / CONFIG_FILE
-    if not os.path.lexists(path):
-        raise ModelError(f"{path}: config.json is missing (expected in a model folder)")
-    config = _merge(read_json_object(path), overrides or {})
+    path, config = _read_config(folder)
+    config = _merge(config, overrides or {})
+    if is_gguf(folder) and model_impl == "transformers":
+        raise ModelError(f"{folder}: GGUF files do not run on transformers' code (model_impl)")
     if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and foreign.knows(config)):
         return _foreign_info(folder, config)
     architecture, family = _architecture(config, path)
@@ -169,6 +170,16 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         causal=family.causal and fields.flag("is_causal", True),
         pools=family.pools,
     )
+
+
+def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return what config.json holds, or what it would hold for a GGUF file, and the file that says so."""
+    if is_gguf(folder):
+        return folder, gguf_config(folder)
+    path = folder / CONFIG_FILE
+    if not os.path.lexists(path):
+        raise ModelError(f"{path}: config.json is missing (expected in a model folder)")
+    return path, read_json_object(path)
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -251,7 +262,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
 
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     """Refuse quantized weights in a form that is not supported; say that pointers to code are ignored."""
-    parse_quantization(config, path)
+    if not is_gguf(path):
+        parse_quantization(config, path)
     if config.get("auto_map"):
         logger.warning("%s: auto_map names code in the model folder; it is ignored and never run", path)
 

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from quire.checkpoint.gguf.source import GGUFSource, is_gguf
 from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.modules import with_dense_layers
+from quire.checkpoint.pickled import PickledCheckpoint
 from quire.checkpoint.quantization.source import QuantizedSource
 from quire.checkpoint.safetensors import Checkpoint
 from quire.checkpoint.weights import TensorSource
+from quire.errors import ModelError
 
 
-def open_weights(info: ModelInfo, load_format: str = "auto") -> TensorSource:
+def open_weights(info: ModelInfo, load_format: str = "auto", strategy: str = "lazy") -> TensorSource:
     """Open the weight files of `info`, verify their headers, and read nothing else.
 
     Args:
-        load_format: "auto" takes what the folder holds, "safetensors" only that.
+        load_format: "auto" takes what the folder holds, but pickles, which only "pt" reads; "safetensors" and "gguf"
+            take only that.
+        strategy: "lazy" maps files, "prefetch" also has the system read them meanwhile, "eager" reads them now.
 
     Raises:
         ModelError: no weights, or files that are not what they should be.
     """
-    return with_dense_layers(info, put_together(info, Checkpoint(info.path)))
+    source = _open(info, load_format, eager=strategy == "eager")
+    if strategy == "prefetch":
+        read_ahead(dict.fromkeys(source.path_of(name) for name in source.names))
+    return with_dense_layers(info, put_together(info, source))
+
+
+def _open(info: ModelInfo, load_format: str, *, eager: bool) -> TensorSource:
+    if is_gguf(info.path):
+        if load_format not in ("auto", "gguf"):
+            raise ModelError(f"{info.path}: is a GGUF file (load_format is {load_format})")
+        return GGUFSource(info.path, eager=eager)
+    if load_format == "gguf":
+        raise ModelError(f"{info.path}: is no GGUF file; name the file, or FOLDER:Q4_K_M")
+    if load_format == "pt":
+        return PickledCheckpoint(info.path)
+    return Checkpoint(info.path, eager=eager)
+
+
+def has_weights(info: ModelInfo, load_format: str = "auto") -> bool:
+    """Whether there are any weights that could be read."""
+    return load_format == "pt" or is_gguf(info.path) or any(info.path.glob("*.safetensors"))
 
 
 def put_together(info: ModelInfo, source: TensorSource) -> TensorSource:

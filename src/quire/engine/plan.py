@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.open import has_weights
 from quire.config import EngineConfig
 from quire.engine.advice import changed, command_line, size_text
 from quire.engine.settle import Fit, NothingHelpsError, Scratch, blocks_of, budget_of, fit, settle
 from quire.errors import ConfigError
 from quire.kernels.memory import available_memory
 from quire.step import KVCacheSpec
-from quire.worker.footprint import Footprint, StepBytes, has_weights
+from quire.worker.footprint import Footprint, StepBytes
 
 RUNTIME_BYTES = 155 * 2**20  # Python, numpy, Numba and its compiled kernels; measured, see benchmarks/plan_accuracy.py
 LENGTHS = (1024, 4096)  # tokens of the requests that are counted, beside the longest
@@ -140,9 +141,9 @@ def make_plan(
         model=config.model.model,
         architecture=info.architecture,
         dtype=config.model.dtype,
-        quantization=config.model.quantization,
+        quantization=config.model.quantization or (None if info.stored_format is None else info.stored_format.name),
         kv_dtype=config.cache.kv_cache_dtype,
-        has_weights=has_weights(info),
+        has_weights=has_weights(info, config.model.load_format),
         on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
         in_memory=dict(footprint.in_memory),
         tables=footprint.tables(config.model.max_model_len),

@@ -19,7 +19,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
+from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError
+from quire.tokenizer.gguf import read_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCAB_FILE = "vocab.json"
@@ -45,7 +47,12 @@ class TokenizerFiles:
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer of a model folder. Raises `ModelError` naming the file at fault, or all that are missing."""
+    """Read the tokenizer of a model folder, or of a GGUF file.
+
+    Raises `ModelError` naming the file at fault, or all that are missing.
+    """
+    if is_gguf(folder):
+        return TokenizerFiles(*read_gguf_tokenizer(folder))
     config = _optional_json(folder / CONFIG_FILE)
     special = _special_tokens(_optional_json(folder / SPECIAL_FILE), config)
     if os.path.lexists(folder / TOKENIZER_FILE):

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.open import open_weights
 from quire.kernels.backend import Backend
 from quire.layers.rotary import inverse_frequencies
 from quire.step import KVCacheSpec
@@ -61,7 +61,7 @@ def fingerprint(
     rotary = [inverse_frequencies(rope, model_len).tobytes().hex() for rope in dict.fromkeys(info.layer_ropes)]
     parts = {
         "config": dict(info.raw),
-        "weights": seed if load_format == "dummy" else _weights(info.path, notes),
+        "weights": seed if load_format == "dummy" else _weights(info, load_format, notes),
         "rotary": rotary,
         "backend": [backend.name, backend.dtype, backend.kv_dtype, backend.quantization, backend.arithmetic],
         "layers": msgspec.to_builtins(spec),
@@ -83,9 +83,9 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _weights(folder: Path, notes: Path) -> list[list[str]]:
+def _weights(info: ModelInfo, load_format: str, notes: Path) -> list[list[str]]:
     """Return name and digest of every file that holds weights."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_weights(info, load_format)
     paths = sorted({checkpoint.path_of(name) for name in checkpoint.names})
     known = _read_notes(notes)
     started, digested, found = time.perf_counter(), 0, {}

@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import HELD_BYTES
-from quire.checkpoint.open import open_weights
+from quire.checkpoint.open import has_weights, open_weights
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import TensorSource, WeightSource, WeightSurvey
 from quire.config import EngineConfig
@@ -55,11 +55,6 @@ KEY_BYTES = 8
 def part_of(name: str) -> str:
     """Return which of `PARTS` a tensor belongs to, by its name."""
     return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "other")
-
-
-def has_weights(info: ModelInfo) -> bool:
-    """Whether the model's folder holds any weights that could be read."""
-    return any(info.path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +95,9 @@ class Footprint:
         self._info, self._settled_len = info, config.model.max_model_len
         self._threads = config.device.num_threads or _num_cores()
         checkpoint = None
-        if config.model.load_format != "dummy" and has_weights(info):
-            checkpoint = open_weights(info)
+        load_format = config.model.load_format
+        if load_format != "dummy" and has_weights(info, load_format):
+            checkpoint = open_weights(info, load_format)
         source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
         self._backend = _Counter(config, self._threads, source, checkpoint)
         backend = cast(Backend, self._backend)

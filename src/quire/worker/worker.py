@@ -81,6 +81,7 @@ class Worker:
             self.backend,
             max_model_len=options.max_model_len,
             load_format=options.load_format,
+            strategy=options.safetensors_load_strategy,
             allow_nonfinite=options.allow_nonfinite,
             seed=options.seed,
             lora=slots,

@@ -1,0 +1,141 @@
+"""Weights in PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`), which are pickles; read only where the user asks.
+
+`torch.load(weights_only=True)` runs no code of the file: whatever is not a tensor, or a container of them, is refused.
+PyTorch is imported only here, and only then. Its mapping of a file stays as long as any tensor of it does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.files import read_json_object, regular_file_size
+from quire.checkpoint.safetensors import PICKLE_SUFFIXES, TensorEntry
+from quire.checkpoint.tensor import HostTensor
+from quire.errors import ModelError, echo
+
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+EXTRA = "pip install 'quire[reference]'"
+# What trainers leave beside weights.
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
+WRAPPERS = ("state_dict", "model", "module")  # keys under which some programs save the weights
+# torch's dtype -> (name in `TensorEntry`, of HostTensor)
+_DTYPES = {
+    "float64": ("F64", "float64"),
+    "float32": ("F32", "float32"),
+    "float16": ("F16", "float16"),
+    "bfloat16": ("BF16", "bfloat16"),
+    "int64": ("I64", "int64"),
+    "int32": ("I32", "int32"),
+    "int8": ("I8", "int8"),
+    "uint8": ("U8", "uint8"),
+    "bool": ("BOOL", "bool"),
+    "float8_e4m3fn": ("F8_E4M3", "float8_e4m3"),
+    "float8_e5m2": ("F8_E5M2", "float8_e5m2"),
+}
+
+
+class PickledCheckpoint:
+    """A `TensorSource` of a folder's pickles."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open all weight files; raises ModelError if there are none, if one holds anything else, or without torch."""
+        self.folder = folder
+        paths = _paths(folder)
+        if importlib.util.find_spec("torch") is None:
+            raise ModelError(f"{paths[0]}: pickle weights need PyTorch ({EXTRA})")
+        self._home: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            for name, tensor in _load(path).items():
+                if name in self._home:
+                    raise ModelError(f"{path}: tensor {echo(name)} is already in {self._home[name][0].name}")
+                self._home[name] = path, tensor
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._home)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return shape, dtype and size of a tensor."""
+        path, tensor = self._home[name]
+        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise ModelError(f"{path}: tensor {echo(name)} has dtype {tensor.dtype}, which is not supported here")
+        return TensorEntry(dtype[0], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds the tensor."""
+        return self._home[name][0]
+
+    def read(self, name: str) -> HostTensor:
+        """Return the tensor, a view of the mapped file where torch has mapped it."""
+        import torch
+
+        self.entry(name)
+        tensor = self._home[name][1].detach().contiguous()
+        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")][1]
+        if dtype == "bfloat16":
+            return HostTensor(tensor.view(torch.int16).numpy().view("u2"), dtype)
+        if dtype.startswith("float8"):
+            return HostTensor(tensor.view(torch.uint8).numpy(), dtype)
+        return HostTensor(tensor.numpy(), dtype)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Return the files: those that the index names, the one with the usual name, or all that look like weights."""
+    index = folder / INDEX_FILE
+    if os.path.lexists(folder / SINGLE_FILE):
+        return [folder / SINGLE_FILE]
+    if os.path.lexists(index):
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index}: weight_map is missing or empty (expected tensor names and their files)")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+                raise ModelError(
+                    f"{index}: shard path {echo(shard)} escapes the model folder (expected a plain file name)"
+                )
+        return [folder / shard for shard in dict.fromkeys(weight_map.values())]
+    found = sorted(path for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES) if folder.is_dir() else []
+    found = [path for path in found if not path.name.startswith(NO_WEIGHTS)]
+    if not found:
+        raise ModelError(f"{folder}: no pickle weights (expected {SINGLE_FILE}, {INDEX_FILE} and its shards, or *.pt)")
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return the tensors of one file by name."""
+    import torch
+
+    regular_file_size(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except pickle.UnpicklingError:
+        raise ModelError(f"{path}: holds more than tensors, or is damaged; nothing of it was run") from None
+    except (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+        lines = str(error).strip().splitlines()
+        raise ModelError(
+            f"{path}: torch cannot read it ({lines[0][:200] if lines else type(error).__name__})"
+        ) from None
+    for key in WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{path}: holds a {type(found).__name__} (expected tensors by name)")
+    return {str(name): tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether the file has the layout of today, which can be mapped; before torch 1.6 it was another."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
