@@ -15,7 +15,7 @@ from typing import Any
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.checkpoint.pooling import with_runner
-from quire.config import CacheConfig, EngineConfig
+from quire.config import STORED_QUANTIZATIONS, CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.errors import ConfigError
 from quire.kvcache.growth import longest_length, most_blocks
@@ -76,7 +76,9 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         scheduler = dataclasses.replace(scheduler, max_num_batched_tokens=most)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        model=dataclasses.replace(
+            config.model, dtype=dtype, max_model_len=max_model_len, quantization=_quantization(config, info)
+        ),
         scheduler=scheduler,
         cache=dataclasses.replace(
             config.cache,
@@ -85,6 +87,24 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         ),
         device=dataclasses.replace(config.device, device=device),
     )
+
+
+def _quantization(config: EngineConfig, info: ModelInfo) -> str | None:
+    """Return what weights are turned into; a name of what the checkpoint holds is checked, and turns them into nothing.
+
+    Raises:
+        ConfigError: the checkpoint holds something else.
+    """
+    asked = config.model.quantization
+    if asked not in STORED_QUANTIZATIONS:
+        return asked
+    stored = info.stored_format
+    if stored is None or stored.name != asked:
+        found = "is not quantized" if stored is None else f"is quantized with {stored.name}"
+        raise ConfigError(
+            f"quantization: {asked} names what a checkpoint holds; this one {found}", param="quantization"
+        )
+    return None
 
 
 def _without_copies(config: EngineConfig, why: str) -> EngineConfig:
