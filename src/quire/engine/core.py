@@ -95,6 +95,7 @@ class EngineCore:
             max_model_len=max_model_len,
             vocab_size=info.vocab_size,
             max_num_seqs=config.scheduler.max_num_seqs,
+            lora_vocab_size=info.vocab_size + config.lora.lora_extra_vocab_size if config.lora.enable_lora else None,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len

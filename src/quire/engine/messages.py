@@ -141,13 +141,17 @@ class CallResult(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded and the KV cache allocated; sent once."""
+    """The model is loaded and the KV cache allocated; sent once.
+
+    `lora_vocab_size`: most token ids that requests with a LoRA adapter may have; None where there are no adapters.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
+    lora_vocab_size: int | None = None
 
 
 class Failed(msgspec.Struct, tag=True):

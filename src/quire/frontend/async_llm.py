@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from quire.engine.client import EngineClient
 from quire.engine.create import create_client
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.asking import demand
 from quire.frontend.backlog import Backlog
 from quire.frontend.beams import beam_search_output
@@ -40,6 +40,8 @@ from quire.frontend.recovery import SupervisedClient
 from quire.frontend.request_stream import RequestStream
 from quire.frontend.sleeping import SleepSwitch
 from quire.frontend.stats import StatListener
+from quire.frontend.text_size import text_size
+from quire.lora.request import LoRARequest
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats, ThinkingData
@@ -113,6 +115,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._stats = SchedulerStats()
         limits = self.config.scheduler
         self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep = SleepSwitch(self.call, lambda: self.num_unfinished)
         self._most_tokens = limits.max_num_queued_tokens or self._most_requests * limits.max_num_batched_tokens
 
@@ -165,6 +168,7 @@ class AsyncLLM(AsyncPoolingCalls):
         param: str = "prompt",
         ask: MessageAsk | None = None,
         within: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
 
@@ -175,7 +179,7 @@ class AsyncLLM(AsyncPoolingCalls):
             cache_salt: prefix blocks are shared only among requests with the same salt.
             tenant: on whose account it runs. param: what errors call the prompt.
             ask: what the message that follows the prompt may be; None if it is no message.
-            within: seconds in which the first token is of use; see `check_room`.
+            within: seconds in which the first token is of use; see `check_room`. lora_request: its adapter.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -190,7 +194,7 @@ class AsyncLLM(AsyncPoolingCalls):
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         self._num_admitting += 1
         try:
-            token_ids = await self._tokenize(prompt, params, param)
+            token_ids = await self._tokenize(prompt, params, param, lora_request)
             grammar, thinking = await self._demand(params, token_ids, ask)
         finally:
             self._num_admitting -= 1
@@ -206,6 +210,7 @@ class AsyncLLM(AsyncPoolingCalls):
             tenant=tenant,
             grammar=grammar,
             thinking=thinking,
+            lora=lora_request,
         )
         news = asyncio.Event()
         state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), news.set)
@@ -248,10 +253,17 @@ class AsyncLLM(AsyncPoolingCalls):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; closing the generator aborts it. Arguments and errors as `submit`."""
         stream = await self.submit(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            lora_request=lora_request,
         )
         try:
             async for output in stream:
@@ -268,12 +280,14 @@ class AsyncLLM(AsyncPoolingCalls):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """Return the most likely continuations of a prompt, best first. Arguments and errors as `submit`.
 
         Raises also what ended the search in the engine: `RequestError` or `GenerationError`.
         """
-        stream = await self.submit(prompt, params, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        options = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "lora_request": lora_request}
+        stream = await self.submit(prompt, params, request_id, **options)  # type: ignore[arg-type]
         async with stream:
             output = await anext(stream)
         return beam_search_output(output, params, self.tokenizer)
@@ -320,12 +334,12 @@ class AsyncLLM(AsyncPoolingCalls):
         size = text_size([messages, tools, documents, chat_template_kwargs], enough=THREAD_CHARS)
         return await self._in_thread(render) if size > THREAD_CHARS or chat_template is not None else render()
 
-    async def _tokenize(self, prompt: Prompt, params: Params, param: str) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, params: Params, param: str, lora: LoRARequest | None) -> list[int]:
         processor = self._alive()
         content, _ = split_prompt(prompt, param)
         if len(content) > THREAD_CHARS:
-            return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param))
-        return processor.tokenize(prompt, params, param=param)
+            return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param, lora=lora))
+        return processor.tokenize(prompt, params, param=param, lora=lora)
 
     async def _demand(
         self, params: Params, token_ids: list[int], ask: MessageAsk | None
@@ -577,23 +591,3 @@ class AsyncLLM(AsyncPoolingCalls):
     def last_recovery_seconds(self) -> float | None:
         """How long the last replacement took, from death to replay; None if there was none."""
         return self._client.last_recovery_seconds
-
-
-def text_size(value: Any, enough: float = math.inf) -> int:
-    """Return the number of characters in all texts of a JSON-like value, with some for each container and item.
-
-    What is beyond `enough` need not be counted.
-    """
-    total = 0
-    left = [value]
-    while left and total <= enough:
-        item = left.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, Mapping):
-            total += 16 * (1 + len(item))
-            left.extend(item.values())
-        elif isinstance(item, list | tuple):
-            total += 16 + 2 * len(item)
-            left.extend(item)
-    return total

@@ -26,6 +26,7 @@ from quire.frontend.progress import Progress, progress_bar
 from quire.frontend.reading import read_message
 from quire.frontend.sleeping import check_level
 from quire.frontend.tools import requested_tools
+from quire.lora.request import LoRARequest
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from quire.engine.inline import InlineEngine
 
 Message = Mapping[str, Any]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(PoolingCalls):
@@ -81,6 +83,7 @@ class LLM(PoolingCalls):
         *,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as the engine sees fit; return the outputs in the order of the prompts.
 
@@ -91,6 +94,7 @@ class LLM(PoolingCalls):
             use_tqdm: show a progress bar on standard error.
             priority: for all prompts, or one for each; lower runs earlier, with the priority policy.
             tenant: on whose account they run, all of them or each.
+            lora_request: the LoRA adapter for all prompts, or one (or None) for each.
 
         A request that fails in the engine leaves the others alone: its `outputs` say so, with `finish_reason` "error"
         and an `error` that may be raised.
@@ -99,7 +103,8 @@ class LLM(PoolingCalls):
             RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
         """
         items = as_prompts(prompts)
-        return self._run(items, self._params_for(items, sampling_params), priority, use_tqdm, tenant)
+        params = self._params_for(items, sampling_params)
+        return self._run(items, params, priority, use_tqdm, tenant, adapters=lora_request)
 
     def beam_search(
         self,
@@ -109,6 +114,7 @@ class LLM(PoolingCalls):
         *,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` most likely continuations of each prompt that the search finds, best first.
 
@@ -120,7 +126,7 @@ class LLM(PoolingCalls):
         """
         check_beam_params(params)
         items = as_prompts(prompts)
-        outputs = self._run(items, [params] * len(items), priority, use_tqdm, tenant)
+        outputs = self._run(items, [params] * len(items), priority, use_tqdm, tenant, adapters=lora_request)
         return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
 
     def chat(
@@ -139,6 +145,7 @@ class LLM(PoolingCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each in a list of them.
 
@@ -181,7 +188,8 @@ class LLM(PoolingCalls):
             )
             for prompt in prompts
         ]
-        return self._run(prompts, self._params_for(prompts, sampling_params), priority, use_tqdm, tenant, asks)
+        params = self._params_for(prompts, sampling_params)
+        return self._run(prompts, params, priority, use_tqdm, tenant, asks, lora_request)
 
     def read_message(
         self, output: RequestOutput, index: int = 0, *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -201,8 +209,9 @@ class LLM(PoolingCalls):
         use_tqdm: bool,
         tenant: str | Sequence[str],
         asks: Sequence[MessageAsk] | None = None,
+        adapters: Adapters = None,
     ) -> list[RequestOutput]:
-        states = self._run_states(prompts, params, priority, use_tqdm, tenant, asks)
+        states = self._run_states(prompts, params, priority, use_tqdm, tenant, asks, adapters)
         outputs = [state.take() for state in states]
         return [output for output in outputs if output is not None]
 
@@ -214,6 +223,7 @@ class LLM(PoolingCalls):
         use_tqdm: bool,
         tenant: str | Sequence[str],
         asks: Sequence[MessageAsk] | None = None,
+        adapters: Adapters = None,
     ) -> list[RequestState]:
         """Run requests to their end; return their states in the order of the prompts."""
         engine = self._open_engine()
@@ -221,7 +231,8 @@ class LLM(PoolingCalls):
             raise EngineAsleepError("this LLM is asleep; call wake_up() first")
         priorities = _one_each(priority, len(prompts), "priority")
         tenants = _one_each(tenant, len(prompts), "tenant")
-        states = self._admit(prompts, params, priorities, tenants, asks)
+        loras = _one_each(adapters, len(prompts), "lora_request")
+        states = self._admit(prompts, params, priorities, tenants, asks, loras)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
         left = len(states)
         with (
@@ -258,6 +269,7 @@ class LLM(PoolingCalls):
         priorities: Sequence[int],
         tenants: Sequence[str],
         asks: Sequence[MessageAsk] | None,
+        loras: Sequence[LoRARequest | None],
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
         engine = self._open_engine()
@@ -266,7 +278,7 @@ class LLM(PoolingCalls):
             param = "prompt" if len(prompts) == 1 else f"prompts[{index}]"
             request_id = str(self._num_requests + index)
             arrival_time = time.monotonic()
-            token_ids = self._processor.tokenize(prompt, item, param=param)
+            token_ids = self._processor.tokenize(prompt, item, param=param, lora=loras[index])
             wanted = demand(self._front, item, token_ids, None if asks is None else asks[index])
             adds = self._processor.build(
                 token_ids,
@@ -277,6 +289,7 @@ class LLM(PoolingCalls):
                 tenant=tenants[index],
                 grammar=None if wanted.job is None else self._grammars.compile(wanted.job),
                 thinking=wanted.thinking,
+                lora=loras[index],
             )
             checked.append((request_id, prompt, adds, item))
         self._num_requests += len(checked)

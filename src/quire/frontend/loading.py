@@ -70,6 +70,7 @@ class FrontModel:
             seed=seed,
             max_logprobs=self.max_logprobs,
             logits_processors=self.logits_processors,
+            lora_vocab_size=ready.lora_vocab_size,
             pooling=self.info.pooling,
             vector_size=0 if self.info.pooling is None else self.info.pooling.dimensions(self.info.hidden_size),
         )

@@ -22,6 +22,7 @@ from quire.checks import check_int
 from quire.engine.messages import AddRequest
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.breakers import BreakerIndex, Spelling
+from quire.lora.request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
@@ -56,6 +57,7 @@ class Processor:
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
         max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
         logits_processors: names that requests may use.
+        lora_vocab_size: as in `Ready`.
         pooling: how the model makes vectors or scores, of `vector_size` numbers; None: it generates text.
     """
 
@@ -71,6 +73,7 @@ class Processor:
         seed: int | None = None,
         max_logprobs: int = 20,
         logits_processors: Sequence[str] = (),
+        lora_vocab_size: int | None = None,
         pooling: PoolingSpec | None = None,
         vector_size: int = 0,
     ) -> None:
@@ -80,6 +83,7 @@ class Processor:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.eos_token_ids = tuple(eos_token_ids)
+        self.lora_vocab_size = lora_vocab_size
         self.max_logprobs = max_logprobs
         self.logits_processors = tuple(logits_processors)
         self.pooling, self.vector_size = pooling, vector_size
@@ -119,7 +123,9 @@ class Processor:
             tenant=tenant,
         )
 
-    def tokenize(self, prompt: Prompt, params: Params, *, param: str = "prompt") -> list[int]:
+    def tokenize(
+        self, prompt: Prompt, params: Params, *, param: str = "prompt", lora: LoRARequest | None = None
+    ) -> list[int]:
         """Return the checked token ids of a prompt, after `truncate_prompt_tokens`.
 
         Raises:
@@ -135,7 +141,7 @@ class Processor:
             token_ids = self._encode(content, keep, where)
             check_ids(token_ids, self.vocab_size, where, text=True)
         else:
-            check_ids(content, self.vocab_size, where)
+            check_ids(content, self._vocab_size(lora), where)
             token_ids = list(content)
         if keep is not None:
             token_ids = token_ids[-keep:]
@@ -245,10 +251,12 @@ class Processor:
         tenant: str = "",
         grammar: str | None = None,
         thinking: ThinkingData | None = None,
+        lora: LoRARequest | None = None,
     ) -> list[AddRequest]:
         """Return what the engine is to be told: one `AddRequest`.
 
         `grammar` is what came of the form that `params` ask for, `thinking` of their budget (`frontend.asking`).
+        `lora` is its adapter.
 
         Its sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed itself, the others
         seeds derived from it. More sequences than the engine runs at a time go into several `AddRequest`s, the first
@@ -278,7 +286,7 @@ class Processor:
         if isinstance(params, BeamSearchParams):
             self.check_beam_width(params.beam_width)
             beam, params = params, _like_a_beam(params)
-        self._check_params(params)
+        self._check_params(params, self._vocab_size(lora))
         self.check_logprobs(params, len(token_ids))
         eos_ids = () if params.ignore_eos else self.eos_token_ids
         room = self.max_model_len - len(token_ids)
@@ -292,6 +300,7 @@ class Processor:
             "priority": priority,
             "cache_salt": cache_salt,
             "tenant": tenant,
+            "lora": lora,
             "grammar": grammar,
             "thinking": thinking,
             "dry_breakers": self._dry_breakers(params),
@@ -358,17 +367,25 @@ class Processor:
                 code="integer_above_max_value",
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _vocab_size(self, lora: LoRARequest | None) -> int:
+        """Return how many token ids a request may have. Raises `UnsupportedError` where there are no adapters."""
+        if lora is None:
+            return self.vocab_size
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {echo(lora)}", param="lora_request")
+        if self.lora_vocab_size is None:
+            raise UnsupportedError("this engine serves no LoRA adapters (enable_lora)", param="lora_request")
+        return self.lora_vocab_size
+
+    def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
         if params.output_kind not in list(RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, got {echo(params.output_kind)}")
-        check_ids(params.stop_token_ids or [], self.vocab_size, "stop_token_ids")
+        check_ids(params.stop_token_ids or [], vocab_size, "stop_token_ids")
         if params.allowed_token_ids is not None:
-            check_ids(params.allowed_token_ids, self.vocab_size, "allowed_token_ids")
+            check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
         for token in params.logit_bias or {}:
-            if token >= self.vocab_size:
-                raise RequestError(
-                    f"logit_bias has token id {echo(token)} >= vocab {self.vocab_size}", param="logit_bias"
-                )
+            if token >= vocab_size:
+                raise RequestError(f"logit_bias has token id {echo(token)} >= vocab {vocab_size}", param="logit_bias")
         for item in params.logits_processors or ():
             if item.name not in self.logits_processors:
                 raise RequestError(

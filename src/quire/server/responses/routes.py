@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.checks import missing, unknown_field
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
-from quire.frontend.async_llm import text_size
+from quire.frontend.text_size import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.errors import JSON
