@@ -133,11 +133,14 @@ def read_experts(builder: Builder, hidden_size: int, options: MoEOptions) -> Ite
     else:
         whole = (_single(builder.under(f"{names.experts}.{e}"), hidden_size, options) for e in range(number))
     for expert in whole:
-        outer = [None if bias is None else bias.rows(start, stop) for bias in (expert.gate_bias, expert.up_bias)]
-        # The sum over ranks must hold the bias of down once.
-        last = expert.down_bias if parallel.tp_rank == 0 else None
         yield Expert(
-            expert.gate.rows(start, stop), expert.up.rows(start, stop), expert.down.columns(start, stop), *outer, last
+            gate=expert.gate.rows(start, stop),
+            up=expert.up.rows(start, stop),
+            down=expert.down.columns(start, stop),
+            gate_bias=None if expert.gate_bias is None else expert.gate_bias.rows(start, stop),
+            up_bias=None if expert.up_bias is None else expert.up_bias.rows(start, stop),
+            # The sum over ranks must hold this bias once.
+            down_bias=expert.down_bias if parallel.tp_rank == 0 else None,
         )
 
 

@@ -258,7 +258,7 @@ class Products:
         """See `linear_int.linear`."""
         launcher, groups, step, starts, scales = self.launcher, self.groups, x.shape[1], None, None
         source = RowsOf(x, 4 * step), step, NUM_ROWS, one.inputs, one.depth
-        sharing = {"unit": Unit(TILES, 1), "work": groups.pairs * one.depth}
+        tiles, work = Unit(TILES, 1), groups.pairs * one.depth
         if self.round_inputs:
             product, parts = linear_int.OPS[one.bits, self.int_level], one.depth // one.group
             packed = RowsOf(launcher.empty((groups.capacity * one.depth // 4,), np.uint32), one.depth)
@@ -267,12 +267,12 @@ class Products:
             offset = 1 << (one.bits - 1)
             emit_grouped(
                 launcher, groups, quantize.quantize_tiles, *source, one.group, offset, packed, starts, scales,
-                stack.own("order"), **sharing,
+                stack.own("order"), unit=tiles, work=work,
             )  # fmt: skip
         else:
             product = linear_int.FLOAT_OP
             packed = RowsOf(launcher.empty((groups.capacity * one.depth,)), 4 * one.depth)
-            emit_grouped(launcher, groups, quantize.interleave_tiles, *source, packed, **sharing)
+            emit_grouped(launcher, groups, quantize.interleave_tiles, *source, packed, unit=tiles, work=work)
         out = launcher.empty((groups.capacity, width))
         emit_grouped(
             launcher, groups, product, stack.own("data"), one.depth, one.group, stack.own("scales"),
