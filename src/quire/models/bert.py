@@ -2,8 +2,7 @@
 
     x = norm(x + attention(x));  x = norm(x + mlp(x))
 
-Positions are a learned table, and so are the places of a pair of texts. RoBERTa's table begins behind the row of the
-padding token. For classes, a dense layer with tanh and another one read the first token's vector.
+Positions, and places in a pair of texts, are learned tables. RoBERTa's begins behind the row of the padding token.
 """
 
 from __future__ import annotations
