@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.settle import settle
 from quire.kernels import shapes
-from quire.kernels.backend import LayerCache
+from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu import (
     arrays,
     formats,
@@ -30,7 +30,8 @@ from quire.kernels.cpu import (
 from quire.kernels.cpu.backend import CPUBackend
 from quire.models.loader import load_model
 from quire.worker.footprint import Footprint, part_of
-from quire.worker.graphs import StepGraphs
+from quire.worker.graphs import Shape, StepGraphs
+from quire.worker.states import SequenceStates
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 72,
@@ -59,6 +60,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 9,
                           "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96,
                           "mlp_only_layers": [1]},
+    "qwen3_next": LLAMA | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 16,
+                           "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                           "linear_key_head_dim": 24, "linear_value_head_dim": 20, "num_experts": 4,
+                           "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                           "shared_expert_intermediate_size": 96},
     "gpt_oss": LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
                         "head_dim": 16, "rope_scaling": None, "rope_parameters": None},
 }  # fmt: skip
@@ -71,7 +77,7 @@ def settled(folder: Path, family: str, **options: Any) -> tuple[EngineConfig, An
     return settle(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
 
 
-def recorded(config: EngineConfig, info: Any, steps: list[tuple[int, int, int, bool]]) -> tuple[int, int]:
+def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, int]:
     """Load and record steps; return bytes of packed weights, and of the arena that is used."""
     model_config, device = config.model, config.device
     backend = CPUBackend(
@@ -105,6 +111,7 @@ def recorded(config: EngineConfig, info: Any, steps: list[tuple[int, int, int, b
         max_tokens=130,
         max_num_seqs=24,
         max_blocks=-(-400 // size),
+        states=SequenceStates(spec, cast(Backend, backend), 24).arrays,
     )
     arena, used = backend._launcher.arena, 0
     for shape in steps:
@@ -118,7 +125,7 @@ def recorded(config: EngineConfig, info: Any, steps: list[tuple[int, int, int, b
 def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, family: str) -> None:
     config, info = settled(tmp_path, family)
     footprint = Footprint(config, info)
-    weights, used = recorded(config, info, [(130, 24, 24, False), (24, 24, 24, False)])
+    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
 
@@ -138,7 +145,7 @@ def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, 
 def test_so_they_are_in_every_form_of_weights(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     config, info = settled(tmp_path, family, **options)
     footprint = Footprint(config, info)
-    weights, used = recorded(config, info, [(130, 24, 24, False), (24, 24, 24, False)])
+    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
 
@@ -185,6 +192,14 @@ def test_a_processor_without_the_file_of_flags_has_the_least(tmp_path: Path) -> 
 )
 def test_tensors_are_sorted_by_name(name: str, part: str) -> None:
     assert part_of(name) == part
+
+
+def test_states_of_all_sequences_are_counted(tmp_path: Path) -> None:
+    config, info = settled(tmp_path, "qwen3_next")
+    step = Footprint(config, info).step(config)
+    assert step.states == 24 * 3 * 4 * (4 * 24 * 20 + 3 * (2 * 48 + 80))
+    more, _ = settled(tmp_path, "qwen3_next", max_num_seqs=48)
+    assert Footprint(more, info).step(more).total - step.total >= step.states
 
 
 def test_steps_of_more_sequences_and_longer_contexts_take_more(tmp_path: Path) -> None:
