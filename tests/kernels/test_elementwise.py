@@ -65,7 +65,7 @@ def test_layer_norm(width: int, biased: bool) -> None:
 
 
 def activations(x: np.ndarray) -> dict[str, np.ndarray]:
-    """The six activations in float64."""
+    """All activations in float64."""
     x = x.astype(np.float64)
     erf = np.vectorize(math.erf)
     with np.errstate(over="ignore"):
@@ -76,10 +76,12 @@ def activations(x: np.ndarray) -> dict[str, np.ndarray]:
             "gelu": x / 2 * (1 + erf(x / np.sqrt(2))),
             "gelu_tanh": x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
             "quick_gelu": x / (1 + np.exp(-1.702 * x)),
+            "sigmoid": 1 / (1 + np.exp(-x)),
+            "softplus": np.logaddexp(0, x),
         }
 
 
-@pytest.mark.parametrize("kind", ["relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("kind", ["relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "softplus"])
 def test_activations_over_the_whole_range(kind: str) -> None:
     x = np.concatenate([np.linspace(-12, 12, 20001), [-1e4, -100, -88, 0, 88, 100, 1e4]]).astype(np.float32)[None]
     for backend in pair():
