@@ -233,15 +233,19 @@ class LayerKVSpec(msgspec.Struct, frozen=True):
     Attributes:
         num_kv_heads, head_size: of this rank's share. dtype: of the stored keys and values.
         sliding_window: tokens a query looks back (itself included), or None for all.
+        latent: one vector of head_size per token is all that is kept: all heads share it, as key and as value.
     """
 
     num_kv_heads: int
     head_size: int
     dtype: str
     sliding_window: int | None = None
+    latent: bool = False
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block: K and V of `block_size` tokens; int8 has a float32 scale for each token and head."""
+        if self.latent:
+            return block_size * self.head_size * DTYPE_BYTES[self.dtype]
         scale = DTYPE_BYTES["float32"] if self.dtype == "int8" else 0
         return 2 * block_size * self.num_kv_heads * (self.head_size * DTYPE_BYTES[self.dtype] + scale)
 
@@ -300,7 +304,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         for index, layer in enumerate(self.layers):
             window = layer.sliding_window
             kinds.setdefault(None if window is None or window >= max_model_len else window, []).append(index)
-        if len({(layer.num_kv_heads, layer.head_size, layer.dtype) for layer in self.layers}) > 1 and len(kinds) > 1:
+        shapes = {(layer.num_kv_heads, layer.head_size, layer.dtype, layer.latent) for layer in self.layers}
+        if len(shapes) > 1 and len(kinds) > 1:
             return [KVCacheGroup(list(range(len(self.layers))))]
         size = min(len(layers) for layers in kinds.values())
         return [

@@ -29,7 +29,9 @@ class ModelDriver:
         self.model, self.backend, self.block_size = model, backend, block_size
         spec, rng = model.kv_cache_spec(), np.random.default_rng(seed)
         self.caches: list[Any] = [
-            LayerCache(backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size))
+            LayerCache(
+                backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size, latent=layer.latent)
+            )
             for layer in spec.layers
         ]
         # States hold what earlier sequences left: ops begin with zeros by themselves.

@@ -22,6 +22,7 @@ from quire.kernels.lora import LoRAChange, LoRARows
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
+HeadsWeight = Any  # opaque: what a backend makes of one matrix for each head
 ExpertsWeight = Any  # opaque: what a backend makes of all experts of a layer
 KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
@@ -90,6 +91,8 @@ class AttentionParams:
         sinks: float32 [Hq] array of extra logits that only enter the softmax denominator (GPT-OSS), or None.
         alibi_slopes: float32 [Hq] array; slope * (key position - query position) is added to logits, or None. Causal
             attention only.
+        value_size: for a latent cache (DeepSeek-V2, section 2.1): all heads share one vector of head_size per token as
+            their key, whose first value_size elements are their value; num_kv_heads is 1. None for other caches.
     """
 
     num_heads: int
@@ -101,9 +104,16 @@ class AttentionParams:
     sinks: Array | None = None
     alibi_slopes: Array | None = None
     causal: bool = True
+    value_size: int | None = None
 
     def __post_init__(self) -> None:
         assert self.causal or self.alibi_slopes is None
+        assert self.value_size is None or self.value_size <= self.head_size
+
+    @property
+    def out_size(self) -> int:
+        """Elements of a value."""
+        return self.head_size if self.value_size is None else self.value_size
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -252,6 +262,9 @@ class Backend(Protocol):
         They are consumed one by one, so that no second copy of all of them ever exists.
         """
 
+    def pack_heads(self, matrices: Sequence[Tensor]) -> HeadsWeight:
+        """Pack a matrix [B, A] for each of H heads for `head_linear`, in `dtype`; never quantized."""
+
     # Model ops
 
     def embedding(self, ids: Array, weight: LinearWeight) -> Array:
@@ -263,6 +276,12 @@ class Backend(Protocol):
         Where weights are bfloat16, a backend may round x to bfloat16 (nearest even), because the fast instructions
         multiply pairs of it; which backends do does not depend on T either. Where weights are quantized, it may
         quantize x, row by row.
+        """
+
+    def head_linear(self, x: Array, weight: HeadsWeight) -> Array:
+        """Multiply each head with a matrix of its own: x [T*H, A] -> [T*H, B], row t * H + h with matrix h.
+
+        Sums are float32, and each row is by itself; x is not rounded.
         """
 
     def gated_linear(self, x: Array, weight: LinearWeight, kind: str) -> Array:
@@ -375,17 +394,23 @@ class Backend(Protocol):
 
     # KV cache and attention
 
-    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> KVCache:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
+    ) -> KVCache:
         """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows.
 
-        In "int8" every token's key and value has, per head, a float32 scale of its own.
+        In "int8" every token's key and value has, per head, a float32 scale of its own. A `latent` cache holds one
+        vector of head_size per token and nothing else, see `AttentionParams.value_size`; not in "int8".
         """
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
         """Store k, v [T, Hkv*D] at slot_mapping [T], rounding to `kv_dtype`."""
 
+    def write_latent(self, x: Array, cache: KVCache, slot_mapping: Array) -> None:
+        """Store x [T, D] at slot_mapping [T] of a latent cache, rounding to `kv_dtype`."""
+
     def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
-        """Attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq*D].
+        """Attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq * size of a value].
 
         One entry for prefill, chunks and decode mixed: the query at row i of sequence s has position
         seq_lens[s] - query_len[s] + i and sees what `params` say, as a rule keys at positions <= its own. A row's

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,15 @@ class ShapeExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeHeads:
+    """A packed matrix for each head."""
+
+    heads: int
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShapeCache:
     """One layer's cache: only its block size matters."""
 
@@ -250,6 +259,13 @@ class ShapeBackend:
         pairs = [(self.pack_linear(*expert.first, gated=True), self.pack_linear(*expert.last)) for expert in experts]
         return ShapeExperts(len(pairs), *pairs[0])
 
+    def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
+        """Count the matrices of a layer's heads, see `heads.pack_heads`."""
+        outputs, inputs = matrices[0].shape
+        padded = -(-outputs // COLUMNS) * COLUMNS
+        self.num_bytes += _aligned(len(matrices) * padded * inputs * WORD_BYTES[self.dtype])
+        return ShapeHeads(len(matrices), outputs, inputs)
+
     # Recording
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
@@ -312,6 +328,11 @@ class ShapeBackend:
     def linear(self, x: np.ndarray, weight: ShapeWeight) -> np.ndarray:
         """See `Backend.linear`."""
         return self._product(x, weight)
+
+    def head_linear(self, x: np.ndarray, weight: ShapeHeads) -> np.ndarray:
+        """See `Backend.head_linear`."""
+        self._emit()
+        return self.empty((x.shape[0], weight.outputs))
 
     def gated_linear(self, x: np.ndarray, weight: ShapeWeight, kind: str) -> np.ndarray:
         """See `Backend.gated_linear`."""
@@ -507,12 +528,20 @@ class ShapeBackend:
         """See `Backend.write_kv`; in place."""
         self._emit()
 
+    def write_latent(self, x: np.ndarray, cache: ShapeCache, slot_mapping: np.ndarray) -> None:
+        """See `Backend.write_latent`; in place."""
+        self._emit()
+
     def paged_attention(
         self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
-        out = self.empty((q.shape[0], params.num_heads * params.head_size))
-        key = (*params.reach, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
+        out = self.empty((q.shape[0], params.num_heads * params.out_size))
+        if params.value_size is not None:  # see `paged.head_groups`
+            heads = params.num_heads
+            groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= UNIT_ROWS)
+            params = replace(params, num_kv_heads=groups)
+        key = (*params.reach, params.num_heads, params.num_kv_heads, params.out_size, cache.block_size)
         if key not in metadata.plans:
             metadata.plans[key] = self._plan(q.shape[0], metadata, params, cache.block_size)
             self._emit()
@@ -527,7 +556,7 @@ class ShapeBackend:
         wanted = SHARES * self.num_threads if self.num_threads > 1 else 0
         slot_rows = -(-max(group, SPLIT_ROWS) // LANES) * LANES
         segments = -(-metadata.block_tables.shape[1] * block_size // SEGMENT)
-        slot = 2 * (slot_rows + LANES) + slot_rows * (-(-params.head_size // 32) * 32)
+        slot = 2 * (slot_rows + LANES) + slot_rows * (-(-params.out_size // 32) * 32)
         capacity = min(wanted * segments, PARTIAL_BYTES // (4 * slot))
         items, merges = (tokens + 2 * wanted + 1, RECORD), (wanted + 1, RECORD)
         staged = self.empty(items, np.int64)

@@ -132,6 +132,9 @@ class _ByteCounter:
             row = inputs + DTYPE_BYTES["float32"]
         self.num_bytes += outputs * (row + (DTYPE_BYTES["float32"] if biases else 0))
 
+    def pack_heads(self, matrices: Sequence[Tensor]) -> Any:
+        self.num_bytes += sum(math.prod(matrix.shape) for matrix in matrices) * DTYPE_BYTES[self.dtype]
+
     def pack_experts(self, experts: Iterable[Expert]) -> Any:
         for expert in experts:
             self.pack_linear(*expert.first, gated=True)

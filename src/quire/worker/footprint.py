@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from quire.kernels.shapes import (
     ShapeBackend,
     ShapeCache,
     ShapeExperts,
+    ShapeHeads,
     ShapeWeight,
 )
 from quire.layers.builder import Builder
@@ -238,6 +239,13 @@ class _Counter(ShapeBackend):
         """Count it for its part."""
         before = self.num_bytes
         made = super().pack_linear(parts, biases, **options)
+        self._note(before)
+        return made
+
+    def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
+        """Count them for their part."""
+        before = self.num_bytes
+        made = super().pack_heads(matrices)
         self._note(before)
         return made
 

@@ -18,7 +18,7 @@ from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import REFUSALS, Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
-from quire.step import ForkData, KVCacheGroup, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.step import ForkData, KVCacheGroup, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import RunnableModel, StepGraphs
 from quire.worker.guidance import Guidance, refuse
@@ -44,6 +44,11 @@ class _Ends:
     rows: np.ndarray
     logits: Array
     finite: np.ndarray
+
+
+def new_cache(backend: Backend, layer: LayerKVSpec, num_blocks: int, block_size: int) -> KVCache:
+    """Allocate what a layer keeps of `num_blocks` blocks."""
+    return backend.new_kv_cache(num_blocks, block_size, layer.num_kv_heads, layer.head_size, latent=layer.latent)
 
 
 class ModelRunner:
@@ -113,10 +118,7 @@ class ModelRunner:
     def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
         """Allocate one cache for each layer of the largest group; a smaller one's layers share the first of them."""
         layers = self.model.kv_cache_spec().layers
-        return [
-            self.backend.new_kv_cache(num_blocks, block_size, layers[index].num_kv_heads, layers[index].head_size)
-            for index in largest.layers
-        ]
+        return [new_cache(self.backend, layers[index], num_blocks, block_size) for index in largest.layers]
 
     def _caches_of_layers(self, groups: list[KVCacheGroup]) -> list[LayerCache]:
         """Say of each layer of the model, in order, where its keys and values go."""

@@ -24,7 +24,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.adapters import check_adaptable, new_slots
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
-from quire.worker.model_runner import ModelRunner
+from quire.worker.model_runner import ModelRunner, new_cache
 from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class Worker:
         )
         largest = max(self._groups(), key=lambda group: len(group.layers))
         layers = [spec.layers[index] for index in largest.layers]
-        samples = [self.backend.new_kv_cache(1, cache.block_size, at.num_kv_heads, at.head_size) for at in layers]
+        samples = [new_cache(self.backend, layer, 1, cache.block_size) for layer in layers]
         geometry = StoreGeometry(
             fingerprint=identity,
             block_nbytes=sum(self.backend.block_nbytes(sample) for sample in samples),

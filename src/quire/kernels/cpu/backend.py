@@ -18,12 +18,13 @@ from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Ex
 from quire.kernels.cpu import activations, choose, linear, linear_coded, linear_int, norms, rotary, rows
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
-from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
+from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache, CPULatentCache
 from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
 from quire.kernels.cpu.gated_delta import gated_delta
+from quire.kernels.cpu.heads import CPUHeads, head_linear, pack_heads
 from quire.kernels.cpu.jit import Op, refresh_cache
-from quire.kernels.cpu.kv_write import WRITE, write_kv
+from quire.kernels.cpu.kv_write import WRITE, write_kv, write_latent
 from quire.kernels.cpu.levels import current_level
 from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
@@ -214,6 +215,10 @@ class CPUBackend:
         """See `Backend.pack_experts`."""
         return pack_experts(experts, self.pack_linear)
 
+    def pack_heads(self, matrices: Sequence[Tensor]) -> CPUHeads:
+        """See `Backend.pack_heads`."""
+        return pack_heads(self._launcher, matrices, self.dtype)
+
     # Model ops
 
     def _as_stored(
@@ -238,6 +243,10 @@ class CPUBackend:
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         """See `Backend.linear`."""
         return self._product(x, weight, None)
+
+    def head_linear(self, x: np.ndarray, weight: CPUHeads) -> np.ndarray:
+        """See `Backend.head_linear`."""
+        return head_linear(self._launcher, x, weight)
 
     def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
         """See `Backend.gated_linear`."""
@@ -369,34 +378,42 @@ class CPUBackend:
 
     # KV cache and attention
 
-    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> CPUKVCache:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
+    ) -> CPUKVCache | CPULatentCache:
         """See `Backend.new_kv_cache`."""
         storage = KV_STORAGE[self.kv_dtype]
+        if latent:
+            return CPULatentCache.allocate(num_blocks, block_size, head_size, storage)
         return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, storage, self._paired_kv)
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
         """See `Backend.write_kv`."""
         write_kv(self._launcher, k, v, cache, rows.as_ids(self._launcher, slot_mapping))
 
+    def write_latent(self, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
+        """See `Backend.write_latent`."""
+        write_latent(self._launcher, x, cache, rows.as_ids(self._launcher, slot_mapping))
+
     def paged_attention(
-        self, q: np.ndarray, cache: CPUKVCache, metadata: AttentionMetadata, params: AttentionParams
+        self, q: np.ndarray, cache: CPUKVCache | CPULatentCache, metadata: AttentionMetadata, params: AttentionParams
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
         return paged_attention(self._launcher, q, cache, metadata, params)
 
-    def copy_blocks(self, cache: CPUKVCache, pairs: np.ndarray) -> None:
+    def copy_blocks(self, cache: CPUKVCache | CPULatentCache, pairs: np.ndarray) -> None:
         """See `Backend.copy_blocks`."""
         cache.copy_blocks(pairs)
 
-    def block_nbytes(self, cache: CPUKVCache) -> int:
+    def block_nbytes(self, cache: CPUKVCache | CPULatentCache) -> int:
         """See `Backend.block_nbytes`."""
         return cache.block_nbytes
 
-    def read_blocks(self, cache: CPUKVCache, block_ids: np.ndarray) -> np.ndarray:
+    def read_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray) -> np.ndarray:
         """See `Backend.read_blocks`."""
         return cache.read_blocks(block_ids)
 
-    def write_blocks(self, cache: CPUKVCache, block_ids: np.ndarray, data: np.ndarray) -> None:
+    def write_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray, data: np.ndarray) -> None:
         """See `Backend.write_blocks`."""
         cache.write_blocks(block_ids, data)
 

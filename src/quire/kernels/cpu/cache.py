@@ -113,5 +113,50 @@ class CPUKVCache:
         return [side.reshape(len(side), -1).view(np.uint8) for side in sides if side is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class CPULatentCache:
+    """Paged vectors that all heads of a layer share, as keys and, the first elements of them, as values.
+
+    Attributes:
+        latents: [B, bs, D] in a storage dtype. flat_keys: the same memory in one dimension; there are no others.
+    """
+
+    latents: np.ndarray
+    flat_keys: np.ndarray
+    flat_values: None = None
+    key_scales: None = None
+    value_scales: None = None
+    paired: bool = False
+
+    @classmethod
+    def allocate(cls, num_blocks: int, block_size: int, size: int, dtype: np.dtype) -> CPULatentCache:
+        """Return a zeroed cache; the system hands out its memory when it is first written."""
+        flat = _zeros(num_blocks * block_size * size, dtype)
+        return cls(flat.reshape(num_blocks, block_size, size), flat)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.latents.shape[1]
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """Copy whole blocks; pairs int64 [n, 2] of (source, destination)."""
+        self.latents[pairs[:, 1]] = self.latents[pairs[:, 0]]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block."""
+        return self.latents[:1].nbytes
+
+    def read_blocks(self, block_ids: np.ndarray) -> np.ndarray:
+        """Return blocks int64 [n] as uint8 [n, block_nbytes]."""
+        return self.latents[block_ids].reshape(len(block_ids), -1).view(np.uint8)
+
+    def write_blocks(self, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """Fill blocks int64 [n] with what `read_blocks` returned."""
+        blocks = np.ascontiguousarray(data).view(self.latents.dtype)
+        self.latents[block_ids] = blocks.reshape(-1, *self.latents.shape[1:])
+
+
 def _zeros(count: int, dtype: np.dtype) -> np.ndarray:
     return aligned_zeros(count * dtype.itemsize + OVERRUN).view(dtype)[:count]

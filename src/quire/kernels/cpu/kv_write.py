@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.cache import CPUKVCache
+from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, longs, signed_octets, uints, words
 from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
@@ -253,6 +253,56 @@ def write_int8(args, first, last, scratch):
         k_at, v_at = t * args[K_STRIDE] + h * size, t * args[V_STRIDE] + h * size
         floats(args[KEY_SCALES])[at] = quantize(k, k_at, size, key_octets, key, 2 * block_size, beside)
         floats(args[VALUE_SCALES])[at] = quantize(v, v_at, size, value_octets, value, 2 * apart, apart)
+
+
+# Latent vectors: one for all heads of a token
+
+
+@part
+def write_vectors(args, latents, first, last):
+    """Items are tokens. x, elements between its rows, the cache, slots, elements of a vector."""
+    x, size = floats(args[0]), args[4]
+    for t in range(first, last):
+        slot = longs(args[3])[t]
+        if slot >= 0:
+            for d in range(size):
+                put(latents, slot * size + d, get(x, t * args[1] + d))
+
+
+@op
+def write_latent_float32(args, first, last, scratch):
+    """Store vectors as they are."""
+    write_vectors(args, floats(args[2]), first, last)
+
+
+@op
+def write_latent_bfloat16(args, first, last, scratch):
+    """Store vectors in bfloat16."""
+    write_vectors(args, words(args[2]), first, last)
+
+
+@op
+def write_latent_float16(args, first, last, scratch):
+    """Store vectors in float16."""
+    write_vectors(args, halves(args[2]), first, last)
+
+
+WRITE_LATENT: dict[np.dtype, Op] = {
+    np.dtype(np.float32): write_latent_float32,
+    np.dtype(np.uint16): write_latent_bfloat16,
+    np.dtype(np.int16): write_latent_float16,
+}
+
+
+def write_latent(launcher: Launcher, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
+    """Emit the storing of x [T, D] at slots int64 [T], see `Backend.write_latent`; negative slots are left out."""
+    assert slot_mapping.dtype == np.int64 and slot_mapping.flags.c_contiguous
+    assert x.shape[1] == cache.latents.shape[2]
+    x, stride = as_rows(x)
+    launcher.emit(
+        WRITE_LATENT[cache.flat_keys.dtype], x, stride, cache.flat_keys, slot_mapping, x.shape[1],
+        items=x.shape[0], work=8 * x.size,
+    )  # fmt: skip
 
 
 WRITE: dict[np.dtype, Op] = {

@@ -5,11 +5,13 @@ The arithmetic is in paged_pairs.py, paged_floats.py and paged_softmax.py, the c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.cache import CPUKVCache
+from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.paged_floats import attend_bfloat16, attend_float16, attend_float32, attend_int8
 from quire.kernels.cpu.paged_pairs import attend_pairs
@@ -18,6 +20,7 @@ from quire.kernels.cpu.paged_plan import (
     ATTEND_SHARED,
     MERGE_ALONE,
     MERGE_SHARED,
+    UNIT_ROWS,
     Plan,
     make_plan,
 )
@@ -40,10 +43,19 @@ def attend_op(dtype: np.dtype, paired: bool) -> Op:
     return attend_pairs if paired else ATTEND[dtype]
 
 
+def head_groups(num_heads: int) -> int:
+    """Return into how many groups heads are cut that share a latent cache: none has more rows than an item."""
+    return next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= UNIT_ROWS)
+
+
 def paged_attention(
-    launcher: Launcher, q: np.ndarray, cache: CPUKVCache, metadata: AttentionMetadata, params: AttentionParams
+    launcher: Launcher,
+    q: np.ndarray,
+    cache: CPUKVCache | CPULatentCache,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
 ) -> np.ndarray:
-    """Emit attention of q [T, Hq*D], see `Backend.paged_attention` -> [T, Hq*D].
+    """Emit attention of q [T, Hq*D], see `Backend.paged_attention` -> [T, Hq * size of a value].
 
     cu_query_lens, seq_lens and block_tables are int32 and read when the program runs; rows of block_tables may lie
     apart. The first call for a metadata object, and for each window and shape of heads, also emits the plan, which
@@ -54,10 +66,12 @@ def paged_attention(
     assert metadata.block_tables.shape[1] <= 1 or metadata.block_tables.strides[1] == 4
     q, stride = as_rows(q)
     tokens = q.shape[0]
-    out = launcher.empty((tokens, params.num_heads * params.head_size))
+    out = launcher.empty((tokens, params.num_heads * params.out_size))
+    if params.value_size is not None:
+        params = replace(params, num_kv_heads=head_groups(params.num_heads))
     if tokens == 0:
         return out
-    key = (*params.reach, params.num_heads, params.num_kv_heads, params.head_size, cache.block_size)
+    key = (*params.reach, params.num_heads, params.num_kv_heads, params.out_size, cache.block_size)
     if key not in metadata.plans:
         metadata.plans[key] = make_plan(launcher, tokens, metadata, params, cache.block_size)
     _emit(launcher, q, stride, out, cache, metadata, params, metadata.plans[key])
@@ -69,7 +83,7 @@ def _emit(
     q: np.ndarray,
     stride: int,
     out: np.ndarray,
-    cache: CPUKVCache,
+    cache: CPUKVCache | CPULatentCache,
     metadata: AttentionMetadata,
     params: AttentionParams,
     plan: Plan,
@@ -82,7 +96,7 @@ def _emit(
         tables, tables.strides[0] // 4,
     )  # fmt: skip
     after = (
-        plan.partials, params.num_heads, heads, size, cache.block_size, *params.reach,
+        plan.partials, params.num_heads, heads, size, params.out_size, cache.block_size, *params.reach,
         float(params.scale), float(params.softcap or 0.0), _floats(params.sinks), _floats(params.alibi_slopes),
         plan.slot_rows, plan.room_rows,
     )  # fmt: skip

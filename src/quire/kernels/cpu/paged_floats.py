@@ -19,6 +19,7 @@ from quire.kernels.cpu.paged_softmax import (
     KV_HEADS,
     LAST,
     NUM_HEADS,
+    OUT_SIZE,
     Q_STRIDE,
     RECORD,
     ROOM_ROWS,
@@ -47,7 +48,7 @@ from quire.kernels.cpu.paged_softmax import (
     visible_tiles,
     weigh_floats,
 )
-from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, widen, widen_one
+from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, turn_tile, widen, widen_one
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, real, signed_octets, words
 from quire.kernels.cpu.simd import (
     LANES,
@@ -107,14 +108,17 @@ def load_keys(args, keys, table, head, base, low, high, tile):
 
 
 @part
-def load_values(args, values, table, head, base, low, high, padded, tile):
-    """tile[j * padded + d] = element d of the value at position base + j; columns from `size` on are anything."""
-    size, block_size = args[SIZE], args[BLOCK_SIZE]
+def load_values(args, values, table, head, heads, step, size, base, low, high, padded, tile):
+    """tile[j * padded + d] = element d of the value at position base + j; columns from `size` on are anything.
+
+    The cache has `heads` heads of `step` elements.
+    """
+    block_size = args[BLOCK_SIZE]
     for j in range(TILE):
         position = base + j
         if low <= position < high:
             block, offset = block_of(table, position, block_size)
-            at = ((block * args[KV_HEADS] + head) * block_size + offset) * size
+            at = ((block * heads + head) * block_size + offset) * step
             whole = size // LANES * LANES
             for d in range(0, whole, LANES):
                 store(tile, j * padded + d, widen(values, at + d))
@@ -123,6 +127,20 @@ def load_values(args, values, table, head, base, low, high, padded, tile):
         else:
             for d in range(0, padded, LANES):
                 store(tile, j * padded + d, splat(np.float32(0)))
+
+
+@part
+def load_latent_keys(args, latents, table, base, low, high, rows, tile):
+    """Like `load_keys` from a latent cache; `rows` [32][pad(D)] is scratch."""
+    size = args[SIZE]
+    padded, whole = pad(size), size // LANES * LANES
+    load_values(args, latents, table, 0, 1, size, size, base, low, high, padded, rows)
+    for half in (0, LANES):
+        for d in range(0, whole, LANES):
+            turn_tile(rows, half * padded + d, padded, tile, d * TILE + half, TILE)
+        for d in range(whole, size):
+            for j in range(half, half + LANES):
+                tile[d * TILE + j] = rows[j * padded + d]
 
 
 # Products, for a group of up to 8 rows; an element's bits do not depend on the height of the register tile
@@ -197,14 +215,18 @@ def plan_room(scratch, rows, size):
 @part
 def attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums):
     """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it."""
-    size, scaled = args[SIZE], args[KEY_SCALES] != 0
+    size, scaled, latent = args[OUT_SIZE], args[KEY_SCALES] != 0, args[VALUES] == 0
     padded = pad(size)
     key_scales, value_scales, scores = floats(places[0]), floats(places[0] + 4 * SEGMENT), floats(places[5])
     first, last = max(0, low - base) // TILE, (min(SEGMENT, high - base) + TILE - 1) // TILE
     if scaled:
         load_scales(args, table, head, base, low, high, key_scales, value_scales)
     for tile in range(first, last):
-        load_keys(args, keys, table, head, base + tile * TILE, low, high, floats(places[7]))
+        here = base + tile * TILE
+        if latent:
+            load_latent_keys(args, keys, table, here, low, high, floats(places[8]), floats(places[7]))
+        else:
+            load_keys(args, keys, table, head, here, low, high, floats(places[7]))
         score_rows(args, room, used, base, tile, floats(places[6]), floats(places[7]), scores)
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
@@ -215,7 +237,11 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
             find_largest(args, group_scores, row, rows, base, begin, end, room, key_scales, group_maxes)
             weigh_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
     for tile in range(first, last):
-        load_values(args, values, table, head, base + tile * TILE, low, high, padded, floats(places[8]))
+        here, to = base + tile * TILE, floats(places[8])
+        if latent:
+            load_values(args, keys, table, 0, 1, args[SIZE], size, here, low, high, padded, to)
+        else:
+            load_values(args, values, table, head, args[KV_HEADS], size, size, here, low, high, padded, to)
         add_values(args, room, used, base, tile, scores, floats(places[8]), sums, padded)
 
 
@@ -223,7 +249,7 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
 def attend_item(args, keys, values, record, head, scratch):
     """Attention of an item's rows, or its parts for `merge`, for one KV head."""
     size = args[SIZE]
-    padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
+    padded, used = pad(args[OUT_SIZE]), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     room, behind = make_room(scratch, args[ROOM_ROWS], padded)
     places = plan_room(behind, args[ROOM_ROWS], size)
     table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])

@@ -181,7 +181,7 @@ def make_plan(
     launcher: Launcher, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
 ) -> Plan:
     """Emit `plan` for layers with these heads and this window; sizes follow from shapes alone."""
-    heads, size = params.num_kv_heads, params.head_size
+    heads, size = params.num_kv_heads, params.out_size
     group = params.num_heads // heads
     wanted = PIECES * launcher.num_threads if launcher.num_threads > 1 else 0
     least = GROUP // gcd(GROUP, group)

@@ -40,8 +40,10 @@ NEG_INF = np.float32(-np.inf)
 
 # Arguments of `merge` and of the attend ops; strides in elements, see `paged.paged_attention`
 Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, WORK, PARTIALS = range(11)
-NUM_HEADS, KV_HEADS, SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 17)
-SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(17, 23)
+# OUT_SIZE: elements of a value. Without VALUES the cache is latent: values are the first elements of the keys, and
+# KV_HEADS is the number of groups into which the query heads are cut, that all share them.
+NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
+SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(18, 24)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
 # at `position` ..; segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
@@ -247,7 +249,7 @@ def fold(args, room, row, rows, base, maxes, totals, values, padded, work):
 def finish(args, record, head, room, used, padded):
     """Divide the rows' weighted values by their weights and write them out."""
     _, _, _, total, sums = room
-    num_heads, size, out = args[NUM_HEADS], args[SIZE], floats(args[OUT])
+    num_heads, size, out = args[NUM_HEADS], args[OUT_SIZE], floats(args[OUT])
     group = num_heads // args[KV_HEADS]
     for row in range(used):
         at = ((record[ROW] + row // group) * num_heads + head * group + row % group) * size
@@ -263,7 +265,7 @@ def finish(args, record, head, room, used, padded):
 @part
 def merge_item(args, record, head, scratch):
     """Fold the parts of some rows, for one KV head."""
-    padded = pad(args[SIZE])
+    padded = pad(args[OUT_SIZE])
     used = record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     room, work = make_room(scratch, args[SLOT_ROWS], padded)
     start(args, record, head, room, used, padded)

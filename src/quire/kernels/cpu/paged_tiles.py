@@ -251,6 +251,29 @@ def widen_one(ty, pointer, offset):
 
 
 @intrinsic
+def turn_tile(ty, source, at, step, target, to, to_step):
+    """target[to + i * to_step + j] = source[at + j * step + i], for 16 x 16 float32."""
+
+    def code(ctx, b, sig, a):
+        source, at, step, target, to, to_step = a
+        rows = [_load(b, "f32", source, b.add(at, b.mul(step, I64(j)))) for j in range(LANES)]
+        for apart in (1, 2, 4, 8):  # rows that many apart trade the blocks that lie across the diagonal
+            below = [i if i & apart == 0 else LANES + i - apart for i in range(LANES)]
+            above = [i + apart if i & apart == 0 else LANES + i for i in range(LANES)]
+            masks = [ir.Constant(I32V, mask) for mask in (below, above)]
+            for i in range(LANES):
+                if i & apart == 0:
+                    pair = rows[i], rows[i + apart]
+                    rows[i], rows[i + apart] = (b.shuffle_vector(*pair, mask) for mask in masks)
+        for i, row in enumerate(rows):
+            _store(b, row, target, b.add(to, b.mul(to_step, I64(i))))
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(source, n, n, target, n, n), code
+
+
+@intrinsic
 def scale_add(ty, x, before, y, now):
     """x * before + y * now with float32 scalars `before` and `now`."""
 

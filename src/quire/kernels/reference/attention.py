@@ -22,10 +22,13 @@ def attend(
     key_positions: torch.Tensor,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """Attention of one sequence: q [L, Hq, D], keys and values [P, Hkv, D], with their positions -> [L, Hq, D]."""
+    """Attention of one sequence: q [L, Hq, D], keys and values [P, Hkv, D], with their positions -> [L, Hq, D].
+
+    Values may be of another size, as results then are.
+    """
     mask = visible(positions, key_positions, params)
     group = params.num_heads // params.num_kv_heads
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for head in range(params.num_heads):
         logits = params.scale * (q[:, head] @ keys[:, head // group].T)
         if params.softcap is not None:
@@ -42,13 +45,24 @@ def attend(
     return out
 
 
+def read(
+    cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, params: AttentionParams, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [P, Hkv, D] at `positions` [P] of a sequence with this block table.
+
+    cache is [2, B, bs, Hkv, D], or [1, B, bs, 1, D] where values are the first elements of keys.
+    """
+    block_size = cache.shape[2]
+    sides = cache[:, table[positions // block_size].long(), positions % block_size].to(compute)
+    return sides[0], sides[-1][..., : params.out_size]
+
+
 def paged_attention(
     q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams, compute: torch.dtype
 ) -> torch.Tensor:
-    """See `Backend.paged_attention`; cache is [2, B, bs, Hkv, D], the arithmetic is done in dtype `compute`."""
-    block_size = cache.shape[2]
+    """See `Backend.paged_attention`; the arithmetic is done in dtype `compute`."""
     heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
-    out = torch.empty_like(heads)
+    out = heads.new_empty((*heads.shape[:2], params.out_size))
     starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
     for s, length in enumerate(lengths):
         start, stop = starts[s], starts[s + 1]
@@ -56,8 +70,7 @@ def paged_attention(
         # Keys before every query's window may be gone, their blocks given to someone else.
         oldest = max(0, length - (stop - start) - params.reach[0])
         key_positions = torch.arange(oldest, length, device=q.device)
-        blocks = metadata.block_tables[s, key_positions // block_size].long()
-        keys, values = cache[:, blocks, key_positions % block_size].to(compute)
+        keys, values = read(cache, metadata.block_tables[s], key_positions, params, compute)
         part = attend(heads[start:stop].to(compute), positions, keys, values, key_positions, params)
         out[start:stop] = part.to(out.dtype)
     return out.reshape(q.shape[0], -1)

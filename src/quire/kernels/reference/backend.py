@@ -175,6 +175,10 @@ class ReferenceBackend:
         """See `Backend.pack_experts`."""
         return [ReferenceExpert.pack(expert, self.pack_linear) for expert in experts]
 
+    def pack_heads(self, matrices: Sequence[Tensor]) -> torch.Tensor:
+        """See `Backend.pack_heads`; [H, B, A] in the backend's dtype."""
+        return torch.stack([self.vector(matrix).to(TORCH_DTYPES[self.dtype]) for matrix in matrices])
+
     # Model ops
 
     def embedding(self, ids: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
@@ -193,6 +197,11 @@ class ReferenceBackend:
             x = x.to(weight.weight.dtype)
         out = (x.to(self._compute) @ wide.T).float()
         return out if weight.bias is None else out + weight.bias
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Backend.head_linear`."""
+        heads = x.to(self._compute).unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
+        return (heads @ weight.to(self._compute).mT).transpose(0, 1).flatten(0, 1).float()
 
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
         """See `Backend.gated_linear`."""
@@ -340,9 +349,14 @@ class ReferenceBackend:
 
     # KV cache and attention
 
-    def new_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> torch.Tensor:
-        """See `Backend.new_kv_cache`; [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]."""
-        shape = (2, num_blocks, block_size, num_kv_heads, head_size)
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
+    ) -> torch.Tensor:
+        """See `Backend.new_kv_cache`; [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size].
+
+        Latent ones have a first axis of 1.
+        """
+        shape = (1 if latent else 2, num_blocks, block_size, num_kv_heads, head_size)
         return torch.zeros(shape, dtype=KV_DTYPES[self.kv_dtype], device=self.device)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -352,6 +366,11 @@ class ReferenceBackend:
         for side, values in enumerate((k, v)):
             heads = values.reshape(-1, *cache.shape[3:])
             cache[side, block, offset] = (round_rows(heads) if self.kv_dtype == "int8" else heads).to(cache.dtype)
+
+    def write_latent(self, x: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See `Backend.write_latent`."""
+        block_size = cache.shape[2]
+        cache[0, slot_mapping // block_size, slot_mapping % block_size, 0] = x.to(cache.dtype)
 
     def paged_attention(
         self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
@@ -375,7 +394,7 @@ class ReferenceBackend:
 
     def write_blocks(self, cache: torch.Tensor, block_ids: np.ndarray, data: np.ndarray) -> None:
         """See `Backend.write_blocks`."""
-        blocks = self.from_numpy(data).view(cache.dtype).unflatten(1, (2, *cache.shape[2:]))
+        blocks = self.from_numpy(data).view(cache.dtype).unflatten(1, (cache.shape[0], *cache.shape[2:]))
         cache[:, self.from_numpy(block_ids)] = blocks.transpose(0, 1)
 
     # Logits and sampling

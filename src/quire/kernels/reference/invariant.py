@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams, RoutingParams, TopLogprobs
-from quire.kernels.reference.attention import attend
+from quire.kernels.reference.attention import attend, read
 from quire.kernels.reference.backend import ReferenceBackend, ReferenceLinear
 from quire.kernels.reference.experts import ReferenceExpert
 
@@ -35,6 +35,11 @@ class InvariantReferenceBackend(ReferenceBackend):
         """See `Backend.linear`."""
         wide = weight.weight.to(self._compute)
         return row_by_row(lambda row: self._multiply(row, weight, wide), x)
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Backend.head_linear`."""
+        op = super().head_linear
+        return torch.cat([op(token.clone(), weight) for token in x.split(weight.shape[0])])
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend.route`."""
@@ -69,17 +74,15 @@ class InvariantReferenceBackend(ReferenceBackend):
         self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
         """See `Backend.paged_attention`."""
-        block_size = cache.shape[2]
         heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
-        out = torch.empty_like(heads)
+        out = heads.new_empty((*heads.shape[:2], params.out_size))
         starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
         for s, length in enumerate(lengths):
             for row in range(starts[s], starts[s + 1]):
                 position = length - (starts[s + 1] - row)
                 behind, ahead = params.reach
                 seen = torch.arange(max(0, position - behind), min(length, position + 1 + ahead), device=q.device)
-                blocks = metadata.block_tables[s, seen // block_size].long()
-                keys, values = (side.to(self._compute) for side in cache[:, blocks, seen % block_size].unbind())
+                keys, values = read(cache, metadata.block_tables[s], seen, params, self._compute)
                 query = heads[row : row + 1].to(self._compute)
                 out[row] = attend(query, seen.new_tensor([position]), keys, values, seen, params)[0].to(out.dtype)
         return out.reshape(q.shape[0], -1)
