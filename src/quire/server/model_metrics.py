@@ -7,6 +7,7 @@ server counts as a whole stands in `metrics.py`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -215,7 +216,8 @@ class ModelMetrics:
         self._total.take(stats)
         yield from self._gauges(stats)
         yield from self._counters()
-        yield self._cache_info(llm.config, stats)
+        prefixes = llm.config.cache.enable_prefix_caching is not False and not llm.model_info.keeps_states
+        yield self._cache_info(llm.config, stats, prefixes)
 
     def _health(self, llm: AsyncLLM | None) -> Iterable[Metric]:
         up = llm is not None and llm.ready and not llm.recovering
@@ -279,12 +281,26 @@ class ModelMetrics:
             "reason",
             {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred},
         )
+        yield from self._adapters(stats)
         yield self._gauge_by(
             "vllm:engine_sleep_state",
             "1 at the state that the engine is in.",
             "sleep_state",
             {state: float(level == self._sleep_level) for level, state in enumerate(SLEEP_STATES)},
         )
+
+    def _adapters(self, stats: SchedulerStats) -> Iterable[Metric]:
+        if self._llm is None or not self._llm.config.lora.enable_lora:
+            return
+        info = {
+            "max_lora": str(self._llm.config.lora.max_loras),
+            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+            "running_lora_adapters": ",".join(stats.running_adapters),
+        }
+        text = "Adapters of requests that run and that wait; the value is the time."
+        gauge = GaugeMetricFamily("vllm:lora_requests_info", text, labels=(*LABELS, *info))
+        gauge.add_metric((*self._labels, *info.values()), time.time())
+        yield gauge
 
     def _gauge_by(self, name: str, text: str, label: str | None, values: Mapping[str, float]) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=LABELS if label is None else (*LABELS, label))
@@ -339,11 +355,11 @@ class ModelMetrics:
         )
         yield self._counter_by("quire:engine_steps", "Steps of the engine.", None, {"": total["num_steps"]})
 
-    def _cache_info(self, config: EngineConfig, stats: SchedulerStats) -> Metric:
+    def _cache_info(self, config: EngineConfig, stats: SchedulerStats, prefixes: bool) -> Metric:
         info = {
             "block_size": str(config.cache.block_size),
             "cache_dtype": config.cache.kv_cache_dtype,
-            "enable_prefix_caching": str(config.cache.enable_prefix_caching),
+            "enable_prefix_caching": str(prefixes),
             "gpu_memory_utilization": str(config.cache.gpu_memory_utilization),
             "num_gpu_blocks": str(stats.num_blocks),
         }
