@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from quire.errors import EngineDeadError, ModelError, QuireError
+from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.model_pool import ModelPool
 from quire.server.served_model import ServedModel
@@ -23,6 +24,7 @@ class FakeLLM:
         self.level = 0
         self.num_unfinished = 0
         self.max_model_len = 128
+        self.adapters = AdapterRegistry(server_config(), self.call)
         self.release: asyncio.Future[None] | None = None
 
     async def _held(self) -> None:

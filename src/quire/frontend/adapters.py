@@ -151,11 +151,16 @@ class AdapterRegistry:
 
     async def unload(self, name: str) -> None:
         """Offer an adapter no more. Requests that have begun go on with it. Raises `NotFoundError`."""
+        request = self.withdraw(name)
+        await self._call("unload_lora", lora_int_id=request.lora_int_id)
+
+    def withdraw(self, name: str) -> LoRARequest:
+        """As `unload`, of an engine that is not there, and return what the adapter was."""
         self._check_enabled()
         found = self._offered.pop(name, None)
         if found is None:
             raise NotFoundError(f"there is no adapter {echo(name)}", param="lora_name", code="adapter_not_found")
-        await self._call("unload_lora", lora_int_id=found.request.lora_int_id)
+        return found.request
 
     def _check_enabled(self) -> None:
         if not self._enabled:

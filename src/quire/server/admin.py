@@ -86,7 +86,7 @@ async def unload(request: Request, model_id: str) -> Response:
 def _asked(request: Request, *parameters: str, name: str | None = None) -> tuple[ServerContext, ServedModel]:
     """Return the context and the model that a request is about. Raises `QuireError` if it must not be carried out."""
     context = context_of(request)
-    _check_caller(request, context)
+    check_caller(request, context)
     for parameter in request.query_params:
         if parameter not in parameters:
             raise unknown_field(parameter, parameters)
@@ -98,7 +98,7 @@ def _asked(request: Request, *parameters: str, name: str | None = None) -> tuple
     return context, context.models.first
 
 
-def _check_caller(request: Request, context: ServerContext) -> None:
+def check_caller(request: Request, context: ServerContext) -> None:
     """Make sure that the key is one for these routes, whatever the gate made of the path.
 
     Without keys, what a page of another site made a browser send is refused: it needs no leave to send it.

@@ -13,7 +13,19 @@ from starlette.routing import Route, request_response
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
-from quire.server import admin, chat, completions, debug, health, models, playground, pooling, timeline, tokenize
+from quire.server import (
+    adapters,
+    admin,
+    chat,
+    completions,
+    debug,
+    health,
+    models,
+    playground,
+    pooling,
+    timeline,
+    tokenize,
+)
 from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
 from quire.server.cors import CrossOrigin
@@ -59,6 +71,7 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
         app.include_router(module.router)
     if config.server.enable_admin_endpoints:
         app.include_router(admin.router)
+        app.include_router(adapters.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)
     if not config.server.disable_playground:

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from quire.config import EngineConfig
 from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
+from quire.lora.request import LoRARequest
 from quire.server.auth import ApiKeys
 from quire.server.errors import HTTPProblem
 from quire.server.limits import Deadline, timed_out
@@ -24,7 +25,16 @@ from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconn
 from quire.server.timeline import Timelines
 from quire.server.tracing import Tracing
 
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
+ADMIN_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
 ADMIN_MODEL_PATH = re.compile(r"/v1/models/.+/(load|unload)", re.DOTALL)
 
 
@@ -123,13 +133,15 @@ class ModelContext:
     Attributes:
         server: what all requests share. model: the model. llm: its engine, from which the request is answered even if
             the model gets another one meanwhile. name: what the answer calls the model.
+        lora: the adapter that the request has named in the place of the model.
     """
 
-    def __init__(self, server: ServerContext, model: ServedModel, name: str) -> None:
+    def __init__(self, server: ServerContext, model: ServedModel, name: str, lora: LoRARequest | None = None) -> None:
         self.server = server
         self.model = model
         self.llm: AsyncLLM = model.llm
         self.name = name
+        self.lora = lora
 
     @property
     def config(self) -> EngineConfig:
@@ -189,4 +201,7 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
             raise timed_out(deadline.seconds) from None
         except ClientGoneError:
             raise HTTPProblem(CLIENT_CLOSED, "the client has gone", code="client_closed") from None
-    return ModelContext(server, model, name if name in model.names else model.names[0])
+    lora = None if name is None or name in model.names else model.llm.adapters.find(name)
+    if name is None or (lora is None and name not in model.names):
+        name = model.names[0]
+    return ModelContext(server, model, name, lora)

@@ -262,6 +262,7 @@ class Generation:
                     param=param,
                     ask=ask,
                     within=None if self._deadline is None else self._deadline.left,
+                    lora_request=self.context.lora,
                 )
                 self.streams.append(await self._in_time(submission))
                 self._check_size(params)

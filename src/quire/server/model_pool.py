@@ -79,13 +79,19 @@ class ModelPool:
         """The names of all models."""
         return [name for model in self.models for name in model.names]
 
+    @property
+    def adapter_names(self) -> list[str]:
+        """The names of all LoRA adapters."""
+        return [item.request.lora_name for model in self.models for item in model.llm.adapters.offered]
+
     def find(self, name: str) -> ServedModel:
         """Return the model of this name. Raises `NotFoundError`."""
         for model in self.models:
             if model.answers_to(name):
                 return model
         raise NotFoundError(
-            f"the model {echo(name)} does not exist; this server has {', '.join(self.names)}", param="model"
+            f"the model {echo(name)} does not exist; this server has {', '.join([*self.names, *self.adapter_names])}",
+            param="model",
         )
 
     @property
@@ -289,12 +295,15 @@ class ModelPool:
         if model.llm.errored:
             await self._renew(model)
         await model.llm.start()
+        alone, first = len(self.models) == 1, model is self.first
+        await model.llm.adapters.load_modules(model.names, first=first, alone=alone)
 
     async def _renew(self, model: ServedModel) -> None:
         """End a model's engine, and have another one in its place, not started."""
         assert model.remake is not None, "asked before"
         await model.llm.close()
-        model.llm = model.remake()
+        adapters, model.llm = model.llm.adapters, model.remake()
+        model.llm.adapters.adopt(adapters)
         model.on_sleep(0)
 
     def _fail(self, model: ServedModel, error: QuireError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.frontend.adapters import OfferedAdapter
 from quire.server.context import context_of
 from quire.server.errors import JSON, HTTPProblem
 from quire.server.model_pool import ServedModel
@@ -21,7 +23,9 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List the models, each under all of its names, and say which are loaded."""
     context = context_of(request)
-    data = [_model(model, name) for model in context.models.models for name in model.names]
+    models = context.models.models
+    data = [_model(model, name) for model in models for name in model.names]
+    data += [_adapter(model, item) for model in models for item in model.llm.adapters.offered]
     return _json({"object": "list", "data": data})
 
 
@@ -29,6 +33,9 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe one model."""
     model = context_of(request).models.find(model_id)
+    for item in model.llm.adapters.offered:
+        if item.request.lora_name == model_id:
+            return _json(_adapter(model, item))
     return _json(_model(model, model_id if model_id in model.names else model.names[0]))
 
 
@@ -42,6 +49,16 @@ def _model(model: ServedModel, name: str) -> dict[str, Any]:
         "parent": None,
         "status": {"value": model.status},
         **({} if model.max_model_len is None else {"max_model_len": model.max_model_len}),
+    }
+
+
+def _adapter(model: ServedModel, item: OfferedAdapter) -> dict[str, Any]:
+    """Like `_model`. The root is the adapter's folder, but without the place of it on this machine."""
+    return {
+        **_model(model, item.request.lora_name),
+        "created": item.created,
+        "root": os.path.basename(os.path.normpath(item.request.lora_path)),
+        "parent": model.names[0],
     }
 
 

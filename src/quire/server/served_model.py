@@ -74,8 +74,8 @@ class ServedModel:
         self._was_ready = False
 
     def answers_to(self, name: str) -> bool:
-        """Whether requests may call it so."""
-        return name in self._accepted
+        """Whether requests may call it, or one of its adapters, so."""
+        return name in self._accepted or self.llm.adapters.find(name) is not None
 
     # ---- how it is ----
 
