@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 
 from quire.config import SERVER_GROUPS, EngineConfig
+from quire.frontend.async_llm import AsyncLLM
 from quire.server.app import build_app
 from quire.server.listen import bind, url_of, uvicorn_config
 from quire.server.metrics import Metrics
@@ -33,13 +34,19 @@ class LiveServer:
     Args:
         options: of the config. llm: further arguments of `fake_async_llm`, such as `reply_text`.
         start: whether the engine is started; otherwise it stays "loading" until `call(server.llm.start)`.
+        real: a real engine with the model of the options, in the place of the fake one.
     """
 
-    def __init__(self, *, llm: dict[str, Any] | None = None, start: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, llm: dict[str, Any] | None = None, start: bool = True, real: bool = False, **options: Any
+    ) -> None:
         config = server_config(**options)
         self.metrics = Metrics()
         listeners = [self.metrics.model(served_names(config)[0])]
-        self.llm, self.client = fake_async_llm(config=config, listeners=listeners, **(llm or {}))
+        if real:
+            self.llm = AsyncLLM(config, listeners=listeners)
+        else:
+            self.llm, self.client = fake_async_llm(config=config, listeners=listeners, **(llm or {}))
         self.app = build_app(self.llm, config, self.metrics)
         self.context = self.app.state.context
         self.listener = bind("127.0.0.1", 0)
@@ -51,7 +58,7 @@ class LiveServer:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(start)), daemon=True)
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
         self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
 
     async def _serve(self, start: bool) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import RequestError
+from quire.errors import OverloadedError, RequestError
 from quire.frontend.loading import FrontModel
 from quire.frontend.output_processor import RequestState
 from quire.frontend.pooling import (
@@ -244,11 +244,20 @@ class AsyncPoolingCalls:
         found: list[Pooled] = []
         try:
             for count, item in enumerate(inputs, 1):
-                if len(under_way) == WINDOW:
-                    found.append(await finished(under_way[0]))
-                    under_way.popleft()
-                under_way.append(await self.submit(item.prompt, item.params, param=item.param, **options))
-                note(under_way[-1])
+                while True:
+                    if len(under_way) == WINDOW:
+                        found.append(await finished(under_way[0]))
+                        under_way.popleft()
+                    try:
+                        stream = await self.submit(item.prompt, item.params, param=item.param, **options)
+                        break
+                    except OverloadedError:
+                        if not under_way:
+                            raise
+                        found.append(await finished(under_way[0]))  # which makes room
+                        under_way.popleft()
+                under_way.append(stream)
+                note(stream)
                 if count % YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # many texts must not hold up everyone else
             while under_way:

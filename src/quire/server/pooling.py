@@ -19,8 +19,8 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, check_object, missing
 from quire.errors import ContextLengthError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.pooling import PoolingInput, check_task, paired, with_prompt
-from quire.frontend.pooling_calls import score_inputs, scores
+from quire.frontend.pooling import PoolingInput, check_task, paired, spec_of, with_prompt
+from quire.frontend.pooling_calls import Pooled, score_inputs, scores
 from quire.frontend.processor import check_ids
 from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, context_of, model_context
@@ -157,16 +157,28 @@ async def _embed(request: Request, model: type[EmbeddingRequest], task: Task) ->
     if front.info.pooling is None:
         await _encode(context, body, items)
         _refuse(context, task)
-    if isinstance(body, PoolRequest):
-        params = pooling_params(body, task=body.task, dimensions=body.dimensions)
-        write = partial(pooling_answer, base64=body.encoding_format == "base64")
-    else:
-        check_task(front.info.pooling, "embed")
-        params = pooling_params(body, task="embed", dimensions=body.dimensions)
-        write = partial(embedding_answer, base64=body.encoding_format == "base64")
+    inputs = await _inputs_of(context, body, items)
+    kind, write = ("pool", pooling_answer) if task == "pool" else ("embd", embedding_answer)
+    job = PoolingJob(context, body, kind)
+    return await job.answer(request, inputs, partial(write, base64=body.encoding_format == "base64"))
+
+
+async def _inputs_of(context: ModelContext, body: EmbeddingRequest, items: Items) -> list[PoolingInput]:
+    front = context.llm.front_model
+    task = body.task if isinstance(body, PoolRequest) else "embed"
+    if task is not None:
+        check_task(spec_of(front), task)
+    params = pooling_params(body, task=task, dimensions=body.dimensions)
     texts = [(with_prompt(front, item, body.prompt_name), where) for item, where in items]
-    inputs = await _inputs(context, body, texts, params)
-    return await PoolingJob(context, body, "pool" if task == "pool" else "embd").answer(request, inputs, write)
+    return await _inputs(context, body, texts, params)
+
+
+async def embed_texts(request: Request, context: ModelContext, body: EmbeddingRequest) -> list[Pooled]:
+    """Return the vectors that a request asks for, for dialects; raises `QuireError` and `ClientGoneError`."""
+    items = split_inputs(body.input, "input")
+    if context.llm.front_model.info.pooling is None:
+        _refuse(context, "embed")
+    return await PoolingJob(context, body, "embd").run(request, await _inputs_of(context, body, items))
 
 
 @router.post("/classify", openapi_extra=body_schema(ClassifyRequest))

@@ -1,4 +1,4 @@
-"""Tables E and F: vectors, for which there are no models yet, and the routes about tokens."""
+"""Tables E and F: vectors, asked of a model that makes none, and the routes about tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMBEDDING_ROWS = [
     embed("E10c", "dimensions 10^9", {"dimensions": 10**9}, "integer_above_max_value", "dimensions"),
     embed("E12", "vectors of a model that writes", {}, "unsupported_endpoint", "model", "/v1/chat/completions"),
 ]
-# E11, a chat with a model that only makes vectors, waits for such models.
+# E11, a chat with a model that only makes vectors, needs such a model: tests/server/test_pooling_answers.py.
 
 tokenize, detokenize = table(TOKENIZE, {}), table(DETOKENIZE, {})
 

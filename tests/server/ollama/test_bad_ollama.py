@@ -119,7 +119,7 @@ def test_models_that_do_not_exist(family: LiveServer, path: str) -> None:
     ("method", "path"),
     [
         ("DELETE", "/api/delete"),
-        *[("POST", f"/api/{name}") for name in ("pull", "push", "create", "copy", "embed", "embeddings")],
+        *[("POST", f"/api/{name}") for name in ("pull", "push", "create", "copy")],
     ],
 )
 def test_what_is_not_offered_says_why(family: LiveServer, method: str, path: str) -> None:

@@ -111,6 +111,8 @@ def _model_info(context: ModelContext) -> dict[str, Any]:
 
 
 def _capabilities(front: FrontModel) -> list[str]:
+    if front.info.pooling is not None:
+        return ["embedding"] if front.info.pooling.task == "embed" else []
     found = ["completion"]
     if front.message_format.handles_tools and front.chat_template is not None and front.chat_template.reads("tools"):
         found.append("tools")

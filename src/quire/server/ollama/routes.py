@@ -15,7 +15,7 @@ from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.completions import Completion
 from quire.server.context import ModelContext, context_of
 from quire.server.errors import JSON, HTTPProblem
-from quire.server.ollama import catalogue
+from quire.server.ollama import catalogue, embed
 from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
 from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.protocol import ChatRequest, GenerateRequest
@@ -32,12 +32,11 @@ NOT_OFFERED = (
     ("POST", "/api/create", "this server makes no models"),
     ("POST", "/api/copy", "this server renames no models; --served-model-name gives one several names"),
     ("DELETE", "/api/delete", "this server deletes no models"),
-    ("POST", "/api/embed", "no model of this server embeds texts"),
-    ("POST", "/api/embeddings", "no model of this server embeds texts"),
 )
 
 router = APIRouter()
 router.include_router(catalogue.router)
+router.include_router(embed.router)
 
 
 @router.post("/api/chat", openapi_extra=body_schema(ChatRequest))
