@@ -51,8 +51,10 @@ def knows(config: Mapping[str, Any]) -> bool:
     return found is not None and found in (config.get("architectures") or ())
 
 
-def foreign_config(folder: Path, config: Mapping[str, Any]) -> Any:
+def foreign_config(folder: Path, config: Mapping[str, Any], *, generates: bool = True) -> Any:
     """Return transformers' configuration object for `config`, what config.json says.
+
+    With `generates` it must be that of a causal language model.
 
     Raises:
         ModelError: transformers is not installed, does not know the model, or has no causal language model for it.
@@ -69,7 +71,7 @@ def foreign_config(folder: Path, config: Mapping[str, Any]) -> Any:
         found = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: transformers {version} cannot read it: {_line(error)}") from None
-    if type(found) not in transformers.AutoModelForCausalLM._model_mapping:
+    if generates and type(found) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{path}: model_type {echo(model_type)}: transformers {version} has no causal language model of it"
         )

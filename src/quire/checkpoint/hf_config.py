@@ -126,7 +126,7 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         ModelError: a file is missing or malformed, the architecture unknown, or a field has a bad value.
     """
     path, config = _read_config(folder)
-    config = _merge(config, overrides or {})
+    config = merged(config, overrides or {})
     if is_gguf(folder) and model_impl == "transformers":
         raise ModelError(f"{folder}: GGUF files do not run on transformers' code (model_impl)")
     if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and foreign.knows(config)):
@@ -212,17 +212,17 @@ def _foreign_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
     )
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Lay `over` on `base`, objects key by key; null removes."""
-    merged = dict(base)
+    result = dict(base)
     for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
+        if isinstance(value, Mapping) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
         elif value is None:
-            merged.pop(key, None)
+            result.pop(key, None)
         else:
-            merged[key] = value
-    return merged
+            result[key] = value
+    return result
 
 
 def _text_part(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

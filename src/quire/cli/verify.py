@@ -82,12 +82,21 @@ def lines_of(architecture: str, report: Report) -> list[str]:
     """Return the report as lines of text."""
     own = "" if report.reads_files else "; it was given the weights as this package reads them"
     lines = [f"{architecture} in {report.dtype} against transformers' {report.oracle} in float32{own}"]
-    lines.append(_line(f"logits of {report.num_prompts} prompts", _error(report.logits, report.tolerance)))
+    what = "hidden states" if report.vectors else "logits"
+    lines.append(_line(f"{what} of {report.num_prompts} prompts", _error(report.logits, report.tolerance)))
     lines.append(_line("the same, computed in pieces", _error(report.pieces, report.tolerance)))
+    if report.vectors:
+        lines.append(_line("scores of classes", _error(report.scores, report.tolerance)))
+        return lines + _verdict(report)
     greedy = f"{report.greedy_same} of {report.greedy_tokens} choices are the same"
     if report.greedy_same < report.greedy_tokens:
         greedy += f"; the others differ by {report.closest:.1e} at most"
     lines.append(_line("greedy texts", greedy))
+    return lines + _verdict(report)
+
+
+def _verdict(report: Report) -> list[str]:
+    lines = []
     if report.layers:
         lines += ["", f"  {'layer':>5}{'values':>12}{'scores':>12}{'output':>12}"]
         lines += [f"  {at.layer:>5}{at.values:>12.1e}{at.scores:>12.1e}{at.output:>12.1e}" for at in report.layers]

@@ -29,7 +29,8 @@ class Report:
     """What was found.
 
     Attributes:
-        logits, pieces: worst relative errors of prompts computed whole, and in pieces beside another sequence.
+        logits, pieces: worst relative errors of prompts computed whole, and in pieces beside another sequence; of
+            hidden states where the model makes vectors. scores: of the logits of classes, where it has them.
         greedy_same, greedy_tokens: how many tokens of our greedy texts transformers would have chosen, and of how many.
         closest: the largest lead, relative to the largest logit, that transformers' choice had over one that differed.
         layers: errors by layer, where they were looked at. first: the first layer that differs, in words.
@@ -43,6 +44,8 @@ class Report:
     num_tokens: int = 0
     logits: float = 0.0
     pieces: float = 0.0
+    scores: float = 0.0
+    vectors: bool = False
     greedy_same: int = 0
     greedy_tokens: int = 0
     closest: float = 0.0
@@ -52,7 +55,7 @@ class Report:
     @property
     def agrees(self) -> bool:
         """Whether logits are within the tolerance, and every greedy choice that is clearer than it is the same."""
-        return max(self.logits, self.pieces, self.closest) <= self.tolerance
+        return max(self.logits, self.pieces, self.scores, self.closest) <= self.tolerance
 
 
 def prompts_of(info: ModelInfo, tokenizer: Tokenizer | None, length: int, seed: int) -> list[list[int]]:
@@ -84,8 +87,8 @@ def verify(
         ConfigError: transformers is not installed. ModelError: either side cannot load the model.
     """
     prompts = prompts_of(info, tokenizer, length, config.model.seed)
-    oracle = Oracle(info, config.model.load_format)
-    longest = max(map(len, prompts)) + num_tokens
+    oracle = Oracle(info, config.model.load_format, config.model.hf_overrides)
+    longest = max(map(len, prompts)) + (num_tokens if info.pooling is None else 0)
     subject = Subject(config, info, length=min(longest, info.longest_model_len))
     if tolerance is None:
         quantized = config.model.quantization is not None
@@ -93,7 +96,10 @@ def verify(
     report = Report(oracle.name, config.model.dtype, tolerance, oracle.reads_files, len(prompts))
     try:
         for prompt in prompts:
-            _compare_prompt(report, oracle, subject, prompt, num_tokens)
+            if info.pooling is None:
+                _compare_prompt(report, oracle, subject, prompt, num_tokens)
+            else:
+                _compare_text(report, oracle, subject, prompt, info.causal)
         if all_layers or not report.agrees:
             report.layers = layer_errors(subject.trace(prompts[0]), oracle.trace(prompts[0]))
             report.first = first_difference(report.layers, tolerance)
@@ -121,6 +127,19 @@ def _compare_prompt(report: Report, oracle: Oracle, subject: Subject, prompt: li
     report.closest = max(report.closest, float(lead))
 
 
+def _compare_text(report: Report, oracle: Oracle, subject: Subject, text: list[int], causal: bool) -> None:
+    report.vectors = True
+    expected, hidden = oracle.logits(text), subject.feed("whole", text)
+    subject.drop("whole")
+    report.logits = max(report.logits, relative_error(hidden, expected))
+    if causal:
+        report.pieces = max(report.pieces, relative_error(_in_pieces(subject, text), expected))
+    scores = oracle.scores(text)
+    if scores is not None:
+        report.scores = max(report.scores, relative_error(subject.scores(hidden), scores))
+    report.num_tokens += len(text)
+
+
 def _in_pieces(subject: Subject, prompt: list[int]) -> np.ndarray:
     """Return the logits of a prompt that is computed piece by piece, in blocks that lie scattered."""
     found, start, number = [], 0, 0
@@ -142,7 +161,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "tolerance": report.tolerance,
         "weights_read_by_oracle": report.reads_files,
+        "compared": "hidden states" if report.vectors else "logits",
         "logits_error": report.logits,
+        "scores_error": report.scores,
         "pieces_error": report.pieces,
         "greedy": {"same": report.greedy_same, "tokens": report.greedy_tokens, "largest_lead": report.closest},
         "first_difference": report.first,

@@ -7,13 +7,15 @@ ones, other files) are handed to it as this package understands them; then only 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from quire.checkpoint.files import read_json_object
 from quire.checkpoint.foreign import foreign_config, is_installed
-from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.hf_config import CONFIG_FILE, ModelInfo, merged
 from quire.checkpoint.open import open_weights
 from quire.errors import ConfigError, ModelError, echo
 
@@ -32,7 +34,7 @@ class LayerTrace:
 
 
 class Oracle:
-    """transformers' model of `info`.
+    """transformers' model of `info`, its config.json changed by `overrides`.
 
     Attributes:
         name: its class. reads_files: whether it read the weights by itself.
@@ -41,24 +43,34 @@ class Oracle:
         ConfigError: transformers is not installed. ModelError: it has no such model, or cannot load it.
     """
 
-    def __init__(self, info: ModelInfo, load_format: str = "auto") -> None:
+    def __init__(self, info: ModelInfo, load_format: str = "auto", overrides: Mapping[str, Any] | None = None) -> None:
         if not is_installed():
             raise ConfigError("quire verify needs PyTorch and transformers: pip install 'quire[transformers]'")
         self._info = info
         self.reads_files = info.raw.get("quantization_config") is None and any(info.path.glob("*.safetensors"))
-        plain = {key: value for key, value in info.raw.items() if key != "quantization_config"}
-        self._config = foreign_config(info.path, plain)
+        path = info.path / CONFIG_FILE  # as it is: `info.raw` has what this package derives from it as well
+        config = merged(read_json_object(path), overrides or {}) if path.is_file() else dict(info.raw)
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        self._config = foreign_config(info.path, plain, generates=info.pooling is None)
         self._weights = None if self.reads_files else _state(info, load_format)
         self._model = self._load("eager")
         self.name = type(self._model).__name__
 
+    def _class(self) -> Any:
+        """Return the class that loads it: with what this package computes on top of the body."""
+        import transformers
+
+        if self._info.pooling is None:
+            return transformers.AutoModelForCausalLM
+        scores = self._info.architecture.endswith("ForSequenceClassification")
+        return transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
+
     def _load(self, attention: str) -> Any:
         import torch
-        import transformers
 
         source = self._info.path if self._weights is None else None
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model = self._class().from_pretrained(
                 source, config=self._config, state_dict=self._weights, dtype=torch.float32,
                 attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             )  # fmt: skip
@@ -67,11 +79,26 @@ class Oracle:
         return model.eval()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Return the logits after each token, float32 [T, V]."""
+        """Return the logits after each token, float32 [T, V], or its hidden states [T, H] where vectors are made."""
         import torch
 
+        if self._info.pooling is not None:
+            body = getattr(self._model, self._model.base_model_prefix, self._model)
+            with torch.inference_mode():
+                hidden: np.ndarray = body(torch.tensor([token_ids])).last_hidden_state[0].float().numpy()
+            return hidden
         with torch.inference_mode():
             found: np.ndarray = self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+        return found
+
+    def scores(self, token_ids: list[int]) -> np.ndarray | None:
+        """Return the logits of a text's classes, float32 [N]; None where there are no classes."""
+        import torch
+
+        if not self._info.architecture.endswith("ForSequenceClassification"):
+            return None
+        with torch.inference_mode():
+            found: np.ndarray = self._model(torch.tensor([token_ids])).logits[0].float().numpy()
         return found
 
     def trace(self, token_ids: list[int]) -> list[LayerTrace]:
@@ -94,7 +121,7 @@ class Oracle:
         AttentionMaskInterface.register(name, eager_mask)
         model = self._load(name)
         with torch.inference_mode():
-            model(torch.tensor([token_ids]), use_cache=False)
+            model(torch.tensor([token_ids]), **({} if self._info.pooling else {"use_cache": False}))
         return seen
 
 

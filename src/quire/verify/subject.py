@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, Backend, KVCache
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
+from quire.models.pooling import PoolingModel
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 from quire.verify.oracle import LayerTrace
@@ -54,7 +55,10 @@ class Subject:
         self._finished: list[str] = []
 
     def feed(self, name: str, tokens: list[int]) -> np.ndarray:
-        """Append tokens to a sequence, compute them in one step, and return the logits after each, float32 [n, V]."""
+        """Append tokens to a sequence, compute them in one step, and return the logits after each, float32 [n, V].
+
+        Of a model that makes vectors, their hidden states [n, H].
+        """
         start = self._lengths.get(name, 0)
         new_blocks = self._grow(name, start + len(tokens))
         step = SchedulerOutput([], [], {name: len(tokens)}, len(tokens), self._finished, [])
@@ -66,13 +70,22 @@ class Subject:
         self._runner.batch.update(step)
         inputs = self._runner.batch.inputs(step.num_scheduled_tokens)
         last = np.array([len(tokens) - 1])
-        hidden, _, _ = self._runner.graphs.run(inputs, last, all_hidden=True)
+        hidden, _, _ = self._runner.graphs.run(inputs, last, all_hidden=True, token_types=np.zeros(len(tokens), int))
         assert hidden is not None
+        if isinstance(self.model, PoolingModel):
+            return np.array(self.backend.to_numpy(hidden[: len(tokens)]))
         rows = [
             np.array(self.backend.to_numpy(self.model.compute_logits(hidden[at : at + LOGIT_ROWS])))
             for at in range(0, len(tokens), LOGIT_ROWS)
         ]
         return np.concatenate(rows)
+
+    def scores(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the logits of a text's classes, float32 [N], made of its hidden states [T, H]."""
+        assert isinstance(self.model, PoolingModel)
+        pooled = {"cls": hidden[:1], "lasttoken": hidden[-1:], "mean": hidden.mean(axis=0, keepdims=True)}
+        rows = self.model.project(self.backend.from_numpy(pooled[self.model.spec.kinds[0]]))
+        return np.array(self.backend.to_numpy(rows))[0]
 
     def drop(self, name: str) -> None:
         """Forget a sequence; its blocks serve others."""
