@@ -18,7 +18,7 @@ from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model, weight_bytes
 from quire.models.registry import MODELS, model_class
 from quire.step import LayerKVSpec
-from tests.helpers.checkpoints import FAMILIES, PLAIN_CONFIG, write_checkpoint, write_plain
+from tests.helpers.checkpoints import FAMILIES, PLAIN_CONFIG, plain_tensors, write_checkpoint, write_plain
 from tests.helpers.model_driver import ModelDriver
 from tests.helpers.ranks import run_ranks
 
@@ -69,8 +69,21 @@ def test_options_out_of_range_are_named(tmp_path: Path) -> None:
     write_plain(tmp_path)
     with pytest.raises(ConfigError, match="max_model_len is 257; this model can serve at most 256"):
         logits(tmp_path, max_model_len=257)
-    with pytest.raises(ConfigError, match="load_format is 'pt'; it must be one of auto, safetensors, dummy"):
-        logits(tmp_path, load_format="pt")
+    with pytest.raises(ConfigError, match="load_format is 'onnx'; it must be one of auto, safetensors, pt, gguf, dummy"):
+        logits(tmp_path, load_format="onnx")
+
+
+def test_layers_that_foretell_more_tokens_are_left_out_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = plain_tensors()
+    further = {"model.layers.2.eh_proj.weight": np.zeros((32, 64), np.float32)}
+    write_plain(tmp_path, {**tensors, **further}, num_nextn_predict_layers=1)
+    logits(tmp_path)
+    assert not caplog.records
+    write_plain(tmp_path, {**tensors, **further})
+    logits(tmp_path)
+    assert "model.layers.2.eh_proj.weight" in caplog.text
 
 
 def test_cache_needs_follow_heads_windows_and_dtype(tmp_path: Path) -> None:

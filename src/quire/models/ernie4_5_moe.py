@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.moe import MoENames, MoEOptions
 from quire.models.llama import DecoderOptions, LlamaForCausalLM
@@ -11,7 +13,9 @@ NAMES = MoENames(correction="moe_statics.e_score_correction_bias")
 
 
 class Ernie4_5_MoeForCausalLM(LlamaForCausalLM):
-    """Files that have biases are refused, and layers that predict further tokens are not used."""
+    """Files that have biases are refused, and layers that foretell more tokens (mtp) are not used."""
+
+    ignorable: ClassVar[tuple[str, ...]] = (*LlamaForCausalLM.ignorable, r"^model\.mtp_")
 
     @staticmethod
     def options(info: ModelInfo) -> DecoderOptions:

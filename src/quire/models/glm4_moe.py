@@ -9,7 +9,7 @@ from quire.models.routing import first_layers_dense, read_routing
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
-    """Files also hold layers that predict further tokens, which are not used."""
+    """Files also hold a layer that foretells more tokens, which is not used."""
 
     @staticmethod
     def options(info: ModelInfo) -> DecoderOptions:

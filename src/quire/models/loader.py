@@ -70,7 +70,7 @@ def load_model(
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     surveyed = build(info, Builder(survey, cast(Backend, counter), parallel), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
-    survey.finish(surveyed.ignorable + tied)
+    survey.finish(surveyed.ignorable + tied + _further_layers(info))
     _check_memory(info, backend, counter.num_bytes)
     weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
     return build(info, Builder(weights, backend, parallel, lora=lora), length)
@@ -81,6 +81,13 @@ def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
     counter = _ByteCounter(dtype, quantization)
     model_builder(info)(info, Builder(WeightSurvey(open_weights(info)), cast(Backend, counter)), 1)
     return counter.num_bytes
+
+
+def _further_layers(info: ModelInfo) -> tuple[str, ...]:
+    """Return patterns of the layers after the last that foretell more tokens, which some files hold and nobody uses."""
+    first = info.num_hidden_layers
+    number = info.fields.integer("num_nextn_predict_layers", 0, high=64)
+    return tuple(rf"\.layers\.{layer}\." for layer in range(first, first + number))
 
 
 def _check_memory(info: ModelInfo, backend: Backend, needed: int) -> None:

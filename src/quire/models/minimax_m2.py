@@ -11,7 +11,7 @@ NAMES = MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2", correc
 
 
 class MiniMaxM2ForCausalLM(LlamaForCausalLM):
-    """Files also hold layers that predict further tokens, which are not used."""
+    """Its experts are named as Mixtral's."""
 
     @staticmethod
     def options(info: ModelInfo) -> DecoderOptions:
