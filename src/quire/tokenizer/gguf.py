@@ -232,19 +232,16 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocabulary: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, the best tokens first."""
-    ids = vocabulary.ids
-    kinds = vocabulary.types
+    """Return all pairs of tokens that make a token, those of the best tokens first; of one token, the longest left."""
+    ids, kinds = vocabulary.ids, vocabulary.types.tolist()
     found = []
-    for index, text in enumerate(vocabulary.texts):
-        if kinds[index] not in (NORMAL, USER_DEFINED, UNUSED):
-            continue
-        pairs = [
-            (ids[text[:at]], ids[text[at:]]) for at in range(1, len(text)) if text[:at] in ids and text[at:] in ids
-        ]
-        found += [(-float(scores[index]), index, *pair) for pair in pairs]
+    for index, (text, score) in enumerate(zip(vocabulary.texts, scores.tolist(), strict=True)):
+        if kinds[index] in (NORMAL, USER_DEFINED, UNUSED):
+            cuts = (at for at in range(len(text) - 1, 0, -1) if text[:at] in ids and text[at:] in ids)
+            found += [(-score, -at, index) for at in cuts]
     found.sort()
-    return [(vocabulary.texts[left], vocabulary.texts[right]) for _, _, left, right in found]
+    texts = vocabulary.texts
+    return [(texts[index][:-at], texts[index][-at:]) for _, at, index in found]
 
 
 def _make(vocabulary: _Vocabulary, build: Callable[[], models.BPE]) -> models.BPE:
