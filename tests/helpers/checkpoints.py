@@ -67,6 +67,16 @@ DELTA = {
 STEPWISE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+LATENT_MIXTURE = {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "mistral": {**SMALL, "num_key_value_heads": 2, "sliding_window": None},
@@ -146,7 +156,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {**MIXTURE, "num_local_experts": 6, "head_dim": 16},
     "qwen3_next": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": DELTA,
+    "lfm2": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 4,
+    },
     "qwen3_5_moe_text": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
+    "deepseek_v2": {**LATENT_MIXTURE, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **LATENT_MIXTURE,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
+    "glm4_moe_lite": {**LATENT_MIXTURE, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    "minicpm3": {**LATENT, "tie_word_embeddings": True},
     "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
 }
 
@@ -196,8 +224,8 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
-def load_oracle(folder: Path) -> Any:
-    """Return transformers' eager float32 model of a folder."""
+def load_oracle(folder: Path, dtype: str = "float32") -> Any:
+    """Return transformers' eager model of a folder."""
     import torch
     import transformers
 
@@ -205,8 +233,8 @@ def load_oracle(folder: Path) -> Any:
     # With ALiBi, transformers' eager Falcon adds the bias twice: in the mask, and in each layer. Its sdpa adds it once.
     config = transformers.AutoConfig.from_pretrained(folder)
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    loaded = _auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    return loaded.eval()
+    options = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": getattr(torch, dtype)}
+    return _auto_class(config).from_pretrained(folder, **options).eval()
 
 
 def logits_of(oracle: Any, token_ids: list[int]) -> Any:
@@ -215,12 +243,12 @@ def logits_of(oracle: Any, token_ids: list[int]) -> Any:
 
     with torch.no_grad():
         if oracle.config.model_type not in STEPWISE:
-            return oracle(torch.tensor([token_ids])).logits[0].numpy()
+            return oracle(torch.tensor([token_ids])).logits[0].float().numpy()
         cache, rows = None, []
         for token in token_ids:
             step = oracle(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             cache = step.past_key_values
-            rows.append(step.logits[0, 0].numpy())
+            rows.append(step.logits[0, 0].float().numpy())
         return np.stack(rows)
 
 

@@ -8,31 +8,37 @@ A family says what the layers are made of.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata
+from quire.layers.attention import wanted_rows
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
-from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.llama import DecoderMLP
 from quire.step import KVCacheSpec, LayerKVSpec, LayerStateSpec
 
 
-class Mixer(Protocol):
-    """What lets tokens see those before them: attention, or something in its place."""
+class Mixer(ABC):
+    """What lets a layer's tokens see those before them: attention, or something in its place."""
 
+    def __init__(self, builder: Builder, info: ModelInfo, layer: int) -> None:
+        self.backend, self.is_last = builder.backend, layer == info.num_hidden_layers - 1
+
+    @abstractmethod
     def __call__(self, positions: Array, x: Array, cache: Any, metadata: AttentionMetadata) -> Array:
-        """[T, H] -> [T, H], or [R, H] of the rows that `wanted` returns; `cache` is what was asked for."""
+        """[T, H] -> [T, H], or [R, H] of the rows that `wanted` returns; `cache` is what `spec` asks for."""
+
+    @abstractmethod
+    def spec(self) -> LayerKVSpec | LayerStateSpec:
+        """Say what it keeps of a sequence."""
 
     def wanted(self, x: Array, metadata: AttentionMetadata) -> Array:
         """Return what goes on after the layer: all of x [T, N], or in the last layer the rows that are asked for."""
-
-    def spec(self) -> LayerKVSpec | LayerStateSpec:
-        """Say what it keeps of a sequence, which `cache` is made for."""
+        return wanted_rows(self.backend, x, metadata) if self.is_last else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class HybridLayer:
     norm: RMSNorm
     mixer: Mixer
     mlp_norm: RMSNorm
-    mlp: DecoderMLP | MoE
+    mlp: Callable[[Array], Array]
 
     def __call__(
         self, positions: Array, x: Array | None, residual: Array, cache: Any, metadata: AttentionMetadata

@@ -7,32 +7,34 @@ those of delta nets.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, LayerCache, RoutingParams
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, LayerCache
 from quire.layers.activation import activation_kind
-from quire.layers.attention import Attention, wanted_rows
+from quire.layers.attention import Attention
 from quire.layers.builder import Builder
 from quire.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from quire.layers.linear import GatedQKVParallelLinear, RowParallelLinear
 from quire.layers.moe import MoENames, MoEOptions
 from quire.layers.norm import HeadRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.hybrid import HybridForCausalLM, HybridLayer
+from quire.models.hybrid import HybridForCausalLM, HybridLayer, Mixer
 from quire.models.llama import DecoderOptions, feed_forward
+from quire.models.qwen2_moe import small_experts
 from quire.step import LayerKVSpec, LayerStateSpec
 
 
-class GatedAttention:
-    """Self-attention of one layer, a `Mixer`."""
+class GatedAttention(Mixer):
+    """Self-attention of one layer."""
 
     def __init__(
-        self, builder: Builder, info: ModelInfo, rotary: RotaryEmbedding, *, is_last: bool, offset: float
+        self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding, *, offset: float
     ) -> None:
+        super().__init__(builder, info, layer)
         hidden, heads, size, eps = info.hidden_size, info.num_attention_heads, info.head_dim, info.norm_eps
         bias = info.fields.flag("attention_bias", False)
-        self.backend, self.is_last = builder.backend, is_last
         self.qkv_proj = GatedQKVParallelLinear(
             builder, hidden, num_heads=heads, num_kv_heads=info.num_key_value_heads, head_size=size, bias=bias
         )
@@ -49,30 +51,22 @@ class GatedAttention:
         out, gate = self.wanted(out, metadata), self.wanted(gate, metadata)
         return self.o_proj(out * self.backend.activation(gate, "sigmoid"))
 
-    def wanted(self, x: Array, metadata: AttentionMetadata) -> Array:
-        """See `Mixer`."""
-        return wanted_rows(self.backend, x, metadata) if self.is_last else x
-
     def spec(self) -> LayerKVSpec:
         """See `Mixer`."""
         return self.attention.kv_spec()
 
 
-class DeltaMixer:
-    """A gated delta net as a `Mixer`."""
+class DeltaMixer(Mixer):
+    """A gated delta net in the place of attention."""
 
-    def __init__(self, builder: Builder, info: ModelInfo, sizes: DeltaSizes, *, is_last: bool) -> None:
-        self.backend, self.is_last = builder.backend, is_last
+    def __init__(self, builder: Builder, info: ModelInfo, layer: int, sizes: DeltaSizes) -> None:
+        super().__init__(builder, info, layer)
         kind = activation_kind(info.hidden_act)
         self.net = GatedDeltaNet(builder, info.hidden_size, sizes, eps=info.norm_eps, activation=kind)
 
     def __call__(self, positions: Array, x: Array, cache: Arrays, metadata: AttentionMetadata) -> Array:
         """See `Mixer`."""
         return self.net(x, cache, metadata, metadata.wanted if self.is_last else None)
-
-    def wanted(self, x: Array, metadata: AttentionMetadata) -> Array:
-        """See `Mixer`."""
-        return wanted_rows(self.backend, x, metadata) if self.is_last else x
 
     def spec(self) -> LayerStateSpec:
         """See `Mixer`."""
@@ -105,15 +99,13 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 
     def layer(self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding) -> HybridLayer:
         """See `HybridForCausalLM.layer`."""
-        is_last, norms = layer == info.num_hidden_layers - 1, (info.hidden_size, info.norm_eps)
+        norms = (info.hidden_size, info.norm_eps)
         before = RMSNorm(builder, "input_layernorm", *norms, offset=self.norm_offset)
-        mixer: GatedAttention | DeltaMixer
+        mixer: Mixer
         if info.fields.values["layer_types"][layer] == "full_attention":
-            within = builder.under("self_attn")
-            mixer = GatedAttention(within, info, rotary, is_last=is_last, offset=self.norm_offset)
+            mixer = GatedAttention(builder.under("self_attn"), info, layer, rotary, offset=self.norm_offset)
         else:
-            sizes = delta_sizes(info, by_group=self.by_group)
-            mixer = DeltaMixer(builder.under("linear_attn"), info, sizes, is_last=is_last)
+            mixer = DeltaMixer(builder.under("linear_attn"), info, layer, delta_sizes(info, by_group=self.by_group))
         after = RMSNorm(builder, "post_attention_layernorm", *norms, offset=self.norm_offset)
         options = DecoderOptions(moe=self.experts(info))
         return HybridLayer(before, mixer, after, feed_forward(builder, info, layer, options))
@@ -121,23 +113,11 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
     @staticmethod
     def experts(info: ModelInfo) -> MoEOptions | None:
         """What feed-forward layers are made of; None where all are dense."""
-        fields = info.fields
-        number, step = fields.integer("num_experts", 0), fields.integer("decoder_sparse_step", 1, low=1)
-        dense = fields.values.get("mlp_only_layers") or []
-        if number == 0:
+        if not info.fields.integer("num_experts", 0):
             return None
-        return MoEOptions(
-            routing=RoutingParams(
-                number,
-                fields.integer("num_experts_per_tok", low=1, high=number),
-                renormalize=fields.flag("norm_topk_prob", True),
-            ),
-            inner_size=fields.integer("moe_intermediate_size", low=1, high=2**27),
-            hidden_act=info.hidden_act,
-            shared_size=fields.integer("shared_expert_intermediate_size", 0),
+        return replace(
+            small_experts(info),
+            shared_size=info.fields.integer("shared_expert_intermediate_size", low=1),
             shared_gate=True,
-            dense_layers=frozenset(
-                layer for layer in range(info.num_hidden_layers) if layer in dense or (layer + 1) % step
-            ),
             names=MoENames(shared="shared_expert"),
         )

@@ -38,7 +38,7 @@ def create_scheduler(
         cache.block_size,
         windows=[group.sliding_window for group in groups],
         max_step_tokens=options.max_num_batched_tokens,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=cache.enable_prefix_caching is not False,
         prefix_match_unit=cache.prefix_match_unit,
         merge_duplicates=options.scheduler == "prefill-first",
         num_host_blocks=num_host_blocks,

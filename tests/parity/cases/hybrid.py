@@ -34,7 +34,18 @@ HYBRID: dict[str, Case] = {
         },
     ),
     "qwen3.5-moe": ("qwen3_5_moe_text", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2-bias-untied": (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "layer_types": [FULL, "conv", FULL],
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
 }
 
 # Run by default, with both backends.
-QUICK: tuple[str, ...] = ("qwen3-next", "qwen3.5-wide-heads-tied")
+QUICK: tuple[str, ...] = ("qwen3-next", "qwen3.5-wide-heads-tied", "lfm2")

@@ -7,7 +7,7 @@ from typing import Any
 from quire.checkpoint.families.family import LLAMA_LIKE, Family
 from quire.checkpoint.fields import Fields
 
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 
 def _linear_layers(fields: Fields) -> dict[str, Any]:
@@ -33,6 +33,30 @@ def check_types(fields: Fields, layers: int, known: tuple[str, str]) -> None:
         raise fields.error("layer_types", f"at least one {known[0]}")
 
 
+def _lfm2(fields: Fields) -> dict[str, Any]:
+    """Older files name the layers that attend; widths of feed-forward layers are two thirds of what is said."""
+    layers = fields.integer("num_hidden_layers", low=1, high=4096)
+    types = fields.values.get("layer_types")
+    if types is None:
+        attending = fields.values.get("full_attn_idxs")
+        attending = list(range(layers)) if attending is None else attending
+        if not isinstance(attending, list):
+            raise fields.error("full_attn_idxs", "a list of layers")
+        types = [FULL if layer in attending else CONV for layer in range(layers)]
+    check_types(Fields({**fields.values, "layer_types": types}, fields.path), layers, (FULL, CONV))
+    inner = fields.integer("block_ff_dim", None, low=1) or fields.integer("intermediate_size", low=1)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        unit = fields.integer("block_multiple_of", 256, low=1)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
+        inner = -(-inner // unit) * unit
+    tied = fields.flag("tie_embedding", None)
+    return {
+        "layer_types": types,
+        "intermediate_size": inner,
+        **({} if tied is None else {"tie_word_embeddings": tied}),
+    }
+
+
 _QWEN = {
     **LLAMA_LIKE,
     "max_position_embeddings": 32768,
@@ -44,7 +68,7 @@ _QWEN = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_SHARED = {"norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 HYBRID: dict[str, Family] = {
     "Qwen3NextForCausalLM": Family(
@@ -53,6 +77,20 @@ HYBRID: dict[str, Family] = {
         rotary_part="partial_rotary_factor",
         keeps_states=True,
         derive=_linear_layers,
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        {
+            "norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128000,
+            "rope_theta": 1e6,
+            "conv_L_cache": 3,
+        },
+        {"norm_eps": "norm_eps"},
+        keeps_states=True,
+        derive=_lfm2,
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
