@@ -21,6 +21,7 @@ from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.routing import route
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.reference.backend import ReferenceBackend
+from quire.kernels.reference.invariant import InvariantReferenceBackend
 from tests.kernels.both_ways import Results, both_ways, new_launcher
 
 LAUNCHERS = [new_launcher(1), new_launcher(2)]
@@ -138,6 +139,21 @@ def test_a_row_is_the_same_alone_and_among_others(form: str) -> None:
         own = slice(row, row + 1)
         alone = cpu.experts(x[own].copy(), ids[own].copy(), weights[own].copy(), packed, "silu")
         np.testing.assert_array_equal(alone, together[own])
+
+
+def test_the_invariant_reference_computes_rows_apart() -> None:
+    backend = InvariantReferenceBackend()
+    packed = backend.pack_experts(some_experts(5, 33, 23, bias=True))
+    rng = np.random.default_rng(2)
+    x, logits = (torch.from_numpy(rng.standard_normal((21, width)).astype(np.float32)) for width in (33, 5))
+    params = RoutingParams(5, 3, renormalize=True)
+    ids, weights = backend.route(logits, params)
+    together = backend.experts(x, ids, weights, packed, "swiglu_oai")
+    for row in range(21):
+        own = slice(row, row + 1)
+        alone = backend.route(logits[own], params)
+        torch.testing.assert_close(alone, (ids[own], weights[own]), rtol=0, atol=0)
+        torch.testing.assert_close(backend.experts(x[own], *alone, packed, "swiglu_oai"), together[own], rtol=0, atol=0)
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.safetensors import Checkpoint
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
-from tests.helpers.checkpoints import load_oracle
+from tests.helpers.checkpoints import load_oracle, logits_of
 from tests.helpers.model_driver import ModelDriver
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases.experts import EXPERTS, QUICK
-from tests.parity.harness import BACKENDS, check_greedy, check_logits, driver, runs, tokens
+from tests.parity.harness import BACKENDS, check_greedy, check_logits, driver, oracle, runs, tokens
 
 
 @pytest.mark.parametrize(("case", "device"), runs(EXPERTS, QUICK))
@@ -33,8 +34,7 @@ def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint:
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_stacked_tensors_of_transformers_5_are_the_same_model(family: str, checkpoint: Any, tmp_path: Path) -> None:
     folder = checkpoint(family)
-    model = load_oracle(folder)
-    model.save_pretrained(tmp_path, save_original_format=False)
+    load_oracle(folder).save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in Checkpoint(tmp_path)
     prompt = tokens(11)
     one, other = (driver(path, "cpu").step({"a": prompt})["a"] for path in (folder, tmp_path))
@@ -69,3 +69,16 @@ def test_ranks_together_compute_what_one_computes(case: str, checkpoint: Any) ->
 
     for result in run_ranks(2, backend, work):
         np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt_oss", *(pytest.param(case, marks=pytest.mark.slow) for case in QUICK if case != "gpt_oss")]
+)
+def test_the_engine_writes_the_same_text(case: str, checkpoint: Any) -> None:
+    folder, prompts = checkpoint(case), [tokens(count, seed=count) for count in (5, 40, 17)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    with LLM(model=str(folder), dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=32) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+    for prompt, text in zip(prompts, found, strict=True):
+        choices = logits_of(oracle(folder), prompt + text)[len(prompt) - 1 : -1].argmax(axis=1)
+        assert text == choices.tolist()
