@@ -16,7 +16,8 @@ class Builder:
     """Weights below a prefix, the backend that packs them, and this rank's place.
 
     `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight". A `headless` model
-    has hidden states for its output: its file may have no output head, and none is packed.
+    has hidden states for its output: its file may have no output head, and none is packed. Without `latent_cache`
+    layers with latent attention keep the keys and values of every head.
     """
 
     weights: WeightSource
@@ -25,6 +26,7 @@ class Builder:
     prefix: str = ""
     lora: LoRASlots | None = None  # where layers enter what adapters may change
     headless: bool = False
+    latent_cache: bool = True
 
     def under(self, name: str) -> Builder:
         """Return a builder one level further down."""

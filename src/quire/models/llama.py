@@ -7,8 +7,9 @@ with RMS norms, rotary positions, grouped key/value heads and a gated feed-forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
@@ -20,7 +21,7 @@ from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear,
 from quire.layers.moe import MoE, MoEOptions
 from quire.layers.norm import HeadRMSNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding, rotary_embeddings
-from quire.step import KVCacheSpec
+from quire.step import KVCacheSpec, LayerKVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,19 @@ class DecoderOptions:
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+
+
+class SelfAttention(Protocol):
+    """What lets the tokens of a layer see those before them."""
+
+    def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
+        """[T, H] -> [T, H], or [R, H] of the rows that `wanted` returns."""
+
+    def wanted(self, x: Array, metadata: AttentionMetadata) -> Array:
+        """Return what goes on after attention: all of x [T, N], or in the last layer the rows that are asked for."""
+
+    def kv_spec(self) -> LayerKVSpec:
+        """Say what it caches per token."""
 
 
 class DecoderAttention:
@@ -125,6 +139,10 @@ class DecoderAttention:
         """Return what goes on after attention: all of x [T, N], or in the last layer the rows that are asked for."""
         return wanted_rows(self.backend, x, metadata) if self.is_last else x
 
+    def kv_spec(self) -> LayerKVSpec:
+        """Say what it caches per token."""
+        return self.attention.kv_spec()
+
 
 class DecoderMLP:
     """Feed-forward layer: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
@@ -159,12 +177,14 @@ def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: Decoder
 class DecoderLayer:
     """One layer on the residual stream; the sum of stream and last output is taken inside the next norm."""
 
+    attention_class: ClassVar[Callable[..., SelfAttention]] = DecoderAttention
+
     def __init__(
         self, builder: Builder, info: ModelInfo, layer: int, rotary: RotaryEmbedding, options: DecoderOptions
     ) -> None:
         size, eps, offset = info.hidden_size, info.norm_eps, options.norm_offset
         self.input_layernorm = RMSNorm(builder, "input_layernorm", size, eps, offset=offset)
-        self.self_attn = DecoderAttention(builder.under("self_attn"), info, layer, rotary, options)
+        self.self_attn: SelfAttention = self.attention_class(builder.under("self_attn"), info, layer, rotary, options)
         self.post_attention_layernorm = RMSNorm(builder, "post_attention_layernorm", size, eps, offset=offset)
         self.mlp = feed_forward(builder, info, layer, options)
         self.scale = options.residual_scale
@@ -217,7 +237,7 @@ class LlamaForCausalLM:
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """See `Model.kv_cache_spec`."""
-        return KVCacheSpec([layer.self_attn.attention.kv_spec() for layer in self.layers])
+        return KVCacheSpec([layer.self_attn.kv_spec() for layer in self.layers])
 
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata

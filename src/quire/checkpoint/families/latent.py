@@ -2,6 +2,98 @@
 
 from __future__ import annotations
 
-from quire.checkpoint.families.family import Family
+from typing import Any
 
-LATENT: dict[str, Family] = {}
+from quire.checkpoint.families.family import LLAMA_LIKE, Family
+from quire.checkpoint.fields import Fields
+
+
+def _rotated_part(fields: Fields) -> dict[str, Any]:
+    """Only a part of each head is rotated; it is what positions have to do with, and of no use to guess."""
+    return {"head_dim": fields.integer("qk_rope_head_dim", low=2, high=2**16)}
+
+
+def _glm_layers(fields: Fields) -> dict[str, Any]:
+    """Layers with experts are listed; all but the first have them where they are not."""
+    kinds, layers = fields.values.get("mlp_layer_types"), fields.integer("num_hidden_layers", low=1, high=4096)
+    first = 1
+    if kinds is not None:
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or any(kind not in ("dense", "sparse") for kind in kinds)
+        ):
+            raise fields.error("mlp_layer_types", f'a list of num_hidden_layers, {layers}, of "dense" and "sparse"')
+        first = kinds.index("sparse") if "sparse" in kinds else layers
+        if "dense" in kinds[first:]:
+            raise fields.error("mlp_layer_types", "dense layers before sparse ones only")
+    return {**_rotated_part(fields), "first_k_dense_replace": first, "moe_layer_freq": 1}
+
+
+_DEEPSEEK = {**LLAMA_LIKE, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+LATENT: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        {
+            **_DEEPSEEK,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "q_lora_rank": 1536,
+            "moe_intermediate_size": 1407,
+        },
+        derive=_rotated_part,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "q_lora_rank": 1536,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        derive=_rotated_part,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite",
+        {
+            **_DEEPSEEK,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 202752,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+        },
+        derive=_glm_layers,
+    ),
+    "MiniCPM3ForCausalLM": Family(
+        "minicpm3",
+        {
+            **LLAMA_LIKE,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+            "q_lora_rank": 768,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        derive=_rotated_part,
+    ),
+}
