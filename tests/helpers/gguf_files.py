@@ -80,7 +80,7 @@ def finish(writer: Any) -> None:
     writer.close()
 
 
-def write_tokenizer(folder: Path, file: Path, model: str, **metadata: Any) -> Path:
+def write_tokenizer(folder: Path, file: Path, model: str, /, **metadata: Any) -> Path:
     """Write a GGUF file with nothing but the tokenizer of tokenizer.json in a folder; `metadata` without prefix."""
     import gguf
 
