@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from quire.models.qwen3_next import Qwen3NextForCausalLM
+from quire.models.text_part import TextPart
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
@@ -16,4 +17,14 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """With experts."""
+
+
+class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
+    """The text part of a model that takes images; positions of text are the same in all of its three axes."""
+
+    ignorable: ClassVar[tuple[str, ...]] = (*Qwen3_5ForCausalLM.ignorable, r"^(model\.)?visual\.")
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
     """With experts."""

@@ -63,6 +63,8 @@ MODELS = {
     "Lfm2ForCausalLM": "quire.models.lfm2",
     "Qwen3_5ForCausalLM": "quire.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5",
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "quire.models.deepseek_v3",
     "Glm4MoeLiteForCausalLM": "quire.models.glm4_moe_lite",

@@ -69,14 +69,24 @@ _QWEN = {
     "linear_num_value_heads": 32,
 }
 _SHARED = {"norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_QWEN35 = {"num_key_value_heads": 4}
+_QWEN35_MOE = {**_SHARED, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
 
-HYBRID: dict[str, Family] = {
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next",
-        {**_QWEN, **_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
+
+def _qwen(model_type: str, defaults: dict[str, Any], within: str | None = None) -> Family:
+    return Family(
+        model_type,
+        {**_QWEN, **defaults},
         rotary_part="partial_rotary_factor",
         keeps_states=True,
         derive=_linear_layers,
+        within=within,
+    )
+
+
+HYBRID: dict[str, Family] = {
+    "Qwen3NextForCausalLM": _qwen(
+        "qwen3_next", {**_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2",
@@ -92,18 +102,8 @@ HYBRID: dict[str, Family] = {
         keeps_states=True,
         derive=_lfm2,
     ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text",
-        {**_QWEN, "num_key_value_heads": 4},
-        rotary_part="partial_rotary_factor",
-        keeps_states=True,
-        derive=_linear_layers,
-    ),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text",
-        {**_QWEN, **_SHARED, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
-        rotary_part="partial_rotary_factor",
-        keeps_states=True,
-        derive=_linear_layers,
-    ),
+    "Qwen3_5ForCausalLM": _qwen("qwen3_5_text", _QWEN35),
+    "Qwen3_5MoeForCausalLM": _qwen("qwen3_5_moe_text", _QWEN35_MOE),
+    "Qwen3_5ForConditionalGeneration": _qwen("qwen3_5", _QWEN35, "text_config"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen("qwen3_5_moe", _QWEN35_MOE, "text_config"),
 }
