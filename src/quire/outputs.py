@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import msgspec
-import numpy as np
 
 from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Logprob(msgspec.Struct, gc=False):  # there may be millions, and the collector need not look at any

@@ -268,7 +268,7 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
         logger.warning("%s: auto_map names code in the model folder; it is ignored and never run", path)
 
 
-def _sizes(fields: Fields, family: Family) -> dict[str, int]:
+def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """Read the layer sizes and check that they fit each other."""
     heads_key, hidden_key = _key(family, "num_attention_heads"), _key(family, "hidden_size")
     layers = fields.integer(_key(family, "num_hidden_layers"), low=1, high=MAX_LAYERS)

@@ -156,7 +156,7 @@ def _question(
     control = tokenizer.control_tokens
     if "<|im_start|>" in control and "<|im_end|>" in control:
         start, end = control["<|im_start|>"], control["<|im_end|>"]
-        turns = [start, f"system\n{JUDGE}", end, "\n", start, f"user\n{body}", end, "\n"]
+        turns: list[str | int] = [start, f"system\n{JUDGE}", end, "\n", start, f"user\n{body}", end, "\n"]
         return tokenizer.encode_segments([*turns, start, "assistant\n<think>\n\n</think>\n\n"])
     if template is None:
         return tokenizer.encode_segments([f"{JUDGE}\n{body}\n"])

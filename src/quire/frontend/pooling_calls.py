@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import OverloadedError, RequestError
@@ -161,13 +161,10 @@ class PoolingCalls:
 class AsyncPoolingCalls:
     """The methods of `AsyncLLM`."""
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # what `AsyncLLM` has
+        submit: Callable[..., Coroutine[Any, Any, RequestStream]]
 
         async def start(self) -> None: ...
-
-        async def submit(
-            self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
-        ) -> RequestStream: ...
 
         @property
         def front_model(self) -> FrontModel: ...
@@ -358,7 +355,7 @@ def _params_for(
     given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: str | None, truncate: int | None
 ) -> list[PoolingParams]:
     """Return the parameters of each prompt."""
-    chosen = list(given) if isinstance(given, list | tuple) else [given or PoolingParams()] * count
+    chosen: list[Any] = list(given) if isinstance(given, list | tuple) else [given or PoolingParams()] * count
     if len(chosen) != count:
         raise RequestError(f"pooling_params has {len(chosen)} items for {count} prompts", param="pooling_params")
     for item in chosen:

@@ -35,7 +35,8 @@ from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 Prompt = str | list[int] | Mapping[str, Any]
-Params = SamplingParams | BeamSearchParams | PoolingParams
+TextParams = SamplingParams | BeamSearchParams
+Params = TextParams | PoolingParams
 
 PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 PIECE_CHARS = 32768

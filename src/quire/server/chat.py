@@ -19,7 +19,7 @@ from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, retold
 from quire.frontend.asking import message_ask, reasoning_marks
 from quire.frontend.formats.message import Event, MessageAsk
-from quire.frontend.processor import Params
+from quire.frontend.processor import TextParams
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
@@ -110,7 +110,7 @@ class ChatCompletion(Generation):
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return count
 
-    def _params(self, body: ChatCompletionRequest) -> Params:
+    def _params(self, body: ChatCompletionRequest) -> TextParams:
         changes: dict[str, Any] = {"logprobs": self.num_alternatives if body.logprobs else None}
         if body.logprob_token_ids is not None and body.top_logprobs is None:
             changes["logprobs"] = count_ids(body.logprob_token_ids)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, echo
-from quire.frontend.processor import Params, Prompt
+from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.generation import (
@@ -99,7 +99,7 @@ class Completion(Generation):
         check_stream_fields(body)
         self.params = self._params(body)
 
-    def _params(self, body: CompletionRequest) -> Params:
+    def _params(self, body: CompletionRequest) -> TextParams:
         changes: dict[str, Any] = {"logprobs": None}
         if body.logprobs is not None:
             changes["logprobs"] = check_int("logprobs", body.logprobs, -1, INT64_MAX)

@@ -16,7 +16,7 @@ from quire.checks import INT64_MAX, check_int
 from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
 from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageAsk
-from quire.frontend.processor import Params, Prompt
+from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
@@ -73,7 +73,7 @@ def recommended(context: ModelContext) -> Mapping[str, Any]:
     return front.info.sampling_defaults if front.use_sampling_defaults else {}
 
 
-def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> Params:
+def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> TextParams:
     """Return the parameters a request asks for. Raises `RequestError` naming the field.
 
     Args:
@@ -153,7 +153,7 @@ def check_stream_fields(body: GenerationRequest) -> None:
         raise RequestError("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
 
 
-def check_budget(num_prompts: int, params: Params, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
+def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
     """Raise `RequestError` if one request asks for more than the server does for one, whatever the single fields say.
 
     Called before any prompt is tokenized. Bounds: sequences, and sequences times alternatives per token.
@@ -226,7 +226,7 @@ class Generation:
         self,
         request: Request,
         prompts: Iterable[tuple[Prompt, str]],
-        params: Params,
+        params: TextParams,
         num_prompts: int = 1,
         ask: MessageAsk | None = None,
     ) -> None:
@@ -279,7 +279,7 @@ class Generation:
                 raise self.explain(error) from None
             raise
 
-    def _limit(self, request: Request, prompts: Sequence[tuple[Prompt, str]], params: Params) -> None:
+    def _limit(self, request: Request, prompts: Sequence[tuple[Prompt, str]], params: TextParams) -> None:
         """Set the clock that ends this request, and take what its key may have of tokens."""
         state = request.scope["state"]
         rules = self.context.keys.rules(state.get("key_digest"))
@@ -296,7 +296,7 @@ class Generation:
             num_tokens = num_prompt_tokens + len(prompts) * each * min(longest, self.context.llm.max_model_len)
             self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
 
-    def _check_size(self, params: Params) -> None:
+    def _check_size(self, params: TextParams) -> None:
         """Raise `RequestError` if more would have to be told, and kept until then, than one answer may have.
 
         With log-probabilities, each token counts as often as there are alternatives. What is told of a prompt is told
@@ -337,7 +337,7 @@ class Generation:
         except TimeoutError:
             raise timed_out(self._deadline.seconds) from None
 
-    def _note_visit(self, state: dict[str, Any], params: Params) -> None:
+    def _note_visit(self, state: dict[str, Any], params: TextParams) -> None:
         """Take this up in the timelines, and where the request's log line and trace look for it."""
         self._visited = Visited(
             self.response_id,

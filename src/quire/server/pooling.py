@@ -245,15 +245,18 @@ async def _scored(
 ) -> Response:
     """Score each text of one side with that of the other, and return what the kind of answer makes of it."""
     llm = context.llm
-    texts = [[str(text) for text, _ in side] for side in sides]
+    queries, documents = [[str(text) for text, _ in side] for side in sides]
     labels = [name for _, name in sides[0]], [name for _, name in sides[1]]
-    pairs = paired(*texts)
-    params = pooling_params(body)
+    pairs, params = paired(queries, documents), pooling_params(body)
     context.server.check_room(context.model)
-    make = partial(score_inputs, llm.front_model, llm.processor, *texts, pairs, params, body.instruction, names=labels)
+    front, processor = llm.front_model, llm.processor
+
+    def make() -> list[PoolingInput]:
+        return score_inputs(front, processor, queries, documents, pairs, params, body.instruction, names=labels)
+
     inputs = await asyncio.to_thread(make)
     return await PoolingJob(context, body, kind[0]).answer(
-        request, inputs, kind[1], lambda found: scores(llm.front_model, found, len(texts[0]), pairs)
+        request, inputs, kind[1], lambda found: scores(front, found, len(queries), pairs)
     )
 
 
