@@ -138,6 +138,11 @@ class CacheConfig:
         "Type of cached keys and values; auto takes the weights', int8 has a scale per token and head.",
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
+    latent_cache: bool = option(
+        True,
+        "Models with multi-head latent attention cache one vector per token, which all heads share; off: the keys and "
+        "values of every head.",
+    )
     enable_prefix_caching: bool | None = option(
         None,
         "Reuse the KV of earlier requests with the same beginning; default: on, but for models with layers that keep a "

@@ -31,6 +31,7 @@ from quire.kernels.cpu.backend import CPUBackend
 from quire.models.loader import load_model
 from quire.worker.footprint import Footprint, part_of
 from quire.worker.graphs import Shape, StepGraphs
+from quire.worker.model_runner import new_cache
 from quire.worker.states import SequenceStates
 
 LLAMA: dict[str, Any] = {
@@ -65,6 +66,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
                            "linear_key_head_dim": 24, "linear_value_head_dim": 20, "num_experts": 4,
                            "num_experts_per_tok": 2, "moe_intermediate_size": 40,
                            "shared_expert_intermediate_size": 96},
+    "deepseek_v3": LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+                            "num_key_value_heads": 6, "q_lora_rank": 40, "kv_lora_rank": 33, "qk_nope_head_dim": 20,
+                            "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 8, "n_group": 2,
+                            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                            "first_k_dense_replace": 1},
     "gpt_oss": LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
                         "head_dim": 16, "rope_scaling": None, "rope_parameters": None},
 }  # fmt: skip
@@ -97,17 +103,26 @@ def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, 
         packed.append(made.nbytes)
         return made
 
+    def counted_heads(matrices: Any) -> Any:
+        made = pack_heads(matrices)
+        packed.append(-(-made.data.nbytes // arrays.ALIGNMENT) * arrays.ALIGNMENT)
+        return made
+
+    pack_heads, backend.pack_heads = backend.pack_heads, counted_heads  # type: ignore[method-assign]
     backend.pack_linear, backend.vector = counted_pack, counted_vector  # type: ignore[method-assign]
-    model = load_model(info, backend, max_model_len=config.model.max_model_len, load_format="dummy")
+    model = load_model(
+        info,
+        backend,
+        max_model_len=config.model.max_model_len,
+        load_format="dummy",
+        latent_cache=config.cache.latent_cache,
+    )
     spec, size = model.kv_cache_spec(), config.cache.block_size
     groups = {layer: n for n, group in enumerate(spec.groups(400)) for layer in group.layers}
     graphs = StepGraphs(
         model,
         backend,
-        [
-            LayerCache(backend.new_kv_cache(2, size, layer.num_kv_heads, layer.head_size), groups[index])
-            for index, layer in enumerate(spec.layers)
-        ],
+        [LayerCache(new_cache(backend, layer, 2, size), groups[index]) for index, layer in enumerate(spec.layers)],
         max_tokens=130,
         max_num_seqs=24,
         max_blocks=-(-400 // size),
@@ -150,12 +165,22 @@ def test_so_they_are_in_every_form_of_weights(tmp_path: Path, family: str, optio
     assert footprint.step(config).activations == used
 
 
+@pytest.mark.parametrize("options", [{"latent_cache": False}, {"quantization": "int8"}], ids=["heads", "int8"])
+def test_so_they_are_for_latent_attention(tmp_path: Path, options: dict[str, Any]) -> None:
+    config, info = settled(tmp_path, "deepseek_v3", **options)
+    footprint = Footprint(config, info)
+    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
+    assert footprint.weights == weights
+    assert footprint.step(config).activations == used
+
+
 def test_sizes_that_kernels_settle_are_repeated_rightly() -> None:
     assert shapes.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
     assert shapes.INT_DEPTH == linear_int.DEPTH_UNIT
     assert shapes.DOT_ROWS == interleave.DOT_ROWS
     assert (shapes.CHUNK, shapes.LANES) == (survey.CHUNK, formats.LANES)
     assert (shapes.SPLIT_ROWS, shapes.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
+    assert shapes.UNIT_ROWS == paged_plan.UNIT_ROWS
     assert (shapes.RECORD, shapes.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)
     assert (shapes.PARTIAL_BYTES, shapes.SEGMENT) == (paged_plan.PARTIAL_BYTES, paged_tiles.SEGMENT)
     assert shapes.SCRATCH_BYTES == threads.SCRATCH_BYTES

@@ -38,6 +38,7 @@ def load_model(
     seed: int = 0,
     parallel: ParallelContext | None = None,
     lora: LoRASlots | None = None,
+    latent_cache: bool = True,
 ) -> Model:
     """Build the model of `info` on `backend`, with this rank's share of its weights.
 
@@ -47,6 +48,7 @@ def load_model(
         load_format, strategy: as in `open_weights`; "dummy" invents weights from `seed`.
         allow_nonfinite: load weights that hold NaN or infinity, with a warning.
         lora: slots that layers are to enter, so that adapters can change them.
+        latent_cache: see `Builder`.
 
     Raises:
         ModelError: weights are missing, malformed, not finite, or larger than the free memory.
@@ -64,16 +66,16 @@ def load_model(
     build = model_builder(info)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
-        return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora), length)
+        return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora, latent_cache=latent_cache), length)
 
     checkpoint = open_weights(info, load_format, strategy)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
-    surveyed = build(info, Builder(survey, cast(Backend, counter), parallel), 1)
+    surveyed = build(info, Builder(survey, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     survey.finish(surveyed.ignorable + tied + _further_layers(info))
     _check_memory(info, backend, counter.num_bytes)
     weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
-    return build(info, Builder(weights, backend, parallel, lora=lora), length)
+    return build(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:

@@ -103,7 +103,8 @@ class Footprint:
         self._backend = _Counter(config, self._threads, source, checkpoint)
         backend = cast(Backend, self._backend)
         self._lora = new_slots(config, info, backend) if config.lora.enable_lora else None
-        self._model: Model = model_builder(info)(info, Builder(source, backend, lora=self._lora), 1)
+        builder = Builder(source, backend, lora=self._lora, latent_cache=config.cache.latent_cache)
+        self._model: Model = model_builder(info)(info, builder, 1)
         self.spec: KVCacheSpec = self._model.kv_cache_spec()
         self.in_memory = self._backend.by_part
         self.loading = self._backend.loading

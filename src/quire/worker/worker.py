@@ -85,6 +85,7 @@ class Worker:
             allow_nonfinite=options.allow_nonfinite,
             seed=options.seed,
             lora=slots,
+            latent_cache=self.config.cache.latent_cache,
         )
         if slots is not None:
             check_adaptable(self._info, model, slots)
