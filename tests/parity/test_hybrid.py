@@ -13,10 +13,13 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.safetensors import Checkpoint
 from quire.errors import ModelError
 from quire.kernels.create import create_backend
+from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import safetensors_bytes
+from tests.helpers.model_driver import ModelDriver
+from tests.helpers.ranks import run_ranks
 from tests.parity.cases.hybrid import HYBRID, QUICK
-from tests.parity.harness import check_greedy, check_logits, driver, runs, tokens
+from tests.parity.harness import assert_close, check_greedy, check_logits, driver, runs, tokens
 
 
 @pytest.mark.parametrize(("case", "device"), runs(HYBRID, QUICK))
@@ -73,3 +76,19 @@ def test_layers_that_attend_are_found_in_older_ways(checkpoint: Any, tmp_path: P
         config = {**json.loads((checkpoint(case) / "config.json").read_text()), "layer_types": None, **changes}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert load_model_info(tmp_path).raw["layer_types"] == types
+
+
+@pytest.mark.parametrize("case", ["qwen3-next", "lfm2", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+def test_two_ranks_share_heads_and_channels(case: str, checkpoint: Any) -> None:
+    folder, prompt = checkpoint(case), tokens(13)
+    backend, info = create_backend("reference", "float32", "float32", num_threads=1), load_model_info(folder)
+    expected = driver(folder, "reference").step({"a": prompt})["a"]
+
+    def work(parallel: ParallelContext) -> tuple[np.ndarray, int]:
+        model = load_model(info, backend, parallel=parallel)
+        return ModelDriver(model, backend).step({"a": prompt})["a"], model.kv_cache_spec().state_bytes
+
+    whole = load_model(info, backend).kv_cache_spec().state_bytes
+    for logits, state_bytes in run_ranks(2, backend, work):
+        assert_close(logits, expected, 1e-4)
+        assert state_bytes == whole // 2
