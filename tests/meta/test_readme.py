@@ -133,12 +133,3 @@ def test_the_step_benchmark_prints_its_table():
     rows = [line for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]
     assert len(rows) == 4
     assert "commit" in output
-
-
-def test_every_model_family_is_named_in_readme():
-    from quire.models.registry import MODELS
-
-    letters = re.sub(r"[^a-z0-9]", "", README.lower())
-    for module in MODELS.values():
-        family = module.rpartition(".")[2].replace("_", "")
-        assert family in letters, family
