@@ -17,11 +17,18 @@ assert SAMPLED_TOKENS > OWN_TOKENS
 
 Observer = Callable[[SchedulerOutput, StepContents, float], None]
 
+FULL_ATTENTION = "full_attention"  # as config.json calls layers that cache keys and values, where some do not
+
 
 def kv_spec(info: ModelInfo, kv_dtype: str) -> KVCacheSpec:
-    """Return what the layers of a model cache, without loading it."""
+    """Return what the layers of a model cache in blocks, without loading it."""
+    types = info.raw["layer_types"] if info.keeps_states else [FULL_ATTENTION] * info.num_hidden_layers
     return KVCacheSpec(
-        [LayerKVSpec(info.num_key_value_heads, info.head_dim, kv_dtype, window) for window in info.layer_windows]
+        [
+            LayerKVSpec(info.num_key_value_heads, info.head_dim, kv_dtype, window)
+            for window, layer_type in zip(info.layer_windows, types, strict=True)
+            if layer_type == FULL_ATTENTION
+        ]
     )
 
 
