@@ -152,5 +152,5 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, options: dict[str, A
     else:
         shares = scores.softmax(dim=-1)
     output = (shares @ wide_value).transpose(1, 2)
-    parts = (query * scale, key, value)
-    return output, LayerTrace(*(x[0].transpose(0, 1).float().numpy() for x in parts), output[0].float().numpy())
+    queries, keys, values = (x[0].transpose(0, 1).float().numpy() for x in (query * scale, key, value))
+    return output, LayerTrace(queries, keys, values, output[0].float().numpy())
