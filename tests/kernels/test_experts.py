@@ -156,6 +156,26 @@ def test_the_invariant_reference_computes_rows_apart() -> None:
         torch.testing.assert_close(backend.experts(x[own], *alone, packed, "swiglu_oai"), together[own], rtol=0, atol=0)
 
 
+def test_experts_that_nobody_chose_do_not_matter() -> None:
+    _, cpu = backends("float32", None, None)
+    packed = cpu.pack_experts(some_experts(6, 40, 32, bias=False))
+    x = np.random.default_rng(3).standard_normal((5, 40)).astype(np.float32)
+    ids, weights = np.array([[1, 4]] * 5), np.ones((5, 2), np.float32)
+    before = np.array(cpu.experts(x, ids, weights, packed, "silu"))
+    for other in (0, 2, 3, 5):
+        for stack in (packed.first, packed.last):
+            stack.weights[other].data[...] = np.nan
+    np.testing.assert_array_equal(cpu.experts(x, ids, weights, packed, "silu"), before)
+    ids[2, 1] = 3
+    assert np.isnan(cpu.experts(x, ids, weights, packed, "silu")).any(axis=1).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_no_tokens_are_no_work() -> None:
     _, cpu = backends("float32", None, None)
     packed = cpu.pack_experts(some_experts(4, 16, 16, bias=False))
