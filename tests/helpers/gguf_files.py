@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.checkpoint.safetensors import Checkpoint
+
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -46,7 +48,6 @@ def write_gguf(
     `kind` is the type of matrices, or a function of stored name and values. `extra`: further metadata, key -> value.
     """
     import gguf
-    from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -54,9 +55,8 @@ def write_gguf(
     _add_config(writer, config)
     for key, value in (extra or {}).items():
         _add(writer, key, value)
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
+    stored_tensors = Checkpoint(folder)
+    tensors = {name: np.array(stored_tensors.read(name).to_float32()) for name in stored_tensors.names}
     back = {}
     names = gguf.get_tensor_name_map(_enum(architecture), config.get("num_hidden_layers") or config["n_layer"])
     for name, value in _stacked(tensors, config).items():

@@ -12,6 +12,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.open import open_weights
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ModelError
+from quire.kernels.cpu.linear_int import IntLinear
 from tests.helpers.checkpoints import oracle_logits, write_checkpoint
 from tests.helpers.gguf_files import ARCHITECTURES, finish, write_gguf
 from tests.parity.harness import BACKENDS, assert_close, driver, tokens
@@ -88,6 +89,15 @@ def test_quantized_weights(tmp_path: Path, family: str, kind: str, device: str) 
         config = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     path = quantized_model(tmp_path, family, kind, **config)
     assert_close(driver(path, device).step({"a": PROMPT})["a"], oracle_logits(tmp_path, PROMPT))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q6_K"])
+def test_weights_are_held_in_their_bits(tmp_path: Path, kind: str) -> None:
+    """In bfloat16, products take the integers as they are, and round their inputs to eight bits."""
+    path = quantized_model(tmp_path, "llama", kind, **(WIDE if kind.endswith("_K") else {"intermediate_size": 64}))
+    model = driver(path, "cpu", "bfloat16")
+    assert isinstance(model.model.layers[0].self_attn.o_proj.weight, IntLinear)  # type: ignore[attr-defined]
+    assert_close(model.step({"a": PROMPT})["a"], oracle_logits(tmp_path, PROMPT), 0.1)
 
 
 def test_mixed_types_keep_their_bits(tmp_path: Path) -> None:
