@@ -15,7 +15,7 @@ from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.foreign import FALLBACK
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.errors import ModelError
-from quire.models.registry import MODELS
+from quire.models.registry import BODIES, MODELS
 from tests.helpers.checkpoints import PLAIN_CONFIG
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -50,7 +50,8 @@ def read(tmp_path: Path) -> Any:
 
 
 def test_every_supported_architecture_has_a_class() -> None:
-    assert {*FAMILIES, FALLBACK} == MODELS.keys()
+    assert {*FAMILIES, FALLBACK} == {*MODELS, *BODIES}
+    assert MODELS.keys() >= set(BODIES.values())
 
 
 def test_sizes_of_a_llama(read: Any) -> None:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 from quire.executor.base import NoGrammars
-from quire.step import ForkData, KVCacheSpec, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.step import (
+    ForkData,
+    KVCacheSpec,
+    LayerKVSpec,
+    ModelOutput,
+    PooledData,
+    SchedulerOutput,
+    TokenTopLogprobs,
+)
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is remembered of a sequence: how many tokens it has, the last of them, and whether it is a beam."""
+    """What is remembered of a sequence: how many tokens it has, the last of them, whether it is a beam, or pooled."""
 
     count: int
     last: int
     num_candidates: int
+    pools: bool = False
 
 
 class NullExecutor(NoGrammars):
     """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end.
 
     The i-th fork (from 1) that draws from one parent in a step gets the token i further on. A beam's candidates are the
-    tokens after its last one, each half as likely as the one before. Loads from disk end at once, and well. It keeps
-    only a count of known tokens per sequence, so that a step costs microseconds.
+    tokens after its last one, each half as likely as the one before. What is pooled is the last token's number. Loads
+    from disk end at once, and well. It keeps only a count of known tokens per sequence, so that a step costs
+    microseconds.
     """
 
     def __init__(self, vocab_size: int = 1000) -> None:
@@ -66,7 +77,9 @@ class NullExecutor(NoGrammars):
         for sequence_id, count in step.num_scheduled_tokens.items():
             known = self._known[sequence_id]
             if computed[sequence_id] + count == known.count:
-                if known.num_candidates:
+                if known.pools:
+                    output.pooled[sequence_id] = PooledData(struct.pack("<f", known.last), [1])
+                elif known.num_candidates:
                     output.candidates[sequence_id] = self._candidates(known)
                 else:
                     known.last = (known.last + 1) % self.vocab_size
@@ -87,7 +100,9 @@ class NullExecutor(NoGrammars):
         computed: dict[str, int] = {}
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
-            known[new.sequence_id] = _Known(len(new.token_ids), new.token_ids[-1], new.num_candidates)
+            known[new.sequence_id] = _Known(
+                len(new.token_ids), new.token_ids[-1], new.num_candidates, new.pooling is not None
+            )
         for data in step.continuing:
             computed[data.sequence_id] = data.num_computed_tokens
             if data.new_token_ids:

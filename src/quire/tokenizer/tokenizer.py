@@ -287,7 +287,7 @@ def share_room(num_first: int, num_second: int, room: int) -> tuple[int, int]:
     if short + long > room:
         short = room // 2
         long = room - short
-    return (short, long) if num_first < num_second else (long, short)
+    return (short, long) if num_first <= num_second else (long, short)
 
 
 def check_text(text: str, param: str = "prompt") -> None:
