@@ -12,10 +12,10 @@ import numpy as np
 
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout
+from quire.checkpoint.quantization.tensors import IntegerTensor, from_words, integer_layout
 from quire.checkpoint.tensor import QuantizedTensor
 
-SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)  # of outputs 0 .. 7 of a word
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 .. 7 in a word
 GROUPS = (32, 64, 128)
 PARTS = ("qweight", "qzeros", "scales")
 
@@ -90,6 +90,6 @@ def _recipe(names: tuple[str, ...], outputs: int, inputs: int, group: int) -> Re
 def _nibbles(packed: np.ndarray, outputs: slice) -> np.ndarray:
     """Return some outputs of uint32 [M, N/8] as uint8 [M, n]."""
     first = outputs.start // 8
-    words = packed[:, first : -(-outputs.stop // 8)]
-    spread = (words[:, :, None] >> SHIFTS).astype(np.uint8) & 15
-    return spread.reshape(len(packed), -1)[:, outputs.start - 8 * first : outputs.stop - 8 * first]
+    stored = from_words(packed[:, first : -(-outputs.stop // 8)], 4)
+    ordered = stored.reshape(len(packed), -1, 8)[:, :, PLACES].reshape(len(packed), -1)
+    return ordered[:, outputs.start - 8 * first : outputs.stop - 8 * first]

@@ -17,7 +17,7 @@ import numpy as np
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.quantization.fp8 import float_recipe
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout
+from quire.checkpoint.quantization.tensors import IntegerTensor, from_words, integer_layout
 from quire.checkpoint.tensor import QuantizedTensor
 from quire.errors import echo
 
@@ -258,6 +258,5 @@ def _unpacked(words: np.ndarray, bits: int, across: slice) -> np.ndarray:
     """Return some columns of uint32 [M, W], each 32 / bits unsigned numbers, as uint8."""
     in_word = 32 // bits
     first = across.start // in_word
-    some = words[:, first : -(-across.stop // in_word)]
-    spread = (some[:, :, None] >> np.arange(0, 32, bits, dtype=np.uint32)).astype(np.uint8) & np.uint8((1 << bits) - 1)
-    return spread.reshape(len(some), -1)[:, across.start - in_word * first : across.stop - in_word * first]
+    stored = from_words(words[:, first : -(-across.stop // in_word)], bits)
+    return stored[:, across.start - in_word * first : across.stop - in_word * first]

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout
+from quire.checkpoint.quantization.tensors import IntegerTensor, from_words, integer_layout
 from quire.checkpoint.tensor import QuantizedTensor
 
 BITS = (4, 8)
@@ -143,7 +143,6 @@ def _recipe(
     layout = integer_layout(bits, group, inputs, zeros=True, ordered=group_of is not None)
     if group_of is not None and (inputs % group or not np.all(np.bincount(group_of) == group)):
         layout = None  # groups of different sizes
-    shifts, mask = np.arange(0, 32, bits, dtype=np.uint32), np.uint8((1 << bits) - 1)
 
     def make(read: Reader) -> QuantizedTensor:
         qweight, qzeros = (read(name).array.view(np.uint32) for name in names[:2])
@@ -151,16 +150,14 @@ def _recipe(
 
         def unpack(rows: slice, columns: slice) -> np.ndarray:
             first = columns.start // in_word
-            words = qweight[first : -(-columns.stop // in_word), rows].T
-            spread = ((words[:, :, None] >> shifts).astype(np.uint8) & mask).reshape(len(words), -1)
-            values = spread[:, columns.start - in_word * first : columns.stop - in_word * first]
+            stored = from_words(qweight[first : -(-columns.stop // in_word), rows].T, bits)
+            values = stored[:, columns.start - in_word * first : columns.stop - in_word * first]
             return values if bits == 4 else (values ^ np.uint8(128)).view(np.int8)
 
         def zeros(rows: slice) -> np.ndarray:
             first = rows.start // in_word
-            words = qzeros[:, first : -(-rows.stop // in_word)]
-            spread = ((words[:, :, None] >> shifts).astype(np.uint8) & mask).reshape(len(words), -1)
-            values = spread[:, rows.start - in_word * first : rows.stop - in_word * first].T.astype(np.float32)
+            stored = from_words(qzeros[:, first : -(-rows.stop // in_word)], bits)
+            values = stored[:, rows.start - in_word * first : rows.stop - in_word * first].T.astype(np.float32)
             return values + np.float32(settings.zero_shift - (0 if bits == 4 else 128))
 
         return IntegerTensor(

@@ -262,3 +262,9 @@ def nibbles(packed: np.ndarray, *, high_first: bool = False) -> np.ndarray:
     """Return the halves of bytes [..., M] as [..., 2 M], the low one of each first."""
     pair = (packed >> 4, packed & 15) if high_first else (packed & 15, packed >> 4)
     return np.stack(pair, axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def from_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return uint32 [M, W], each of 32 / bits unsigned numbers from the lowest bits on, as uint8 [M, W * 32 / bits]."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    return nibbles(octets) if bits == 4 else octets

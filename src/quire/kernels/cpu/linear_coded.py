@@ -19,7 +19,7 @@ import numpy as np
 from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.formats import COLUMNS, LANES, _stack_biases, to_storage
+from quire.kernels.cpu.formats import COLUMNS, _stack_biases, to_storage
 from quire.kernels.cpu.interleave import ROW_GROUP, padded_rows, rounded, tile_height, woven
 from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
@@ -47,14 +47,13 @@ from quire.kernels.cpu.simd_codes import (
     store_codes,
     table_pairs,
 )
-from quire.kernels.cpu.stored_int import put_words
+from quire.kernels.cpu.stored_int import fill_by_rows, put_words
 from quire.kernels.cpu.threads import Launcher
 
 DEPTH_UNIT = 16  # K as stored is a multiple of it
 PANEL = 256  # k that are unpacked at a time: they fill the first-level cache
 SUMS_AT = 4 * ROW_GROUP * COLUMNS  # in scratch, behind the rows of a gated item
 PANEL_AT = 2 * SUMS_AT
-STAGED_ELEMENTS = 1 << 20  # codes packed at a time
 TABLE, E4M3_CODES, E5M2_CODES = range(3)
 KINDS = {"table": TABLE, "e4m3": E4M3_CODES, "e5m2": E5M2_CODES}
 SHORT = np.float32(256)  # what `small_floats` leaves out of E4M3
@@ -360,13 +359,7 @@ def pack_codes(
     scales = np.zeros(padded * -(-depth // group), np.uint16 if layout.scale_bytes == 2 else np.float32)
     bias = _stack_biases(biases, padded, gated)
     weight = CodedLinear(data, scales, table, bias, outputs, inputs, depth, layout.kind, group, paired, gated)
-    base = 0
-    for tensor in parts:
-        step = max(LANES, STAGED_ELEMENTS // depth // LANES * LANES)
-        for start in range(0, tensor.shape[0], step):
-            some = tensor.rows(start, min(start + step, tensor.shape[0]))
-            _fill(weight, base + start, _codes(some))
-        base += tensor.shape[0]
+    fill_by_rows(parts, depth, launcher.num_threads, lambda first, some: _fill(weight, first, _codes(some)))
     return weight
 
 

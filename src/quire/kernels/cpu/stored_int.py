@@ -6,7 +6,8 @@ stay what they are, unless they are 2^14 times smaller than the largest of their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -38,13 +39,29 @@ def pack_integers(
     if order is not None:
         assert 4 * inputs <= 1 << 20, "a row fits an op's scratch"
         weight = replace(weight, order=np.array(order, np.int64))
-    base, step = 0, max(LANES, STAGED_ELEMENTS // weight.depth // LANES * LANES)
+    fill_by_rows(parts, weight.depth, launcher.num_threads, lambda first, some: _fill(weight, first, _integers(some)))
+    return _with_bias(weight, biases)
+
+
+def fill_by_rows(
+    parts: Sequence[QuantizedTensor], depth: int, num_threads: int, fill: Callable[[int, QuantizedTensor], None]
+) -> None:
+    """Call fill(number of the first row, some rows) for pieces of all parts, by several threads.
+
+    numpy does most of it without the interpreter's lock. Pieces begin at multiples of sixteen rows of a part.
+    """
+    step = max(LANES, STAGED_ELEMENTS // depth // LANES * LANES)
+    pieces, base = [], 0
     for tensor in parts:
         for start in range(0, tensor.shape[0], step):
-            some = _integers(tensor.rows(start, min(start + step, tensor.shape[0])))
-            _fill(weight, base + start, some)
+            pieces.append((base + start, tensor.rows(start, min(start + step, tensor.shape[0]))))
         base += tensor.shape[0]
-    return _with_bias(weight, biases)
+    if num_threads == 1 or len(pieces) == 1:
+        for piece in pieces:
+            fill(*piece)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda piece: fill(*piece), pieces))
 
 
 def _integers(tensor: QuantizedTensor) -> Integers:
