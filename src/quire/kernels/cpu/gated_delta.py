@@ -1,8 +1,9 @@
 """The gated delta rule, token by token; columns of a head's matrix are independent of each other.
 
-So an item takes some columns of one head through all tokens of a sequence, and they stay in the first-level cache. A
-token reads them twice: what the key finds there, then the update and what the query finds. The first pass reads them as
-they were before the decay, which is a factor of the sum.
+So an item takes some columns of one head through all tokens of a sequence. They stay in the first-level cache, and if
+there are several tokens they are brought together first: at their distance in the matrix they would share few of its
+sets. A token reads them twice: what the key finds there, then the update and what the query finds. The first pass reads
+them as they were before the decay, which is a factor of the sum.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.pointers import floats, ints, longs
 from quire.kernels.cpu.short_conv import lanes, put_lanes
 from quire.kernels.cpu.simd import exp, load, mul, multiply_add, splat, store, sub
-from quire.kernels.cpu.threads import Launcher
+from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
 
 COLUMNS = 64  # that make one work item
+DEPTH = SCRATCH_BYTES // (4 * COLUMNS)  # rows of them that a thread's own memory holds
 COST = 4  # multiply-adds of a token for each element of the matrix
 
 
@@ -73,11 +75,13 @@ def advance_four(state, at, step, rows, q, k, decay, v, v_at, beta, out, out_at)
 
 
 @part
-def clear(state, at, step, rows, columns):
-    """Set `columns` neighbours of each row to 0."""
+def move_columns(source, at, step, target, target_at, target_step, rows, columns, fresh):
+    """Copy `columns` neighbours of each row, or zeros if `fresh`."""
     for row in range(rows):
-        for column in range(columns):
-            state[at + row * step + column] = np.float32(0)
+        place, to = at + row * step, target_at + row * target_step
+        for i in range(0, columns, 16):
+            count = min(16, columns - i)
+            put_lanes(target, to + i, splat(np.float32(0)) if fresh else lanes(source, place + i, count), count)
 
 
 @op
@@ -94,8 +98,13 @@ def delta_rule(args, first, last, scratch):
         columns = min(COLUMNS, width - begin)
         start, stop = np.int64(starts[sequence]), np.int64(starts[sequence + 1])
         at = (rows[sequence] * heads + head) * depth * width + begin
-        if np.int64(lengths[sequence]) == stop - start:
-            clear(state, at, width, depth, columns)
+        fresh = np.int64(lengths[sequence]) == stop - start
+        apart = stop - start > 1 and depth <= DEPTH
+        matrix, matrix_at, step = state, at, width
+        if apart:
+            matrix, matrix_at, step = floats(scratch), 0, COLUMNS
+        if fresh or apart:
+            move_columns(state, at, width, matrix, matrix_at, step, depth, columns, fresh)
         for token in range(start, stop):
             query = floats(args[0] + 4 * (token * args[1] + head // shared * depth))
             key = floats(args[2] + 4 * (token * args[3] + head // shared * depth))
@@ -103,13 +112,15 @@ def delta_rule(args, first, last, scratch):
             rate = splat(beta[token * args[9] + head])
             v_at, out_at = token * args[5] + head * width + begin, (token * heads + head) * width + begin
             if columns == COLUMNS:
-                advance_four(state, at, width, depth, query, key, factor, v, v_at, rate, out, out_at)
+                advance_four(matrix, matrix_at, step, depth, query, key, factor, v, v_at, rate, out, out_at)
             else:
                 for i in range(0, columns, 16):
                     count = min(16, columns - i)
                     values = lanes(v, v_at + i, count)
-                    result = advance(state, at + i, width, depth, query, key, factor, values, rate, count)
+                    result = advance(matrix, matrix_at + i, step, depth, query, key, factor, values, rate, count)
                     put_lanes(out, out_at + i, result, count)
+        if apart:
+            move_columns(matrix, matrix_at, step, state, at, width, depth, columns, False)
 
 
 def gated_delta(

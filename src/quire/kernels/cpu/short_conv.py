@@ -65,13 +65,20 @@ def convolve(args, first, last, scratch):
         for i in range(begin, min(begin + PIECE, width), 16):
             count = min(16, width - i)
             x_at, state_at = start * stride + i, rows[sequence] * (taps - 1) * width + i
+            shift = splat(np.float32(0))
+            if args[3] != 0:
+                shift = lanes(bias, i, count)
             for token in range(tokens):
-                total = splat(np.float32(0))
-                if args[3] != 0:
-                    total = lanes(bias, i, count)
-                for tap in range(taps):
-                    v = earlier(x, x_at, stride, token - taps + 1 + tap, state, state_at, width, taps, fresh, count)
-                    total = multiply_add(lanes(weight, tap * width + i, count), v, total)
+                total = shift
+                if token >= taps - 1 and count == 16:
+                    place = x_at + (token - taps + 1) * stride
+                    for tap in range(taps):
+                        total = multiply_add(load(weight, tap * width + i), load(x, place + tap * stride), total)
+                else:
+                    for tap in range(taps):
+                        at = token - taps + 1 + tap
+                        v = earlier(x, x_at, stride, at, state, state_at, width, taps, fresh, count)
+                        total = multiply_add(lanes(weight, tap * width + i, count), v, total)
                 if kind >= 0:
                     total = activate(total, kind)
                 put_lanes(out, (start + token) * width + i, total, count)
