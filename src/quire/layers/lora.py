@@ -51,7 +51,7 @@ class LoRALayer:
 
     def __init__(self, owner: LoRASlots, sizes: Sequence[int], *, lookup: bool = False, widest: int = 0) -> None:
         self._owner, self._backend, self._lookup = owner, owner.backend, lookup
-        self.num_parts = len(sizes)
+        self.sizes, self.num_parts = list(sizes), len(sizes)
         self.slots = owner.backend.new_lora_slots(owner.num_slots, owner.max_rank, sizes, widest)
 
     def __call__(self, y: Array, x: Array) -> Array:
@@ -195,6 +195,19 @@ class LoRASlots:
         for number, layer in enumerate(self._layers):
             self.backend.set_lora(layer.slots, slot, packed.get(number, [None] * layer.num_parts))
         self._vocab_sizes[slot] = vocab_size
+
+    def warm_up(self) -> None:
+        """Have every op that adapters need compiled, with empty slots; between steps."""
+        self.write(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+        self.begin(1, 1, True)
+        zeros = self.backend.zeros
+        for kind in ("embedding", "linear", "head"):
+            target = next((target for target in self.targets.values() if target.kind == kind), None)
+            if target is not None:
+                x = zeros((1,), "int64") if kind == "embedding" else zeros((1, target.inputs))
+                width = target.inputs if kind == "embedding" else sum(self._layers[target.layer].sizes)
+                self._layers[target.layer](zeros((1, width)), x)
+        self.limit(zeros((1, self.base_vocab + self.extra_vocab)))
 
     # ---- in a step ----
 

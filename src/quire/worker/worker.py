@@ -144,6 +144,8 @@ class Worker:
             undo.callback(self.runner.close)
             started = time.perf_counter()
             warm_up(self.runner)
+            if self.adapters is not None:
+                self.adapters.slots.warm_up()
             undo.pop_all()
         logger.info("kernels ready in %.2f s", time.perf_counter() - started)
 
