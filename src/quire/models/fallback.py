@@ -94,7 +94,7 @@ class TransformersForCausalLM:
         for module in skeleton.modules():
             layer = getattr(module, "layer_idx", None)
             if isinstance(layer, int) and hasattr(module, "scaling"):
-                size: int = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", info.head_dim)
+                size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or info.head_dim
                 found[layer] = LayerKVSpec(heads, size, self.backend.kv_dtype, info.layer_windows[layer])
         if sorted(found) != list(range(info.num_hidden_layers)):
             raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.verify.compare import LayerErrors, first_difference, layer_errors, relative_error
-from quire.verify.oracle import Oracle
+from quire.verify.oracle import LayerTrace, Oracle
 from quire.verify.subject import Subject
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -101,11 +102,24 @@ def verify(
             else:
                 _compare_text(report, oracle, subject, prompt, info.causal)
         if all_layers or not report.agrees:
-            report.layers = layer_errors(subject.trace(prompts[0]), oracle.trace(prompts[0]))
+            report.layers = layer_errors(_trace(config, info, subject, prompts[0]), oracle.trace(prompts[0]))
             report.first = first_difference(report.layers, tolerance)
     finally:
         subject.close()
     return report
+
+
+def _trace(config: EngineConfig, info: ModelInfo, subject: Subject, prompt: list[int]) -> list[LayerTrace]:
+    """Return what attention layers see; where they cache latents, what they see when they cache keys and values."""
+    found = subject.trace(prompt)
+    if found or not config.cache.latent_cache:
+        return found
+    cache = dataclasses.replace(config.cache, latent_cache=False)
+    plain = Subject(dataclasses.replace(config, cache=cache), info, length=len(prompt))
+    try:
+        return plain.trace(prompt)
+    finally:
+        plain.close()
 
 
 def _compare_prompt(report: Report, oracle: Oracle, subject: Subject, prompt: list[int], num_tokens: int) -> None:

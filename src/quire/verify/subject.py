@@ -34,7 +34,7 @@ class Subject:
         self.backend = _Tracer(backend)
         self.model = load_model(
             info, cast(Backend, self.backend), max_model_len=length, load_format=model.load_format, seed=model.seed,
-            allow_nonfinite=model.allow_nonfinite,
+            allow_nonfinite=model.allow_nonfinite, latent_cache=config.cache.latent_cache,
         )  # fmt: skip
         self._block_size = config.cache.block_size
         groups = self.model.kv_cache_spec().groups(length)
