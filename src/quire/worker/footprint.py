@@ -223,6 +223,7 @@ class _Counter(ShapeBackend):
         self.loading = 0
         self._read = 0
         self._shared: list[tuple[str, int]] = []
+        self._last_heads: list[tuple[str, int]] = []
 
     def start(self) -> None:
         """Forget earlier recordings."""
@@ -244,10 +245,11 @@ class _Counter(ShapeBackend):
         return made
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
-        """Count them for their part."""
-        before = self.num_bytes
+        """Count them for their part; two sets of them are cut from one tensor."""
+        before, self._shared = self.num_bytes, self._source.recent or self._last_heads
         made = super().pack_heads(matrices)
         self._note(before)
+        self._last_heads, self._shared = self._shared, []
         return made
 
     def pack_experts(self, experts: Iterable[Expert]) -> ShapeExperts:
