@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 SMALL = {
     "vocab_size": 160,
@@ -177,6 +178,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": {**LATENT, "tie_word_embeddings": True},
     "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 7, "sliding_window_pattern": 2},
 }
+
+# Of these, those that stand for the others: whose layers, names or inputs are not those of one before.
+DISTINCT = (
+    *(
+        "llama",
+        "phi3",
+        "olmo2",
+        "gemma2",
+        "gemma3",
+        "ministral3",
+        "hunyuan_v1_dense",
+        "olmo",
+        "falcon",
+        "bloom",
+        "gptj",
+    ),
+    *("opt", "gpt2", "mixtral", "qwen2_moe", "gpt_oss", "qwen3_next", "lfm2", "deepseek_v3", "minicpm3"),
+)
+
+
+def family_parameters() -> list[Any]:
+    """Return all families as parameters of a test; those that are like another one are slow."""
+    return [pytest.param(name, marks=() if name in DISTINCT else (pytest.mark.slow,)) for name in FAMILIES]
 
 
 def write_checkpoint(

@@ -11,7 +11,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
-from tests.helpers.checkpoints import FAMILIES, write_checkpoint
+from tests.helpers.checkpoints import family_parameters, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
 
 PROMPTS = {"a": [5, 9, 11, 3, 7], "b": [8, 2, 6]}
@@ -34,10 +34,10 @@ def logits_of(driver: ModelDriver, backend: Backend, wanted: list[int] | None) -
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", family_parameters())
 def test_rows_that_are_asked_for_are_those_of_the_whole(family: str, device: str, tmp_path: Path) -> None:
     info = load_model_info(write_checkpoint(tmp_path, family))
-    backend = create_backend(device, "float32", "float32")
+    backend = create_backend(device, "float32", "float32", batch_invariant=True)
     model = load_model(info, backend)
     whole, some, none = (ModelDriver(model, backend) for _ in range(3))
     expected = logits_of(whole, backend, None)
