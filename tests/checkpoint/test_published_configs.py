@@ -133,6 +133,134 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"architecture": "MptForCausalLM", "intermediate_size": 16384, "max_model_len": 2048, "hidden_act": "gelu"},
     ),
+    "gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            **ALIKE,
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+        {"layer_windows": (4096, None, 4096, None), "tie_word_embeddings": True, "head_dim": 256, "norm_eps": 1e-6},
+    ),
+    # All that its file says of the text model; the rest is left to the defaults.
+    "gemma-3-4b-it": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+        },
+        {
+            "hidden_size": 2560,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "layer_windows": ((1024,) * 5 + (None,)) * 5 + (1024,) * 4,
+            "max_model_len": 131072,
+            "eos_token_ids": (1, 106),
+            "dtype": "bfloat16",
+            "tie_word_embeddings": True,
+            "rotations": {("linear", 1e6), ("default", 1e4)},
+        },
+    ),
+    "gemma-3-1b-it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            **ALIKE,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 20000,
+            "rope_scaling": None,
+            "rope_theta": 2000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 2,
+        },
+        {"layer_windows": (512, None) * 2, "rotations": {("default", 2e6), ("default", 2e4)}, "max_model_len": 32768},
+    ),
+    "OLMo-3-7B": (
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            **ALIKE,
+            "max_position_embeddings": 65536,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+        },
+        {
+            "layer_windows": (4096, 4096, 4096, None),
+            "rotations": {("yarn", 5e5), ("default", 5e5)},
+            "max_model_len": 65536,
+        },
+    ),
+    "Mistral-Small-3.1": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "multimodal_projector_bias": False,
+            "text_config": {
+                **ALIKE,
+                "head_dim": 128,
+                "max_position_embeddings": 131072,
+                "model_type": "mistral",
+                "num_key_value_heads": 8,
+                "rope_theta": 1000000000.0,
+                "sliding_window": None,
+            },
+            "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+        },
+        {"layer_windows": (None,) * 4, "head_dim": 128, "rotations": {("default", 1e9)}, "max_model_len": 131072},
+    ),
+    "c4ai-command-r7b": (
+        {
+            "architectures": ["Cohere2ForCausalLM"],
+            **ALIKE,
+            "attention_bias": False,
+            "head_dim": 128,
+            "layer_norm_eps": 1e-05,
+            "layer_switch": 4,
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+            "order_of_interleaved_layers": "local_attn_first",
+            "rotary_pct": 1.0,
+            "rope_scaling": None,
+            "rope_theta": 50000,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "use_qk_norm": False,
+        },
+        {"layer_windows": (4096, 4096, 4096, None), "tie_word_embeddings": True, "rotations": {("default", 5e4)}},
+    ),
     "Mixtral-8x7B": (
         {
             "architectures": ["MixtralForCausalLM"],
@@ -309,7 +437,9 @@ def test_published_configs_are_understood(name: str, tmp_path: Path) -> None:
     config, expected = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     info = load_model_info(tmp_path)
-    found = {key: getattr(info, key) for key in expected if key != "rotary_dim"}
+    found = {key: getattr(info, key) for key in expected if key not in ("rotary_dim", "rotations")}
     if "rotary_dim" in expected:
         found["rotary_dim"] = info.rope.rotary_dim if info.rope else None
+    if "rotations" in expected:
+        found["rotations"] = {(rope.rope_type, rope.theta) for rope in info.layer_ropes}
     assert found == expected
