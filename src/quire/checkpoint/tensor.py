@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.checkpoint.mapped import HELD_BYTES, release
 from quire.checkpoint.small_floats import FLOAT8
 
 
@@ -59,6 +60,10 @@ class HostTensor:
     def transposed(self) -> HostTensor:
         """Return the matrix transposed, as a view."""
         return HostTensor(self.array.T, self.dtype)
+
+    def release(self) -> None:
+        """Let the file's memory go, for now at least; the values stay what they are."""
+        release(self.array)
 
 
 class Layout(NamedTuple):
@@ -157,6 +162,9 @@ class QuantizedTensor(ABC):
         """Return how many stored numbers, scales or codes, are NaN or infinite."""
         return 0
 
+    def release(self) -> None:
+        """Let the file's memory go, where the format can tell which it is."""
+
     @property
     def array(self) -> np.ndarray:
         """The weights, float32; for what takes tensors apart in its own way."""
@@ -245,4 +253,6 @@ def count_nonfinite(tensor: Tensor) -> int:
         some = unsigned[start : start + step]
         if signed[start : start + step].max() >= exponent or some.max() >= sign | exponent:
             found += int(np.count_nonzero(some & (sign - 1) >= exponent))
+        if array.nbytes > HELD_BYTES:  # smaller ones are about to be used
+            release(some)
     return found

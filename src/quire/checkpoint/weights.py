@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -65,8 +65,15 @@ class WeightSource(Protocol):
 class CheckpointWeights:
     """Reads real tensors; refuses NaN and infinity unless told otherwise."""
 
-    def __init__(self, checkpoint: TensorSource, *, allow_nonfinite: bool = False) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        *,
+        allow_nonfinite: bool = False,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read from `checkpoint`; `on_read` is told how many stored bytes the next tensor has."""
+        self._checkpoint, self._on_read = checkpoint, on_read
         self._allow_nonfinite = allow_nonfinite
 
     def __contains__(self, name: str) -> bool:
@@ -74,6 +81,8 @@ class CheckpointWeights:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a view of the mapped file. Raises ModelError for values that are not finite."""
+        if self._on_read is not None:
+            self._on_read(stored_bytes(self._checkpoint, name))
         tensor = self._checkpoint.read(name)
         assert tensor.shape == shape, "the survey comes first"
         bad = count_nonfinite(tensor)
@@ -105,6 +114,11 @@ class WeightSurvey:
         if layout is not None:
             return SketchedTensor(shape, layout)
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the tensors asked for take in their files."""
+        return sum(stored_bytes(self._checkpoint, name) for name in self._asked if name in self._checkpoint)
 
     def finish(self, ignorable: Iterable[str]) -> None:
         """Raise ModelError if a tensor is missing or wrong; warn of tensors nobody asked for.
@@ -152,6 +166,12 @@ class DummyWeights:
             return HostTensor(np.ones(shape, np.float32), "float32")
         shift = zlib.crc32(name.encode()) % self._values.size
         return HostTensor(np.resize(np.roll(self._values, shift), shape), "float32")
+
+
+def stored_bytes(checkpoint: TensorSource, name: str) -> int:
+    """Return how many bytes a tensor takes in its file."""
+    entry = checkpoint.entry(name)
+    return entry.end - entry.begin
 
 
 def _listed(names: list[str]) -> str:

@@ -19,6 +19,7 @@ from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
+from quire.models.progress import LoadProgress
 from quire.models.registry import model_builder
 from quire.step import DTYPE_BYTES
 
@@ -74,8 +75,9 @@ def load_model(
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     survey.finish(surveyed.ignorable + tied + _further_layers(info))
     _check_memory(info, backend, counter.num_bytes)
-    weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite)
-    return build(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
+    with LoadProgress(info.path.name, survey.num_bytes) as progress:
+        weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite, on_read=progress.add)
+        return build(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.checkpoint.gguf.blocks import Decoded, Format
+from quire.checkpoint.mapped import HELD_BYTES, release
 from quire.checkpoint.tensor import HostTensor, Integers, Layout, QuantizedTensor, Tensor, fits_groups
 
 CHUNK_BYTES = 1 << 22  # of blocks that are taken apart in one go
@@ -103,11 +104,19 @@ class GGUFTensor(QuantizedTensor):
         """See `QuantizedTensor.count_nonfinite`."""
         found, step = 0, max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
-            _, scales, minima = self.rows(start, start + step).decoded()
+            cut = self.rows(start, start + step)
+            _, scales, minima = cut.decoded()
             found += int(np.count_nonzero(~np.isfinite(scales)))
             if minima is not None:
                 found += int(np.count_nonzero(~np.isfinite(minima)))
+            if self.stored.nbytes > HELD_BYTES:  # smaller ones are about to be used
+                cut.release()
         return found
+
+    def release(self) -> None:
+        """See `QuantizedTensor.release`."""
+        if self.order is None:
+            release(self.stored)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ STORAGE: dict[str, np.dtype] = {
 LANES = 16
 COLUMNS = 32  # rows of a weight are padded to a multiple: the columns of a tile
 STAGED_ELEMENTS = 1 << 20  # of a weight that are converted at a time
+DIRECT_BYTES = 1 << 25  # of a weight that are packed at a time where nothing is to be converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,13 @@ def _staged(parts: Sequence[Tensor], depth: int, dtype: str) -> Iterator[np.ndar
     settles what checkpoints may hold: other formats, columns that are rows of the file, rows shorter than `depth`.
     """
     if all(_is_direct(part, depth, dtype) for part in parts):
+        rows = max(LANES, DIRECT_BYTES // max(1, depth * STORAGE[dtype].itemsize) // LANES * LANES)
         for part in parts:
-            yield part.array
+            for start in range(0, part.shape[0], rows):
+                piece = part.rows(start, start + rows)
+                yield piece.array
+                if part.shape[0] > rows:  # a large one; what was packed of it need not stay in memory
+                    piece.release()
         return
     group = max(LANES, STAGED_ELEMENTS // max(1, depth) // LANES * LANES)
     total = -(-sum(part.shape[0] for part in parts) // LANES) * LANES
@@ -159,7 +165,10 @@ def _staged(parts: Sequence[Tensor], depth: int, dtype: str) -> Iterator[np.ndar
         start = 0
         while start < part.shape[0]:
             count = min(part.shape[0] - start, stage.shape[0] - filled)
-            stage[filled : filled + count, :inputs] = to_storage(part.rows(start, start + count), dtype)
+            piece = part.rows(start, start + count)
+            stage[filled : filled + count, :inputs] = to_storage(piece, dtype)
+            if part.shape[0] > stage.shape[0]:
+                piece.release()
             start, filled, done = start + count, filled + count, done + count
             if filled == stage.shape[0] or (done == half and filled % LANES == 0):  # gate and up stay apart
                 yield stage[:filled]

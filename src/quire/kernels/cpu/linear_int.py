@@ -37,6 +37,7 @@ COLUMNS = 32  # of an item: two vectors
 DEPTH_UNIT = 16  # K of weights without groups is padded to a multiple of it
 GROUPS = (32, 64, 128)
 STAGED_ELEMENTS = 1 << 20  # of a weight that are copied at a time, where it cannot be read as it lies
+DIRECT_BYTES = 1 << 25  # of a weight that are packed at a time, where it can
 NO_ACTIVATION = -1
 LEVELS = ("avx512_vnni", "generic")
 EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know those of 4 bits
@@ -327,7 +328,12 @@ def _readable(tensor: Tensor) -> bool:
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the first row and the rows of pieces that an op can read: the tensor as it is, or copies of some rows."""
     if _readable(tensor):
-        yield 0, tensor
+        count = max(1, DIRECT_BYTES // max(1, abs(tensor.array.strides[0])))
+        for start in range(0, tensor.shape[0], count):
+            piece = tensor.rows(start, start + count)
+            yield start, piece
+            if tensor.shape[0] > count:  # a large one; what was packed of it need not stay in memory
+                piece.release()
         return
     count = max(1, STAGED_ELEMENTS // max(1, tensor.shape[1]))
     for start in range(0, tensor.shape[0], count):

@@ -56,12 +56,17 @@ def fill_by_rows(
         for start in range(0, tensor.shape[0], step):
             pieces.append((base + start, tensor.rows(start, min(start + step, tensor.shape[0]))))
         base += tensor.shape[0]
+
+    def work(piece: tuple[int, QuantizedTensor]) -> None:
+        fill(*piece)
+        piece[1].release()
+
     if num_threads == 1 or len(pieces) == 1:
         for piece in pieces:
-            fill(*piece)
+            work(piece)
         return
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(lambda piece: fill(*piece), pieces))
+        list(pool.map(work, pieces))
 
 
 def _integers(tensor: QuantizedTensor) -> Integers:

@@ -1,0 +1,80 @@
+"""What is said while weights are loaded, and what stays in memory of their files."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.checkpoint import mapped
+from quire.checkpoint.mapped import MappedFile, read_ahead, release
+from quire.models.progress import LoadProgress
+
+
+def test_long_loads_say_how_far_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 1.0, 6.0, 7.0, 12.5])
+    with caplog.at_level(logging.INFO), LoadProgress("m", 4_000_000, clock=lambda: next(times)) as progress:
+        for _ in range(4):
+            progress.add(1_000_000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading m: 2 of 4 MB (50 %) after 6 s",
+        "loading m: 4 of 4 MB (100 %) after 12 s",
+    ]
+
+
+def test_a_terminal_gets_a_bar_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 0.5, 2.0, 3.0])
+    with LoadProgress("my-model", 3_000_000, clock=lambda: next(times)) as progress:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        for _ in range(3):
+            progress.add(1_000_000)
+        progress._bar.refresh()
+    assert "loading my-model" in capsys.readouterr().err
+
+
+def resident(path: Path) -> int:
+    """Return how many bytes of a file this process has mapped and in memory."""
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            mine = line.endswith(str(path))
+        elif mine and name == "Rss:":
+            found += int(rest.split()[0]) * 1024
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_large_tensors_leave_memory_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, size = tmp_path / "x.bin", 1 << 22
+    values = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+    path.write_bytes(values.tobytes())
+    monkeypatch.setattr(mapped, "HELD_BYTES", size // 8)
+    file = MappedFile(path, 1)
+    view = file.view(0, size)
+    for start in range(0, size, size // 16):
+        piece = view[start : start + size // 16]
+        np.testing.assert_array_equal(piece, values[start : start + size // 16])
+        assert resident(path) < size // 2
+        release(piece.view(np.uint32))
+    np.testing.assert_array_equal(view, values)
+    assert resident(path) == size
+    release(view)
+    assert resident(path) == 0
+    release(values)  # no file's
+
+
+def test_eager_and_prefetched_files_hold_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(range(256)) * 100)
+    eager = MappedFile(path, 1, eager=True)
+    read_ahead([path, tmp_path / "missing"]).join()
+    np.testing.assert_array_equal(eager.view(3, 900), MappedFile(path, 1).view(3, 900))
+    writable = MappedFile(path, 1, writable=True).view(0, 10)
+    writable[0] = 77
+    assert path.read_bytes()[0] == 0 and writable[0] == 77
