@@ -30,7 +30,7 @@ TOUR = """
 import sys
 import numpy as np
 from tests.kernels.scenes import Paged, host, normal, round_to
-from quire.kernels.backend import AttentionParams
+from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.simd import TILE_ROWS
 rng, results = np.random.default_rng(0), [np.array([TILE_ROWS])]
@@ -51,6 +51,12 @@ results.append(backend.rms_norm(normal(rng, 3, 33), normal(rng, 33), 1e-5))
 gated = backend.pack_linear([host(normal(rng, 33, 40)) for _ in range(2)], gated=True)
 results.append(backend.gated_linear(round_to(normal(rng, 3, 40), "bfloat16"), gated, "silu"))
 results.append(backend.activation(normal(rng, 3, 33), "gelu"))
+step = AttentionMetadata(np.array([0, 9], np.int32), np.array([9], np.int32), None, None, state_rows=np.zeros(1, int))
+x, window = normal(rng, 9, 40), np.zeros((1, 3, 40), np.float32)
+results.append(backend.causal_conv(x, normal(rng, 4, 40), None, window, step, "softplus"))
+q, k, v = normal(rng, 9, 8), normal(rng, 9, 8) / 3, normal(rng, 9, 80)
+rates = rng.random((9, 1)).astype(np.float32)
+results.append(backend.gated_delta(q, k, v, -rates, rates, np.zeros((1, 1, 8, 80), np.float32), step))
 logits = normal(rng, 4, 100)
 results.append(backend.sample(logits, np.ones(4), np.full(4, 9), np.full(4, 0.9), np.zeros(4), rng.random(4)))
 results.append(backend.top_logprobs(logits, np.arange(4), 3).logprobs)
