@@ -17,7 +17,9 @@ from quire.engine.settle import settle
 from quire.errors import ConfigError
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
+from quire.simulate.executor import kv_spec
 from quire.step import BeamOutput
+from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle, names_of
 
@@ -199,3 +201,9 @@ def test_states_are_part_of_the_plan(folder: Path) -> None:
     assert few.state_bytes == 2 * 4 * (4 * 16 * 12 + 3 * 112)
     assert (few.step.states, many.step.states) == (4 * few.state_bytes, 64 * few.state_bytes)
     assert few.budget - many.budget > 60 * few.state_bytes
+
+
+def test_the_simulator_counts_the_blocks_that_the_model_has(folder: Path) -> None:
+    info = load_model_info(folder)
+    config = settle(EngineConfig.from_kwargs(model=str(folder)), info)
+    assert kv_spec(info, "float32").layers == Footprint(config, info).spec.layers
