@@ -65,7 +65,15 @@ DELTA = {
 }
 # transformers computes whole prompts in a form that takes differences of long sums and strays by 1e-5 from its own
 # token by token.
-STEPWISE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+STEPWISE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+DELTA_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 DELTA_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 LATENT = {
@@ -157,6 +165,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {**MIXTURE, "num_local_experts": 6, "head_dim": 16},
     "qwen3_next": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": DELTA,
+    "qwen3_5": {"text_config": DELTA, "vision_config": DELTA_VISION},
+    "qwen3_5_moe": {
+        "text_config": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
+        "vision_config": DELTA_VISION,
+    },
     "lfm2": {
         **SMALL,
         "num_key_value_heads": 2,

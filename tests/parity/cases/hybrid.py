@@ -34,6 +34,8 @@ HYBRID: dict[str, Case] = {
         },
     ),
     "qwen3.5-moe": ("qwen3_5_moe_text", {}),
+    "qwen3.5-with-vision": ("qwen3_5", {}),
+    "qwen3.5-moe-with-vision": ("qwen3_5_moe", {}),
     "lfm2": ("lfm2", {}),
     "lfm2-bias-untied": (
         "lfm2",
