@@ -22,7 +22,8 @@ ADDED = {"instance", "job", "le"}  # labels that Prometheus adds, or that belong
 FUNCTIONS = {
     "and", "by", "histogram_quantile", "increase", "label_values", "max", "min", "on", "or", "rate", "sum", "up"
 }  # fmt: skip
-RARE = {"quire:engine_last_recovery_seconds"}  # there only after an engine was replaced
+# There only after an engine was replaced, and only where adapters are served.
+RARE = {"quire:engine_last_recovery_seconds", "vllm:lora_requests_info"}
 
 Samples = dict[str, set[str]]
 

@@ -176,10 +176,9 @@ class AsyncLLM(AsyncPoolingCalls):
             prompt: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
-            cache_salt: prefix blocks are shared only among requests with the same salt.
-            tenant: on whose account it runs. param: what errors call the prompt.
-            ask: what the message that follows the prompt may be; None if it is no message.
-            within: seconds in which the first token is of use; see `check_room`. lora_request: its adapter.
+            cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
+            tenant: on whose account it runs. param: what errors call the prompt. ask: what the message that follows may
+                be; None if it is no message. within: seconds in which the first token is of use; see `check_room`.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -191,16 +190,15 @@ class AsyncLLM(AsyncPoolingCalls):
         self.check_room(within=within)
         arrival_time = time.monotonic()
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
-        request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
             grammar, thinking = await self._demand(params, token_ids, ask)
         finally:
             self._num_admitting -= 1
-        processor = self._alive()
         self.check_room(len(token_ids), within)
-        adds = processor.build(
+        adds = self._alive().build(
             token_ids,
             params,
             request_id,

@@ -155,8 +155,7 @@ class LLM(PoolingCalls):
                 `ChatTemplate.render`.
             tool_choice, parallel_tool_calls: as in OpenAI's API; by default "auto", if it is known how this model calls
                 tools. `read_message` finds the calls in the output.
-            chat_template: Jinja text to use in the place of the model's template.
-            The others as for `generate`.
+            chat_template: Jinja text to use in the place of the model's template. The others as for `generate`.
 
         Raises:
             RequestError: as `generate`; also if the template refuses the messages, or the model has none.

@@ -17,6 +17,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checks import check_int
 from quire.engine.messages import AddRequest
@@ -266,22 +268,8 @@ class Processor:
         self._check_options(request_id, priority, cache_salt, tenant)
         self.check_kind(params)
         if isinstance(params, PoolingParams):
-            return [
-                AddRequest(
-                    request_id=request_id,
-                    prompt_token_ids=token_ids,
-                    sampling_params=SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
-                    arrival_time=arrival_time,
-                    sequence_ids=[request_id],
-                    seeds=[0],
-                    stop_ids=[],
-                    max_tokens=1,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    tenant=tenant,
-                    pooling=self.pooling_params(params),
-                )
-            ]
+            add = self._to_pool(token_ids, params, request_id, arrival_time)
+            return [msgspec.structs.replace(add, priority=priority, cache_salt=cache_salt, tenant=tenant)]
         assert params.structured_outputs is None or grammar is not None, "a form without its grammar would be ignored"
         beam = None
         if isinstance(params, BeamSearchParams):
@@ -335,6 +323,20 @@ class Processor:
         # What is cached was computed before: its hidden states are gone.
         whole = task == "token_embed" or spec.kinds != ("lasttoken",)
         return params.clone(task=task, skip_reading_prefix_cache=params.skip_reading_prefix_cache or whole)
+
+    def _to_pool(self, token_ids: list[int], params: PoolingParams, request_id: str, arrival_time: float) -> AddRequest:
+        """Return what the engine is told of a request that generates nothing."""
+        return AddRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
+            arrival_time=arrival_time,
+            sequence_ids=[request_id],
+            seeds=[0],
+            stop_ids=[],
+            max_tokens=1,
+            pooling=self.pooling_params(params),
+        )
 
     def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[AddRequest]:
         """Return what the engine is told of a request that samples: in `shared` is what all its parts have."""

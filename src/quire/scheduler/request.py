@@ -257,7 +257,18 @@ class Request:
         self.dry_breakers = dry_breakers or []
         self.pooling = pooling
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
+        self._begin()
+        self.forked = len(self.sequence_ids) == 1
+        self.num_forks = 0
+        self.dropped: set[str] = set()
+        self.loading: set[int] = set()
+        self.loaded = False
+        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
+        if resumed is not None:
+            self._resume(prompt_token_ids, list(resumed))
 
+    def _begin(self) -> None:
+        """Nothing has become of it yet."""
         self.status = RequestStatus.WAITING
         self.order_key: tuple[float, ...] = ()
         self.num_cached_tokens: int | None = None
@@ -268,14 +279,6 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.blocked_since: float | None = None
         self.num_prompt_logprobs = self.prompt_logprobs_after
-        self.forked = len(self.sequence_ids) == 1
-        self.num_forks = 0
-        self.dropped: set[str] = set()
-        self.loading: set[int] = set()
-        self.loaded = False
-        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
-        if resumed is not None:
-            self._resume(prompt_token_ids, list(resumed))
 
     def _resume(self, prompt: list[int], resumed: list[tuple[list[int], float | None]]) -> None:
         """Begin as far as each sequence had come: tokens after the prompt, and the state of its sampler."""
