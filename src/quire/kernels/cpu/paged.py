@@ -13,7 +13,15 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
 from quire.kernels.cpu.jit import Op
-from quire.kernels.cpu.paged_floats import attend_bfloat16, attend_float16, attend_float32, attend_int8
+from quire.kernels.cpu.paged_floats import (
+    attend_bfloat16,
+    attend_float16,
+    attend_float32,
+    attend_int8,
+    attend_latent_bfloat16,
+    attend_latent_float16,
+    attend_latent_float32,
+)
 from quire.kernels.cpu.paged_pairs import attend_pairs
 from quire.kernels.cpu.paged_plan import (
     ATTEND_ALONE,
@@ -35,6 +43,12 @@ ATTEND: dict[np.dtype, Op] = {
     np.dtype(np.uint16): attend_bfloat16,
     np.dtype(np.int16): attend_float16,
     np.dtype(np.int8): attend_int8,
+}
+
+ATTEND_LATENT: dict[np.dtype, Op] = {
+    np.dtype(np.float32): attend_latent_float32,
+    np.dtype(np.uint16): attend_latent_bfloat16,
+    np.dtype(np.int16): attend_latent_float16,
 }
 
 
@@ -101,7 +115,8 @@ def _emit(
         plan.slot_rows, plan.room_rows,
     )  # fmt: skip
     assert _room_needed(plan, size, cache.paired) <= SCRATCH_BYTES, f"{plan.room_rows} rows of {size} elements"
-    attend = attend_op(cache.flat_keys.dtype, cache.paired)
+    dtype, latent = cache.flat_keys.dtype, isinstance(cache, CPULatentCache)
+    attend = ATTEND_LATENT[dtype] if latent else attend_op(dtype, cache.paired)
     shared = launcher.num_threads > 1
     for op, records, limit, alone, together in (
         (attend, plan.items, plan.item_limit, ATTEND_ALONE, ATTEND_SHARED),

@@ -214,8 +214,11 @@ def plan_room(scratch, rows, size):
 
 @part
 def attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums):
-    """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it."""
-    size, scaled, latent = args[OUT_SIZE], args[KEY_SCALES] != 0, args[VALUES] == 0
+    """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it.
+
+    `values` None says, while this is compiled, that `keys` is a latent cache.
+    """
+    size, scaled = args[OUT_SIZE], args[KEY_SCALES] != 0
     padded = pad(size)
     key_scales, value_scales, scores = floats(places[0]), floats(places[0] + 4 * SEGMENT), floats(places[5])
     first, last = max(0, low - base) // TILE, (min(SEGMENT, high - base) + TILE - 1) // TILE
@@ -223,7 +226,7 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
         load_scales(args, table, head, base, low, high, key_scales, value_scales)
     for tile in range(first, last):
         here = base + tile * TILE
-        if latent:
+        if values is None:
             load_latent_keys(args, keys, table, here, low, high, floats(places[8]), floats(places[7]))
         else:
             load_keys(args, keys, table, head, here, low, high, floats(places[7]))
@@ -238,7 +241,7 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, room,
             weigh_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
     for tile in range(first, last):
         here, to = base + tile * TILE, floats(places[8])
-        if latent:
+        if values is None:
             load_values(args, keys, table, 0, 1, args[SIZE], size, here, low, high, padded, to)
         else:
             load_values(args, values, table, head, args[KV_HEADS], size, size, here, low, high, padded, to)
@@ -305,3 +308,21 @@ def attend_float16(args, first, last, scratch):
 def attend_int8(args, first, last, scratch):
     """Attention over an int8 cache that is not paired."""
     attend(args, signed_octets(args[KEYS]), signed_octets(args[VALUES]), first, last, scratch)
+
+
+@op
+def attend_latent_float32(args, first, last, scratch):
+    """Attention over a float32 latent cache."""
+    attend(args, floats(args[KEYS]), None, first, last, scratch)
+
+
+@op
+def attend_latent_bfloat16(args, first, last, scratch):
+    """Attention over a bfloat16 latent cache."""
+    attend(args, words(args[KEYS]), None, first, last, scratch)
+
+
+@op
+def attend_latent_float16(args, first, last, scratch):
+    """Attention over a float16 latent cache."""
+    attend(args, halves(args[KEYS]), None, first, last, scratch)

@@ -40,8 +40,8 @@ NEG_INF = np.float32(-np.inf)
 
 # Arguments of `merge` and of the attend ops; strides in elements, see `paged.paged_attention`
 Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, WORK, PARTIALS = range(11)
-# OUT_SIZE: elements of a value. Without VALUES the cache is latent: values are the first elements of the keys, and
-# KV_HEADS is the number of groups into which the query heads are cut, that all share them.
+# OUT_SIZE: elements of a value. A latent cache has no VALUES: they are the first elements of the keys, and KV_HEADS is
+# the number of groups into which the query heads are cut, that all share them.
 NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
 SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(18, 24)
 
