@@ -82,9 +82,10 @@ def test_packed_runs_stay_close(kind: str, folders: Any) -> None:
     assert weight_bytes(info, "bfloat16", None) < 0.7 * plain  # embeddings and output are as large as the layers here
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", some(FORMATS, ("gptq-order", "w4a16-asym", "w8a8-static", "nf4")))
-def test_memory_is_known_before_loading(kind: str, folders: Any) -> None:
-    folder, _ = folders("llama", kind)
+def test_memory_is_known_before_loading(kind: str, family: str, folders: Any) -> None:
+    folder, _ = folders(family, kind)
     info = load_model_info(folder)
     packed: list[int] = []
 

@@ -139,6 +139,8 @@ def _scheme(weights: Fields) -> WeightScheme:
         raise weights.error("group_size", "a size, for strategy group")
     if strategy == "block":
         sizes = weights.values.get("block_structure")
+        if isinstance(sizes, str):  # "128x128", of earlier versions
+            sizes = [int(size) for size in sizes.split("x") if size.isdecimal()]
         if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
             raise weights.error("block_structure", "two sizes")
         block = sizes[0], sizes[1]

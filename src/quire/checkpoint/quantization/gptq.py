@@ -77,9 +77,10 @@ class GPTQ:
 
 def parse_gptq(fields: Fields) -> GPTQ:
     """Read a GPTQ config. Raises ModelError for settings that are not supported."""
-    stored = fields.text("checkpoint_format", "gptq").lower()
+    key = "format" if fields.values.get("checkpoint_format") is None else "checkpoint_format"
+    stored = fields.text(key, "gptq").lower()
     if stored not in FORMATS:
-        raise fields.error("checkpoint_format", f"one of {', '.join(FORMATS)}")
+        raise fields.error(key, f"one of {', '.join(FORMATS)}")
     if fields.flag("is_marlin_format", False):
         raise fields.error("is_marlin_format", "false, as weights in the order of Marlin's GPU kernels cannot be read")
     settings = GPTQ(_bits(fields), _group(fields), 0 if stored == "gptq_v2" else 1)
