@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from quire.errors import QuireError
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
-    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+    from quire.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from quire.pooling_params import PoolingParams
     from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.structured_outputs import StructuredOutputParams
 
@@ -30,12 +40,17 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QuireError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputParams",
     "__version__",
 ]
@@ -46,12 +61,17 @@ _HOMES = {
     "BeamSearchOutput": "quire.outputs",
     "BeamSearchParams": "quire.sampling_params",
     "BeamSearchSequence": "quire.outputs",
+    "ClassificationRequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
+    "EmbeddingRequestOutput": "quire.outputs",
     "EngineConfig": "quire.config",
+    "PoolingParams": "quire.pooling_params",
+    "PoolingRequestOutput": "quire.outputs",
     "QuireError": "quire.errors",
     "RequestOutput": "quire.outputs",
     "RequestOutputKind": "quire.sampling_params",
     "SamplingParams": "quire.sampling_params",
+    "ScoringRequestOutput": "quire.outputs",
     "StructuredOutputParams": "quire.structured_outputs",
 }
 

@@ -29,6 +29,7 @@ from tests.parity.harness import BACKENDS, assert_close, runs, tokens
 LENGTHS = (41, 1, 17, 5, 90)
 TEXTS = [tokens(length, seed=length, vocab=128) for length in LENGTHS]
 TEXTS = [[token + 5 for token in text] for text in TEXTS]  # none is a padding token
+GEMMA = {**DECODER, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "sliding_window_pattern": 2}
 EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", ENCODER),
     "roberta": ("RobertaModel", ROBERTA),
@@ -42,6 +43,8 @@ EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralModel", {**DECODER, "sliding_window": 16}),
     "qwen2": ("Qwen2Model", DECODER),
     "qwen3": ("Qwen3Model", {**DECODER, "head_dim": 16}),
+    "gemma3": ("Gemma3TextModel", GEMMA),
+    "embedding-gemma": ("Gemma3TextModel", {**GEMMA, "use_bidirectional_attention": True}),
 }
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {**ENCODER, "num_labels": 3}),
@@ -88,12 +91,15 @@ def data(llm: LLM, texts: list[list[int]], params: Any = None) -> list[np.ndarra
     return [output.outputs.data for output in llm.encode(texts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize(("case", "device"), runs(EMBEDDERS, ("bert", "roberta", "modernbert", "qwen3"), ("cpu",)))
+QUICK = ("bert", "roberta", "modernbert", "qwen3", "embedding-gemma")
+
+
+@pytest.mark.parametrize(("case", "device"), runs(EMBEDDERS, QUICK, ("cpu",)))
 def test_vectors(case: str, device: str, folder_of: Any) -> None:
     architecture, config = EMBEDDERS[case]
     folder = folder_of(architecture, config)
     oracle = oracle_of(folder, architecture)
-    kind = "cls" if "bert" in case else "lasttoken"
+    kind = "cls" if "bert" in case or case == "embedding-gemma" else "lasttoken"
     with open_llm(folder, device) as llm:
         together = data(llm, TEXTS)
         for text, vector in zip(TEXTS, together, strict=True):

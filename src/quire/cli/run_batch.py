@@ -54,8 +54,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="quire run-batch -i FILE -o FILE [OPTIONS] [MODEL]",
         help="answer a file of requests",
         description="Answer a file of requests in OpenAI's batch format, without opening a port. A line of input has "
-        '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings) '
-        'and "body"; a line of output has "custom_id" and "response" or "error".',
+        '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, '
+        '/v1/score, /v1/rerank) and "body"; a line of output has "custom_id" and "response" or "error".',
     )
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")

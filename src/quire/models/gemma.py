@@ -19,7 +19,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
     @staticmethod
     def options(info: ModelInfo) -> DecoderOptions:
         """Biases around attention only."""
-        if info.fields.flag("use_bidirectional_attention", False):
+        if info.fields.flag("use_bidirectional_attention", False) and info.causal:
             raise info.fields.error("use_bidirectional_attention", "false: tokens see those before them")
         bias = info.fields.flag("attention_bias", False)
         return DecoderOptions(qkv_bias=bias, output_bias=bias, norm_offset=1.0)

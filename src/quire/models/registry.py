@@ -83,6 +83,7 @@ MODELS = {
 BODIES = {
     **{f"{name}Model": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}ForSequenceClassification": f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    "Gemma3TextModel": "Gemma3ForCausalLM",
     "BertForMaskedLM": "BertModel",
     "RobertaForMaskedLM": "RobertaModel",
     "XLMRobertaModel": "RobertaModel",

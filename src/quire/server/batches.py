@@ -22,7 +22,14 @@ from quire.checks import check_object, missing
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.parsing import parse_json
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 FIELDS = ("custom_id", "method", "url", "body")
 IMMEDIATE = ("stream", "background")  # there is nobody to whom a batch could answer meanwhile
 MAX_ID_LENGTH = 512

@@ -145,8 +145,10 @@ class Footprint:
         )
         slots = None if self._lora is None else np.zeros(rows, np.int64)
         groups = 1 + max((cache.group for cache in caches), default=0)
+        pools = self._info.pooling is not None  # then all hidden states may be asked for
         for count in dict.fromkeys((tokens, rows)):
-            graphs.run(_inputs(count, rows, groups), np.broadcast_to(np.int64(0), rows), adapter_slots=slots)
+            last = np.broadcast_to(np.int64(0), 0 if pools else rows)
+            graphs.run(_inputs(count, rows, groups), last, all_hidden=pools, adapter_slots=slots)
         return StepBytes(
             activations=backend.arena.touched,
             inputs=backend.input_bytes - state_bytes + self._batch_bytes(config, groups),

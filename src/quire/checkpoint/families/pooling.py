@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.checkpoint.families.dense import DENSE
 from quire.checkpoint.families.family import Family, Windows
+from quire.checkpoint.families.local import LOCAL
 from quire.checkpoint.fields import Fields
 
 _BERT = {
@@ -97,8 +98,22 @@ ENCODERS: dict[str, Family] = {
 # Decoders without an output head of their own: the body's name, before "Model" and "ForSequenceClassification".
 DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
+_GEMMA3_FAMILY = LOCAL["Gemma3ForCausalLM"]
+
+
+def _gemma3_both_ways(fields: Fields) -> dict[str, Any]:
+    """EmbeddingGemma's tokens see those that follow, too; its window counts both sides."""
+    assert _GEMMA3_FAMILY.derive is not None
+    found = dict(_GEMMA3_FAMILY.derive(fields))
+    if fields.flag("use_bidirectional_attention", False):
+        window = found.get("sliding_window") or fields.integer("sliding_window", low=1)
+        found |= {"is_causal": False, "sliding_window": window // 2 + 1}
+    return found
+
+
 POOLING: dict[str, Family] = {
     **ENCODERS,
+    "Gemma3TextModel": replace(_GEMMA3_FAMILY, derive=_gemma3_both_ways, pools="embed"),
     **{f"{name}Model": replace(DENSE[f"{name}ForCausalLM"], pools="embed") for name in DECODERS},
     **{f"{name}ForSequenceClassification": replace(DENSE[f"{name}ForCausalLM"], pools="classify") for name in DECODERS},
 }
