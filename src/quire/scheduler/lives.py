@@ -155,8 +155,9 @@ class RequestLives:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
         num_tokens = request.num_prompt_tokens + (request.pooling is None)
         if num_tokens > self.max_model_len:
+            more = "; with one token to generate that exceeds" if request.pooling is None else ", which exceeds"
             return (
-                f"the prompt has {request.num_prompt_tokens} tokens; with one token to generate that exceeds the "
+                f"the prompt has {request.num_prompt_tokens} tokens{more} the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
             )
         if not self.kv.can_ever_fit(num_tokens):
