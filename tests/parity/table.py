@@ -21,15 +21,21 @@ from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
-from quire.models.registry import MODELS
+from quire.models.registry import MODELS, model_class
 from tests.helpers.checkpoints import load_oracle, logits_of, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
+from tests.parity import test_pooling as pooling
 from tests.parity.cases.case import Case
 from tests.parity.cases.every import EVERY
 from tests.parity.harness import tokens
 
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: python -m tests.parity.table -->", "<!-- end of families -->"
+POOLING_BEGIN, POOLING_END = "<!-- pooling: python -m tests.parity.table -->", "<!-- end of pooling -->"
+POOLING_HEAD = (
+    "| architecture | file of its own | shapes | output | error | alone as beside others |",
+    "| --- | --- | ---: | --- | ---: | --- |",
+)
 HEAD = (
     "| architecture | file of its own | shapes | float32 | greedy 64 | bfloat16 | chunks, prefixes | int8 | int4 |",
     "| --- | --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
@@ -72,10 +78,15 @@ def main(names: list[str]) -> None:
     for architecture in names or architectures():
         rows[architecture] = row(architecture)
         print(rows[architecture], file=sys.stderr, flush=True)
-        ordered = [rows[name] for name in architectures() if name in rows]
-        before, _, rest = DOC.read_text("utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        DOC.write_text(before + "\n".join([BEGIN, *HEAD, *ordered, END]) + after, "utf-8")
+        write(BEGIN, [*HEAD, *(rows[name] for name in architectures() if name in rows)], END)
+    if not names:
+        write(POOLING_BEGIN, [*POOLING_HEAD, *pooling_rows()], POOLING_END)
+
+
+def write(begin: str, lines: list[str], end: str) -> None:
+    """Put lines between two marks of docs/models.md."""
+    before, _, rest = DOC.read_text("utf-8").partition(begin)
+    DOC.write_text(before + "\n".join([begin, *lines, end]) + rest.partition(end)[2], "utf-8")
 
 
 def rows_of(text: str) -> Iterator[tuple[str, str]]:
@@ -89,8 +100,6 @@ def rows_of(text: str) -> Iterator[tuple[str, str]]:
 def row(architecture: str) -> str:
     """Measure all cases of an architecture; return a line with the worst of each."""
     measured = [measure(name) for name in cases_of(architecture)]
-    path = Path(import_module(MODELS[architecture]).__file__ or "")
-    lines = path.read_text("utf-8").count("\n")
 
     def worst(key: str, digits: str) -> str:
         return format(max(getattr(case, key) for case in measured), digits)
@@ -101,7 +110,7 @@ def row(architecture: str) -> str:
 
     cells = [
         f"`{architecture}`",
-        f"`{path.name}`, {lines} lines",
+        file_of(architecture),
         str(len(measured)),
         worst("float32", ".1e"),
         all_of("greedy"),
@@ -111,6 +120,13 @@ def row(architecture: str) -> str:
         f"{worst('int4', '.0%')}, {worst('int4_same', '.0e')}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def file_of(architecture: str) -> str:
+    """Name the file of an architecture, and say how long it is."""
+    module = model_class(architecture).__module__
+    path = Path(import_module(module).__file__ or "")
+    return f"`{path.name}`, {path.read_text('utf-8').count(chr(10))} lines"
 
 
 def measure(case: str) -> Measured:
@@ -184,6 +200,45 @@ def same_on_every_road(folder: Path) -> tuple[bool, bool]:
     whole, _, chunked, cached = answers
     told = [(answer.outputs[0].token_ids, answer.outputs[0].logprobs) for answer in (whole, chunked, cached)]
     return told[0] == told[1] == told[2], bool(cached.num_cached_tokens)
+
+
+def pooling_rows() -> Iterator[str]:
+    """Measure the models of vectors and of scores, and yield a line for each architecture."""
+    for output, cases in (("vector", pooling.EMBEDDERS), ("scores", pooling.CLASSIFIERS)):
+        for architecture in dict.fromkeys(architecture for architecture, _ in cases.values()):
+            shapes = [name for name, case in cases.items() if case[0] == architecture]
+            measured = [measure_pooling(architecture, name, cases[name][1], output) for name in shapes]
+            cells = [
+                f"`{architecture}`",
+                file_of(architecture),
+                str(len(shapes)),
+                output,
+                format(max(worst for worst, _ in measured), ".1e"),
+                "yes" if all(equal for _, equal in measured) else "no",
+            ]
+            yield f"| {' | '.join(cells)} |"
+
+
+def measure_pooling(architecture: str, name: str, config: dict[str, Any], output: str) -> tuple[float, bool]:
+    """Return the error of vectors (or logits of classes), and whether a text alone gets the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = pooling.write_model(Path(folder), architecture, **config)
+        oracle = pooling.load_oracle(written, architecture)
+        params = None if output == "vector" else pooling.RAW
+        with pooling.open_llm(written) as llm:
+            together = pooling.data(llm, pooling.TEXTS, params)
+            alone = [pooling.data(llm, [text], params)[0] for text in pooling.TEXTS]
+        wanted = [expected_of(oracle, name, text, output) for text in pooling.TEXTS]
+    equal = all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+    return error(np.stack(together), np.stack(wanted)), equal
+
+
+def expected_of(oracle: Any, name: str, text: list[int], output: str) -> np.ndarray:
+    """Return what transformers makes of a text."""
+    if output == "scores":
+        return pooling.run_oracle(oracle, text).logits[0].numpy()
+    kind = "cls" if "bert" in name or name == "embedding-gemma" else "lasttoken"
+    return pooling.unit(pooling.pooled(pooling.hidden_states(oracle, text), kind))
 
 
 if __name__ == "__main__":
