@@ -125,8 +125,7 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     Raises:
         ModelError: a file is missing or malformed, the architecture unknown, or a field has a bad value.
     """
-    path, config = _read_config(folder)
-    config = merged(config, overrides or {})
+    path, config = read_config(folder, overrides)
     if is_gguf(folder) and model_impl == "transformers":
         raise ModelError(f"{folder}: GGUF files do not run on transformers' code (model_impl)")
     if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and foreign.knows(config)):
@@ -172,14 +171,14 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     )
 
 
-def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return what config.json holds, or what it would hold for a GGUF file, and the file that says so."""
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
+    """Return the file that config.json is, or the GGUF file in its place, and what it says, with overrides merged."""
     if is_gguf(folder):
-        return folder, gguf_config(folder)
+        return folder, merged(gguf_config(folder), overrides or {})
     path = folder / CONFIG_FILE
     if not os.path.lexists(path):
         raise ModelError(f"{path}: config.json is missing (expected in a model folder)")
-    return path, read_json_object(path)
+    return path, merged(read_json_object(path), overrides or {})
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:

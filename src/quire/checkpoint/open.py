@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from quire.checkpoint.gguf.source import GGUFSource, is_gguf
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.modules import with_dense_layers
+from quire.checkpoint.packed import PACKED_FILE
 from quire.checkpoint.pickled import PickledCheckpoint
 from quire.checkpoint.quantization.source import QuantizedSource
 from quire.checkpoint.safetensors import Checkpoint
@@ -45,6 +49,19 @@ def _open(info: ModelInfo, load_format: str, *, eager: bool) -> TensorSource:
 def has_weights(info: ModelInfo, load_format: str = "auto") -> bool:
     """Whether there are any weights that could be read."""
     return load_format == "pt" or is_gguf(info.path) or any(info.path.glob("*.safetensors"))
+
+
+def is_packed(info: ModelInfo) -> bool:
+    """Whether the folder holds weights as `quire convert --format packed` writes them, which need no reading."""
+    return not is_gguf(info.path) and os.path.lexists(info.path / PACKED_FILE)
+
+
+def weight_files(info: ModelInfo, load_format: str = "auto") -> list[Path]:
+    """Return every file that holds weights, sorted. Raises ModelError as `open_weights` does."""
+    if load_format == "auto" and is_packed(info):
+        return [info.path / PACKED_FILE]
+    source = open_weights(info, load_format)
+    return sorted({source.path_of(name) for name in source.names})
 
 
 def put_together(info: ModelInfo, source: TensorSource) -> TensorSource:

@@ -164,6 +164,7 @@ class QuantizedTensor(ABC):
 
     def release(self) -> None:
         """Let the file's memory go, where the format can tell which it is."""
+        return
 
     @property
     def array(self) -> np.ndarray:

@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("quire.cli.generate", "Complete prompts from a file, standard input, or the command line."),
     "run-batch": ("quire.cli.run_batch", "Answer a file of requests in OpenAI's batch format."),
     "plan": ("quire.cli.plan", "Say what a model would take of memory and what would fit."),
+    "convert": ("quire.cli.convert", "Write a model packed for this machine, in another type, or quantized."),
     "verify": ("quire.cli.verify", "Compare a model with transformers, layer by layer if it differs."),
     "bench": ("quire.cli.bench", "Measure latency, throughput, quality, or a running server."),
     "train": ("quire.cli.train", "Train a small model from scratch."),

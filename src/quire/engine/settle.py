@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.checkpoint.packed import packed_quantization
 from quire.checkpoint.pooling import with_runner
 from quire.config import STORED_QUANTIZATIONS, CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
@@ -97,7 +98,7 @@ def _quantization(config: EngineConfig, info: ModelInfo) -> str | None:
     """
     asked = config.model.quantization
     if asked not in STORED_QUANTIZATIONS:
-        return asked
+        return asked or packed_quantization(info)
     stored = info.stored_format
     if stored is None or stored.name != asked:
         found = "is not quantized" if stored is None else f"is quantized with {stored.name}"

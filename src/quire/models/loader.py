@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.open import open_weights
+from quire.checkpoint.open import is_packed, open_weights
+from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Backend, Expert
 from quire.kernels.held import held_layout, held_size
 from quire.layers.builder import Builder
@@ -69,6 +73,10 @@ def load_model(
     if load_format == "dummy":
         return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora, latent_cache=latent_cache), length)
 
+    if load_format == "auto" and is_packed(info):
+        return _load_packed(
+            info, Builder(PackedNames([]), backend, parallel, lora=lora, latent_cache=latent_cache), length
+        )
     checkpoint = open_weights(info, load_format, strategy)
     survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     surveyed = build(info, Builder(survey, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
@@ -78,6 +86,31 @@ def load_model(
     with LoadProgress(info.path.name, survey.num_bytes) as progress:
         weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite, on_read=progress.add)
         return build(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
+
+
+def config_digest(info: ModelInfo) -> str:
+    """Return a digest of all that config.json says."""
+    text = json.dumps(dict(info.raw), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
+    """Build a model of packed weights. Raises ModelError if they are not for this backend, or not of this model."""
+    from quire.kernels.cpu.keep import giving, traits  # imports the CPU's kernels
+
+    path = info.path / PACKED_FILE
+    file, mine = PackedFile(path), {**traits(builder.backend), "config": config_digest(info)}
+    again = f"quire convert {file.header.get('source', 'MODEL')} {info.path} --format packed --force"
+    for name, value in mine.items():
+        if file.header.get(name) != value:
+            found = f"{name} {echo(file.header.get(name))}, and this is {echo(value)}"
+            raise ModelError(f"{path}: was packed for {found}; convert again: {again}")
+    if builder.lora is not None or builder.parallel.tp_size > 1:
+        raise ModelError(f"{path}: packed weights take no LoRA adapters and are not split over ranks")
+    names = file.header.get("names")
+    weights = PackedNames(names if isinstance(names, list) else [])
+    with giving(builder.backend, file.records, f"{path}"):
+        return model_builder(info)(info, replace(builder, weights=weights), length)
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:

@@ -104,8 +104,8 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     vocabulary.add_tokens(backend)
     special = vocabulary.special()
     backend.post_processor = vocabulary.post_processor(special, is_bytes=kind == "gpt2")
-    templates = (_template(fields, name) for name in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"))
-    return backend, special, *templates
+    template, for_tools = (_template(fields, f"tokenizer.chat_template{end}") for end in ("", ".tool_use"))
+    return backend, special, template, for_tools
 
 
 def _template(fields: Fields, key: str) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.open import open_weights
+from quire.checkpoint.open import weight_files
 from quire.kernels.backend import Backend
 from quire.layers.rotary import inverse_frequencies
 from quire.step import KVCacheSpec
@@ -85,8 +85,7 @@ def _code() -> str:
 
 def _weights(info: ModelInfo, load_format: str, notes: Path) -> list[list[str]]:
     """Return name and digest of every file that holds weights."""
-    checkpoint = open_weights(info, load_format)
-    paths = sorted({checkpoint.path_of(name) for name in checkpoint.names})
+    paths = weight_files(info, load_format)
     known = _read_notes(notes)
     started, digested, found = time.perf_counter(), 0, {}
     for path in paths:

@@ -228,8 +228,9 @@ def _read_array(cursor: _Cursor) -> np.ndarray | list[str]:
 
 def _read_strings(cursor: _Cursor, count: int) -> list[str]:
     """As `cursor.string`, `count` times, but fast: vocabularies have hundreds of thousands."""
-    unpack, position, found = struct.Struct("<Q").unpack_from, 0, []
-    data = memoryview(cursor.take(cursor.left))
+    unpack, position = struct.Struct("<Q").unpack_from, 0
+    found: list[memoryview] = []
+    data = cursor.take(cursor.left).data
     total = len(data)
     for _ in range(count):
         if position + 8 > total or position + 8 + (length := unpack(data, position)[0]) > total:

@@ -121,6 +121,11 @@ class CPUBackend:
         """Threads that kernels use."""
         return self._launcher.num_threads
 
+    @property
+    def int_level(self) -> str:
+        """Instructions of products of integers."""
+        return self._int_level
+
     def compiled_before(self) -> bool:
         """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
         return all(op.is_cached() for op in self._main_ops())

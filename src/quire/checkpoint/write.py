@@ -1,0 +1,170 @@
+"""Writing weights as safetensors: plain numbers in one dtype, or integers as compressed-tensors stores them.
+
+compressed-tensors is the format of llm-compressor, which other engines read too; `quantization/compressed.py` reads it.
+`pack-quantized`: 4 bits with a scale for each group of a row; `int-quantized`: 8 bits with a scale for each row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from quire.checkpoint.tensor import Tensor
+from quire.checkpoint.weights import TensorSource
+from quire.errors import ModelError
+
+GROUPS = (64, 128, 32)  # of 4-bit weights, the first that divides a row
+ROWS = 1024  # that are quantized at a time
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int8": "I8"}
+_LINEAR = re.compile(
+    r"\.(?:\w+_proj|w[123])\.weight$"
+)  # weights of linear layers; routers and heads keep their numbers
+
+
+class Part(NamedTuple):
+    """One tensor of the file: its name, dtype (of safetensors), shape, and what yields its bytes, in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+Store = Callable[[Tensor, str], np.ndarray]
+"""Values of a tensor as the bits of a dtype."""
+
+
+def plain_parts(source: TensorSource, dtype: str, store: Store) -> Iterator[Part]:
+    """Yield every tensor of `source` in `dtype`; integers stay what they are."""
+    for name in source.names:
+        entry = source.entry(name)
+        if entry.dtype in ("F64", "F32", "F16", "BF16"):
+            yield Part(name, CODES[dtype], entry.shape, partial(_rows, source, name, dtype, store))
+        else:
+            yield Part(name, entry.dtype, entry.shape, partial(_whole, source, name))
+
+
+def quantized_parts(source: TensorSource, dtype: str, store: Store, bits: int) -> Iterator[Part]:
+    """Yield every tensor of `source`, the weights of linear layers in 4 or 8 bits and all others in `dtype`.
+
+    Raises:
+        ModelError: no weight has the name of a linear layer's.
+    """
+    found = False
+    for part in plain_parts(source, dtype, store):
+        if not is_linear(part.name, part.shape) or (bits == 4 and group_of(part.shape[1]) is None):
+            yield part
+            continue
+        found = True
+        yield from _quantized(source, part.name, part.shape, bits)
+    if not found:
+        raise ModelError(f"{source.folder}: no weights with names of linear layers (..._proj.weight) to quantize")
+
+
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is the weight of a linear layer inside the model."""
+    return len(shape) == 2 and _LINEAR.search(name) is not None
+
+
+def group_of(inputs: int) -> int | None:
+    """Return how many neighbours share a scale of 4-bit weights; None where no group divides the row."""
+    return next((group for group in GROUPS if inputs % group == 0), None)
+
+
+def quantization_config(bits: int, *, inputs: bool, ignored: list[str], group: int | None) -> dict[str, Any]:
+    """Return what config.json says of such weights; `inputs`: whether those of products are rounded to 8 bits too."""
+    weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations if inputs else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if bits == 4 else "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ignored,
+    }
+
+
+def write_safetensors(path: Path, parts: list[Part]) -> None:
+    """Write tensors one after the other; never more than a piece of one is in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for part in parts:
+        size = math.prod(part.shape) * {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}.get(part.dtype, 1)
+        header[part.name] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in parts:
+            _write(file, part)
+
+
+def _write(file: BinaryIO, part: Part) -> None:
+    for piece in part.pieces():
+        file.write(np.ascontiguousarray(piece).data)
+
+
+def _whole(source: TensorSource, name: str) -> Iterator[np.ndarray]:
+    yield source.read(name).array
+
+
+def _rows(source: TensorSource, name: str, dtype: str, store: Store) -> Iterator[np.ndarray]:
+    tensor = source.read(name)
+    if len(tensor.shape) < 2:
+        yield store(tensor, dtype)
+        return
+    for start in range(0, tensor.shape[0], ROWS):
+        yield store(tensor.rows(start, min(start + ROWS, tensor.shape[0])), dtype)
+
+
+def _quantized(source: TensorSource, name: str, shape: tuple[int, ...], bits: int) -> Iterator[Part]:
+    rows, inputs = shape
+    group = group_of(inputs) if bits == 4 else inputs
+    assert group is not None
+
+    def each(which: int) -> Iterator[np.ndarray]:
+        tensor = source.read(name)
+        for start in range(0, rows, ROWS):
+            yield _round(tensor.rows(start, min(start + ROWS, rows)).to_float32(), bits, group)[which]
+
+    module = name.removesuffix(".weight")
+    if bits == 4:
+        yield Part(f"{module}.weight_packed", "I32", (rows, inputs // 8), lambda: each(0))
+        yield Part(f"{module}.weight_shape", "I64", (2,), lambda: iter([np.array(shape, np.int64)]))
+    else:
+        yield Part(name, "I8", shape, lambda: each(0))
+    yield Part(f"{module}.weight_scale", "F32", (rows, inputs // group), lambda: each(1))
+
+
+def _round(values: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows as integers, packed for 4 bits, and their scales.
+
+    8 bits: the largest size becomes 127. 4 bits: the number that is largest in size becomes -8, whatever its sign.
+    """
+    groups = values.reshape(len(values), -1, group)
+    if bits == 8:
+        scales = np.abs(groups).max(axis=2) / np.float32(127)
+    else:
+        largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
+        scales = largest / np.float32(-8)
+    scales[scales == 0] = 1
+    low, high = (-8, 7) if bits == 4 else (-127, 127)
+    rounded = np.clip(np.rint(groups / scales[:, :, None]), low, high).astype(np.int8).reshape(values.shape)
+    if bits == 8:
+        return rounded, scales
+    nibbles = (rounded + np.int8(8)).view(np.uint8).reshape(len(values), -1, 2)
+    return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).view(np.int32), scales

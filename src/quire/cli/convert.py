@@ -1,0 +1,224 @@
+"""`quire convert`: write a model folder with other weights: packed for this machine, or safetensors for any engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.log import setup_logging
+from quire.cli.model import LogOptions, engine_config, options_from
+from quire.config import DeviceConfig, EngineConfig, ModelConfig
+from quire.errors import ConfigError, ModelError
+from quire.options import option
+
+if TYPE_CHECKING:
+    from quire.checkpoint.hf_config import ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """Convert"""
+
+    format: str = option(
+        "packed",
+        "What is written: packed, as this engine holds weights on this machine, mapped at load without any work; or "
+        "safetensors, for any engine, with --quantization int8 or int4 in the format of compressed-tensors.",
+        choices=("packed", "safetensors"),
+    )
+    force: bool = option(False, "Write into a folder that is not empty; files of the same names are replaced.")
+
+
+FLAGS = flags_of((ModelConfig, DeviceConfig, LogOptions, ConvertOptions))
+# Files beside weights that a folder may have; what is in sub-folders is named with them.
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "[0-9]_*/*",
+)
+STORED = ("quantization_config", "compression_config", "quire_packed")  # keys of config.json about weights
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "convert",
+        usage="quire convert [OPTIONS] MODEL OUT",
+        help="write a model packed for this machine, in another type, or quantized",
+        description="Write a model folder with the weights of MODEL (folder, GGUF file, Hugging Face id) as --dtype "
+        "and --quantization say; config, tokenizer and templates come along.",
+    )
+    parser.add_argument(
+        "model_argument", metavar="MODEL", help="model folder, GGUF file, Hugging Face id, or quire-demo"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder to write; it must be empty, or not exist")
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, say what was written, and return 0."""
+    values = given_values(args, FLAGS)
+    options = options_from(ConvertOptions, values)
+    out = Path(args.out).expanduser()
+    config = engine_config({**values, "model": args.model_argument})
+    setup_logging(values.get("log_level", "warning"))
+    _check_out(out, force=options.force)
+    from quire.engine.settle import load_info, settle
+
+    info = load_info(config)
+    settled = settle(config, info)
+    inside = info.path if info.path.is_dir() else info.path.parent
+    if out.exists() and out.resolve() == inside.resolve():
+        raise ConfigError(f"{out}: is the model's own folder", param="out")
+    written = (_write_packed if options.format == "packed" else _write_safetensors)(settled, info, out)
+    print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out}: is a file (expected a folder)", param="out")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigError(f"{out}: is not empty (--force writes into it)", param="out")
+
+
+def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
+    """Load the model as the engine would, and keep what it packs."""
+    from quire.checkpoint.hf_config import load_model_info
+    from quire.checkpoint.open import is_packed, open_weights, weight_files
+    from quire.checkpoint.packed import CONFIG_KEY, PACKED_FILE, write_packed
+    from quire.kernels.cpu.keep import Record, keeping, traits
+    from quire.kernels.create import create_backend
+    from quire.models.loader import config_digest, load_model
+    from quire.version import __version__
+    from quire.worker.fingerprint import digest_file
+
+    model, device = config.model, config.device
+    if is_packed(info):
+        raise ModelError(f"{info.path}: is packed already (expected the model that it was made of)")
+    backend = create_backend(
+        device.device, model.dtype, "float32", device.num_threads, model.quantization, device.simd_level
+    )
+    header, records = traits(backend), list[Record]()
+    with keeping(backend, records):
+        load_model(
+            info,
+            backend,
+            max_model_len=model.max_model_len,
+            load_format=model.load_format,
+            allow_nonfinite=model.allow_nonfinite,
+            seed=model.seed,
+        )
+    dummy = model.load_format == "dummy"
+    files = [] if dummy else weight_files(info, model.load_format)
+    header |= {
+        "quire": __version__,
+        "source": config.model.model,
+        "fingerprint": [[path.name, digest_file(path)] for path in files],
+        "names": [] if dummy else open_weights(info, model.load_format).names,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write_config(info, out, model, {CONFIG_KEY: {"quantization": model.quantization}})
+    header["config"] = config_digest(load_model_info(out))
+    write_packed(out / PACKED_FILE, header, records)
+    return out / PACKED_FILE
+
+
+def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
+    """Write the weights one by one, in another type or as integers."""
+    from quire.checkpoint.open import open_weights
+    from quire.checkpoint.safetensors import SINGLE_FILE
+    from quire.checkpoint.write import plain_parts, quantized_parts, write_safetensors
+    from quire.kernels.cpu.formats import to_storage
+
+    model = config.model
+    source = open_weights(info, model.load_format)
+    extra: dict[str, Any] = {}
+    if model.quantization is None:
+        parts = list(plain_parts(source, model.dtype, to_storage))
+    else:
+        parts = list(quantized_parts(source, model.dtype, to_storage, 4 if model.quantization == "int4" else 8))
+        extra = {"quantization_config": _quantization(model.quantization, parts)}
+    out.mkdir(parents=True, exist_ok=True)
+    _write_config(info, out, model, extra)
+    write_safetensors(out / SINGLE_FILE, parts)
+    return out / SINGLE_FILE
+
+
+def _quantization(name: str, parts: list[Any]) -> dict[str, Any]:
+    """Return what config.json says of quantized parts; groups are those of most weights, or all of them."""
+    from quire.checkpoint.write import quantization_config
+
+    bits = 4 if name == "int4" else 8
+    ends = ".weight_packed" if bits == 4 else ".weight_scale"
+    modules = {part.name.removesuffix(ends): part for part in parts if part.name.endswith(ends)}
+    ignored = sorted(
+        part.name.removesuffix(".weight")
+        for part in parts
+        if len(part.shape) == 2 and part.name.endswith(".weight") and part.name.removesuffix(".weight") not in modules
+    )
+    group = None
+    if bits == 4:
+        scales = {
+            part.name.removesuffix(".weight_scale"): part for part in parts if part.name.endswith(".weight_scale")
+        }
+        groups = {modules[name].shape[1] * 8 // scales[name].shape[1] for name in modules}
+        if len(groups) > 1:
+            raise ModelError(f"linear layers need groups of {', '.join(map(str, sorted(groups)))} (expected one size)")
+        group = groups.pop()
+    return quantization_config(bits, inputs=name == "int8", ignored=ignored, group=group)
+
+
+def _write_config(info: ModelInfo, out: Path, model: ModelConfig, extra: Mapping[str, Any]) -> None:
+    """Write config.json and everything that stands beside weights."""
+    from quire.checkpoint.gguf.source import is_gguf
+    from quire.checkpoint.hf_config import CONFIG_FILE, read_config
+
+    _, config = read_config(info.path, model.hf_overrides)
+    kept = {key: value for key, value in config.items() if key not in STORED and key not in ("dtype", "torch_dtype")}
+    text = json.dumps({**kept, "dtype": model.dtype, **extra}, indent=2)
+    (out / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    if is_gguf(info.path):
+        if not model.skip_tokenizer_init:
+            _write_tokenizer(info.path, out)
+        return
+    for pattern in COPIED:
+        for path in info.path.glob(pattern):
+            if path.is_file():
+                target = out / path.relative_to(info.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _write_tokenizer(path: Path, out: Path) -> None:
+    """Write the tokenizer of a GGUF file as the files that folders have."""
+    from quire.tokenizer.files import (
+        CONFIG_FILE,
+        TEMPLATE_FILE,
+        TOKENIZER_FILE,
+        TOOL_TEMPLATE_FILE,
+        read_tokenizer_folder,
+    )
+
+    files = read_tokenizer_folder(path)
+    files.backend.save(str(out / TOKENIZER_FILE))
+    (out / CONFIG_FILE).write_text(json.dumps(files.special_tokens, indent=2) + "\n", encoding="utf-8")
+    for name, template in ((TEMPLATE_FILE, files.chat_template), (TOOL_TEMPLATE_FILE, files.tool_template)):
+        if template is not None:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(template, encoding="utf-8")

@@ -1,0 +1,117 @@
+"""Packed weights as they are, kept in a file: what a backend packs is recorded, and given back in the same order.
+
+A model's constructor calls `vector`, `pack_linear` and `pack_heads` in an order that follows from its config alone. So
+the results, in order, are all there is to a loaded model; `Keeper` writes them down, `Giver` answers from such a list
+without looking at the tensors it is given. Which file they are in is up to `checkpoint.packed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from quire.checkpoint.tensor import HostTensor, QuantizedTensor, Tensor
+from quire.errors import ModelError
+from quire.kernels.backend import Backend
+from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.cpu.formats import CPULinear
+from quire.kernels.cpu.heads import CPUHeads
+from quire.kernels.cpu.linear_coded import CodedLinear
+from quire.kernels.cpu.linear_int import IntLinear
+
+LAYOUT = 1  # to be raised whenever the arrays of any of these classes change their meaning
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (CPULinear, IntLinear, CodedLinear, CPUHeads)}
+OPS = ("vector", "pack_linear", "pack_heads")
+
+Record = dict[str, Any]
+"""One call: "op", "shapes" of the tensors given, and what came of it: its class, "kind", and "fields"."""
+
+
+def traits(backend: Backend) -> dict[str, Any]:
+    """Return what packed weights depend on, beside the model. Raises ModelError for backends that keep none."""
+    if not isinstance(backend, CPUBackend):
+        raise ModelError(f"packed weights are for the CPU (device is {backend.name})")
+    return {
+        "layout": LAYOUT,
+        "dtype": backend.dtype,
+        "quantization": backend.quantization,
+        "simd": [backend.simd_level, backend.int_level],
+    }
+
+
+@contextmanager
+def keeping(backend: Backend, records: list[Record]) -> Iterator[None]:
+    """Within, what the backend packs is added to `records` too."""
+
+    def wrap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(*args: Any, **options: Any) -> Any:
+            made = call(*args, **options)
+            records.append({"op": op, "shapes": _shapes(args[0]), **_taken_apart(made)})
+            return made
+
+        return kept
+
+    with _instead(backend, {op: wrap(op, getattr(backend, op)) for op in OPS}):
+        yield
+
+
+@contextmanager
+def giving(backend: Backend, records: Sequence[Record], where: str) -> Iterator[None]:
+    """Within, the backend answers from `records`, in order.
+
+    Raises:
+        ModelError: starting with `where`, if the model asks for something else, or for less.
+    """
+    left = iter(records)
+
+    def answer(op: str) -> Callable[..., Any]:
+        def given(first: Any, *args: Any, **options: Any) -> Any:
+            record = next(left, None)
+            if record is None or record["op"] != op or record["shapes"] != _shapes(first):
+                raise ModelError(f"{where}: was packed for a model built in another way; convert it again")
+            return _put_together(record, where)
+
+        return given
+
+    with _instead(backend, {op: answer(op) for op in OPS}):
+        yield
+    if next(left, None) is not None:
+        raise ModelError(f"{where}: holds more than the model has; convert it again")
+
+
+@contextmanager
+def _instead(backend: Backend, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Lay these over the backend's own ops, of this object only."""
+    for name, call in calls.items():
+        setattr(backend, name, call)
+    try:
+        yield
+    finally:
+        for name in calls:
+            delattr(backend, name)
+
+
+def _shapes(given: Tensor | Sequence[Tensor]) -> list[list[int]]:
+    tensors = [given] if isinstance(given, HostTensor | QuantizedTensor) else given
+    return [list(tensor.shape) for tensor in tensors]
+
+
+def _taken_apart(made: Any) -> Record:
+    if isinstance(made, np.ndarray):
+        return {"kind": "array", "fields": {"array": made}}
+    name = type(made).__name__
+    assert name in KINDS, "every class of packed weights is listed"
+    return {"kind": name, "fields": {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}}
+
+
+def _put_together(record: Record, where: str) -> Any:
+    if record["kind"] == "array":
+        return record["fields"]["array"]
+    kind = KINDS.get(record["kind"])
+    if kind is None or {item.name for item in dataclasses.fields(kind)} != set(record["fields"]):
+        raise ModelError(f"{where}: holds weights of a kind that this version does not know; convert it again")
+    return kind(**record["fields"])
