@@ -45,7 +45,7 @@ class Adapting:
         self._requests: dict[str, Request] = {}
         self._sequence_ids: set[str] = set()
         self._used: dict[str, int] = {}  # by request id, of those here and of those that run
-        self._found: dict[int, AdapterNews] = {}
+        self._found: dict[str, AdapterNews] = {}  # by request id
         self._asked: dict[int, AdapterNews | None] = {}  # by calls of `load`
 
     def __len__(self) -> int:
@@ -76,8 +76,7 @@ class Adapting:
         """Keep `request` until its adapter is there. Raises `RequestError` if this engine has none."""
         assert request.lora is not None
         number = request.lora.lora_int_id
-        self._found.pop(number, None)  # what an earlier request for it was told
-        self._adapters.prepare(request.lora)
+        self._adapters.prepare(request.lora, request.request_id)
         self._requests[request.request_id] = request
         self._sequence_ids.update(request.sequence_ids)
         self._used[request.request_id] = number
@@ -103,7 +102,7 @@ class Adapting:
         news: list[SequenceOutput] = []
         for request in list(self._requests.values()):
             assert request.lora is not None
-            found = self._found.get(request.lora.lora_int_id)
+            found = self._found.pop(request.request_id, None)
             if found is None:
                 continue
             self._leave(request)
@@ -127,13 +126,14 @@ class Adapting:
         others = set(waiting)
         for request_id in [name for name in self._used if not (name in self._requests or name in others)]:
             if not live.is_live(request_id):
-                self._adapters.release(self._used.pop(request_id))
+                self._found.pop(request_id, None)
+                self._adapters.release(self._used.pop(request_id), request_id)
 
     def load(self, arguments: LoadLoRA) -> dict[str, Any]:
         """Begin to read an adapter that no request needs yet, so that it is known to be good."""
         request = LoRARequest(arguments.lora_name, arguments.lora_int_id, arguments.lora_path)
         self._asked[request.lora_int_id] = None
-        self._adapters.prepare(request)
+        self._adapters.prepare(request, _call_of(request.lora_int_id))
         return self.status(request.lora_int_id)
 
     def status(self, number: int) -> dict[str, Any]:
@@ -157,18 +157,19 @@ class Adapting:
     def _poll(self, wait: float) -> None:
         if self._executor.adapters is None:
             return
-        found = self._adapters.poll(wait)
-        self._found.update(found)
-        for number in self._asked.keys() & found.keys():
-            if self._asked[number] is None:
-                self._asked[number] = found[number]
-                self._adapters.release(number)
-        wanted = {request.lora.lora_int_id for request in self._requests.values() if request.lora is not None}
-        self._found = {number: news for number, news in self._found.items() if number in wanted}
+        self._found.update(self._adapters.poll(wait))
+        for number in [number for number in self._asked if _call_of(number) in self._found]:
+            self._asked[number] = self._found.pop(_call_of(number))
+            self._adapters.release(number, _call_of(number))
 
     def _leave(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._sequence_ids.difference_update(request.sequence_ids)
+
+
+def _call_of(number: int) -> str:
+    """Return the name of the user that a call of `load` is; no request is called so."""
+    return f"\0load {number}"
 
 
 def _misfit(request: Request, adapter: AdapterNews) -> str | None:

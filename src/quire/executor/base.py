@@ -9,16 +9,16 @@ from quire.step import AdapterNews, KVCacheSpec, ModelOutput, SchedulerOutput
 
 
 class Adapters(Protocol):
-    """LoRA adapters of an executor; those that requests need are kept. Names of methods as in `lora.store`."""
+    """LoRA adapters of an executor, kept while somebody uses them. Methods are those of `lora.store.AdapterStore`."""
 
-    def prepare(self, request: LoRARequest) -> None:
+    def prepare(self, request: LoRARequest, user: str) -> None:
         """Begin to read an adapter, if need be; every call is to be followed by one of `release`."""
 
-    def poll(self, wait: float = 0.0) -> dict[int, AdapterNews]:
-        """Return, by number, what became of those that were asked for; with nothing to tell wait so many seconds."""
+    def poll(self, wait: float = 0.0) -> dict[str, AdapterNews]:
+        """Return, by user, what became of what was asked for; with nothing to tell wait so many seconds."""
 
-    def release(self, number: int) -> None:
-        """Say that a request has ended for which it was prepared."""
+    def release(self, number: int, user: str) -> None:
+        """Say that one who asked for an adapter needs it no more, or waits for it no more."""
 
     def forget(self, number: int) -> None:
         """Let an adapter go as soon as no request needs it."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -27,14 +27,25 @@ from quire.step import AdapterNews
 logger = logging.getLogger(__name__)
 
 
+PATIENCE_SECONDS = 5.0  # so long may users of adapters that are there overtake one whose adapter finds no room
+
+
 @dataclass(slots=True)
 class _Held:
-    """An adapter in memory. users: requests that need it."""
+    """An adapter in memory. users: who needs it."""
 
-    request: LoRARequest
     packed: PackedAdapter
     news: AdapterNews
-    users: int = 0
+    users: set[str]
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """An adapter that is to be read, or lent to further users when their turn has come; since [monotonic seconds]."""
+
+    request: LoRARequest
+    since: float
+    users: set[str]
 
 
 class AdapterStore:
@@ -42,15 +53,15 @@ class AdapterStore:
 
     Args:
         slots: the model's. max_held: most adapters in host memory.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, slots: LoRASlots, max_held: int) -> None:
-        self.slots, self._max_held = slots, max(max_held, slots.num_slots)
-        self._held: OrderedDict[int, _Held] = OrderedDict()  # by id, used longest ago first
-        self._wanted: deque[LoRARequest] = deque()  # in the order in which they are to be read
-        self._users: dict[int, int] = {}  # of adapters that are not there yet
+    def __init__(self, slots: LoRASlots, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.slots, self._max_held, self._clock = slots, max(max_held, slots.num_slots), clock
+        self._held: OrderedDict[int, _Held] = OrderedDict()  # by number, used longest ago first
+        self._wanted: OrderedDict[int, _Wanted] = OrderedDict()  # by number, in the order in which they were asked for
         self._reading: tuple[LoRARequest, Future[tuple[Adapter, PackedAdapter]]] | None = None
-        self._news: dict[int, AdapterNews] = {}
+        self._news: dict[str, AdapterNews] = {}
         self._in_slot: list[int | None] = [None] * slots.num_slots
         self._used_at = [0] * slots.num_slots  # number of the step
         self._num_steps = 0
@@ -58,36 +69,35 @@ class AdapterStore:
 
     # ---- in memory ----
 
-    def prepare(self, request: LoRARequest) -> None:
-        """See that an adapter is there, and stays until as many `release` have been called."""
+    def prepare(self, request: LoRARequest, user: str) -> None:
+        """See that an adapter is there for a user, and stays until `release`; `poll` says when, or why not.
+
+        Where one has waited for too long, adapters that are there get no more users, so that one of them can go.
+        """
         number = request.lora_int_id
-        held = self._held.get(number)
-        if held is not None:
-            held.users += 1
-            self._held.move_to_end(number)
-            self._news[number] = held.news
+        first = next(iter(self._wanted.values()), None)
+        overtakes = first is None or self._clock() - first.since < PATIENCE_SECONDS
+        if number in self._held and number not in self._wanted and overtakes:
+            self._lend(number, {user})
             return
-        if number not in self._users:
-            self._wanted.append(request)
-        self._users[number] = self._users.get(number, 0) + 1
+        wanted = self._wanted.setdefault(number, _Wanted(request, self._clock(), set()))
+        wanted.users.add(user)
         self._advance()
 
-    def poll(self, wait: float = 0.0) -> dict[int, AdapterNews]:
-        """Return, by id, what became of adapters that were asked for; with nothing to tell wait so many seconds."""
+    def poll(self, wait: float = 0.0) -> dict[str, AdapterNews]:
+        """Return, by user, what became of what was asked for; with nothing to tell wait so many seconds."""
         if wait and not self._news and self._reading is not None:
             wait_for([self._reading[1]], timeout=wait)
         self._advance()
         news, self._news = self._news, {}
         return news
 
-    def release(self, number: int) -> None:
-        """Say that one of those who asked for it needs it no more."""
-        held = self._held.get(number)
-        if held is not None:
-            held.users -= 1
-            assert held.users >= 0, "released more often than asked for"
-        elif number in self._users:
-            self._users[number] -= 1
+    def release(self, number: int, user: str) -> None:
+        """Say that one who asked for an adapter needs it no more, or waits for it no more."""
+        self._news.pop(user, None)
+        for place in (self._held, self._wanted):
+            if number in place:
+                place[number].users.discard(user)
         self._advance()
 
     def forget(self, number: int) -> None:
@@ -98,18 +108,32 @@ class AdapterStore:
             if not held.users:
                 self._drop(number)
 
+    def _lend(self, number: int, users: set[str]) -> None:
+        held = self._held[number]
+        held.users |= users
+        self._held.move_to_end(number)
+        self._news.update(dict.fromkeys(users, held.news))
+
     def _advance(self) -> None:
-        """Take in what was read, and begin to read the next one if there is room for it."""
-        if self._reading is not None and self._reading[1].done():
+        """Take in what was read; serve those who wait, in order, and read the next adapter if there is room for it."""
+        if self._reading is not None:
             request, future = self._reading
+            if not future.done():
+                return
             self._reading = None
-            self._take(request, future)
-        while self._reading is None and self._wanted and self._make_room():
-            request = self._wanted.popleft()
-            if self._users[request.lora_int_id] == 0:  # nobody waits for it any more
-                del self._users[request.lora_int_id]
-                continue
-            self._reading = request, self._thread.submit(self._read, request)
+            self._take(self._wanted.pop(request.lora_int_id), future)
+        while self._wanted:
+            number, wanted = next(iter(self._wanted.items()))
+            if not wanted.users:  # nobody waits for it any more
+                del self._wanted[number]
+            elif number in self._held:
+                del self._wanted[number]
+                self._lend(number, wanted.users)
+            elif self._make_room():
+                self._reading = wanted.request, self._thread.submit(self._read, wanted.request)
+                return
+            else:
+                return
 
     def _make_room(self) -> bool:
         while len(self._held) >= self._max_held:
@@ -141,20 +165,20 @@ class AdapterStore:
         logger.info("adapter %s: loaded in %.2f s", request.lora_name, time.perf_counter() - started)
         return adapter, packed
 
-    def _take(self, request: LoRARequest, future: Future[tuple[Adapter, PackedAdapter]]) -> None:
-        number, users = request.lora_int_id, self._users.pop(request.lora_int_id)
+    def _take(self, wanted: _Wanted, future: Future[tuple[Adapter, PackedAdapter]]) -> None:
         try:
             adapter, packed = future.result()
         except QuireError as error:
-            self._news[number] = AdapterNews(error=error.message)
+            self._news.update(dict.fromkeys(wanted.users, AdapterNews(error=error.message)))
             return
         except (OSError, MemoryError) as error:
-            message = f"{request.lora_path}: {type(error).__name__}: {error}"
-            self._news[number] = AdapterNews(error=message)
+            message = f"{wanted.request.lora_path}: {type(error).__name__}: {error}"
+            self._news.update(dict.fromkeys(wanted.users, AdapterNews(error=message)))
             return
         news = AdapterNews(adapter.digest, adapter.vocab_size, adapter.num_logits)
-        self._held[number] = _Held(request, packed, news, users)
-        self._news[number] = news
+        number = wanted.request.lora_int_id
+        self._held[number] = _Held(packed, news, set())
+        self._lend(number, wanted.users)
 
     # ---- in slots ----
 
