@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.errors import ModelError
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.verify.compare import LayerErrors, first_difference, layer_errors, relative_error
 from quire.verify.oracle import LayerTrace, Oracle
@@ -62,6 +64,12 @@ class Report:
 def prompts_of(info: ModelInfo, tokenizer: Tokenizer | None, length: int, seed: int) -> list[list[int]]:
     """Return prompts of up to `length` tokens: a few texts, and random tokens."""
     found = [] if tokenizer is None else [tokenizer.encode(text)[:length] for text in TEXTS]
+    largest = max(itertools.chain.from_iterable(found), default=0)
+    if largest >= info.vocab_size:
+        raise ModelError(
+            f"{info.path}: the tokenizer gives token {largest}, but the model has {info.vocab_size} "
+            "(skip_tokenizer_init compares random tokens only)"
+        )
     random = np.random.default_rng(seed)
     return [*filter(None, found), random.integers(0, info.vocab_size, length).tolist()]
 
