@@ -170,6 +170,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**DELTA, **DELTA_MIXTURE, "shared_expert_intermediate_size": 24},
         "vision_config": DELTA_VISION,
     },
+    "lfm2_moe": {
+        **MIXTURE,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "moe_intermediate_size": 16,
+    },
     "lfm2": {
         **SMALL,
         "num_key_value_heads": 2,
@@ -247,7 +255,7 @@ def write_checkpoint(
             else:
                 parameter.uniform_(0.5, 1.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.2, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

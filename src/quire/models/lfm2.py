@@ -7,6 +7,7 @@ Attention is Llama's, with a norm on each query and key head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from quire.checkpoint.hf_config import ModelInfo
@@ -19,10 +20,12 @@ from quire.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from quire.layers.moe import MoE, MoENames, MoEOptions
 from quire.layers.norm import HeadRMSNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.short_conv import ShortConv
 from quire.models.hybrid import HybridForCausalLM, HybridLayer, Mixer
+from quire.models.routing import read_routing
 from quire.step import LayerKVSpec, LayerStateSpec
 
 
@@ -105,4 +108,33 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         else:
             mixer = GatedConv(builder.under("conv"), info, layer)
         after = RMSNorm(builder, "ffn_norm", size, eps)
-        return HybridLayer(before, mixer, after, Lfm2MLP(builder.under("feed_forward"), info))
+        return HybridLayer(before, mixer, after, self.feed_forward(builder.under("feed_forward"), info, layer))
+
+    def feed_forward(self, builder: Builder, info: ModelInfo, layer: int) -> Callable[[Array], Array]:
+        """Build a layer's second half."""
+        return Lfm2MLP(builder, info)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """All but the first feed-forward layers are mixtures of experts."""
+
+    def feed_forward(self, builder: Builder, info: ModelInfo, layer: int) -> Callable[[Array], Array]:
+        """See `Lfm2ForCausalLM.feed_forward`."""
+        fields = info.fields
+        if layer < fields.integer("num_dense_layers", 2):
+            return Lfm2MLP(builder, info)
+        routing = read_routing(
+            fields,
+            "num_experts",
+            scoring="sigmoid",
+            renormalize=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        )
+        options = MoEOptions(
+            routing=routing,
+            inner_size=fields.integer("moe_intermediate_size", low=1),
+            hidden_act=info.hidden_act,
+            correction=fields.flag("use_expert_bias", True),
+            names=MoENames(block="feed_forward", correction="expert_bias", gate="w1", up="w3", down="w2"),
+        )
+        return MoE(builder, info.hidden_size, options)

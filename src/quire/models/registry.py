@@ -61,6 +61,7 @@ MODELS = {
     "Cohere2ForCausalLM": "quire.models.cohere2",
     "Qwen3NextForCausalLM": "quire.models.qwen3_next",
     "Lfm2ForCausalLM": "quire.models.lfm2",
+    "Lfm2MoeForCausalLM": "quire.models.lfm2",
     "Qwen3_5ForCausalLM": "quire.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5",

@@ -37,6 +37,8 @@ HYBRID: dict[str, Case] = {
     "qwen3.5-with-vision": ("qwen3_5", {}),
     "qwen3.5-moe-with-vision": ("qwen3_5_moe", {}),
     "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2_moe", {"routed_scaling_factor": 1.5}),
+    "lfm2-moe-no-bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     "lfm2-bias-untied": (
         "lfm2",
         {

@@ -69,6 +69,14 @@ _QWEN = {
     "linear_num_value_heads": 32,
 }
 _SHARED = {"norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_LFM2 = {
+    "norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128000,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+}
 _QWEN35 = {"num_key_value_heads": 4}
 _QWEN35_MOE = {**_SHARED, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
 
@@ -88,15 +96,16 @@ HYBRID: dict[str, Family] = {
     "Qwen3NextForCausalLM": _qwen(
         "qwen3_next", {**_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
     ),
-    "Lfm2ForCausalLM": Family(
-        "lfm2",
+    "Lfm2ForCausalLM": Family("lfm2", _LFM2, {"norm_eps": "norm_eps"}, keeps_states=True, derive=_lfm2),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe",
         {
-            "norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 128000,
-            "rope_theta": 1e6,
-            "conv_L_cache": 3,
+            **_LFM2,
+            "num_key_value_heads": 8,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "block_auto_adjust_ff_dim": False,
         },
         {"norm_eps": "norm_eps"},
         keeps_states=True,
