@@ -192,6 +192,24 @@ def mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (q[..., 0::2] | q[..., 1::2] << 4).to(torch.uint8), (powers + 127).to(torch.uint8), meant
 
 
+def fp4_tensors(w: torch.Tensor, group: int) -> tuple[Parts, torch.Tensor]:
+    """compressed-tensors' 4-bit floats: NVFP4 with groups of 16, MXFP4 with 32."""
+    if group == 32:
+        blocks, scales, meant = mxfp4(w)
+        return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, meant
+    groups, table = w.unflatten(1, (-1, group)), torch.tensor(E2M1)
+    divisor = 448 * 6 / w.abs().max()
+    scales = (groups.abs().amax(2) / 6 * divisor).to(torch.float8_e4m3fn)
+    wide = scales.float() / divisor
+    q = (groups / wide[:, :, None])[..., None].sub(table).abs().argmin(3)
+    parts = {
+        "weight_packed": (q[..., 0::2] | q[..., 1::2] << 4).flatten(1).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_global_scale": divisor.reshape(1),
+    }
+    return parts, (table[q] * wide[:, :, None]).flatten(1)
+
+
 def compressed_config(kind: str = "int", bits: int = 4, **weights: Any) -> dict[str, Any]:
     """Return a quantization_config of compressed-tensors for all linear layers; `weights` over the usual fields."""
     fields = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False, **weights}
@@ -249,6 +267,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
     "ct-fp8": (
         compressed_config("float", 8, format="float-quantized", inputs={"num_bits": 8, "type": "float"}),
         lambda w: fp8(w, by_row=True),
+    ),
+    "nvfp4": (
+        compressed_config("float", 4, strategy="tensor_group", group_size=16, format="nvfp4-pack-quantized"),
+        lambda w: fp4_tensors(w, 16),
+    ),
+    "mxfp4": (
+        compressed_config("float", 4, strategy="group", group_size=32, format="mxfp4-pack-quantized"),
+        lambda w: fp4_tensors(w, 32),
     ),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8),
     "fp8-block": (

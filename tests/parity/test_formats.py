@@ -28,6 +28,7 @@ from tests.parity.harness import BACKENDS, TOLERANCE, assert_close, driver, orac
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}
 MOE_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}
 QUICK = ("awq", "gptq-order", "w4a16-asym", "w8a8-static", "fp8-block", "nf4-double", "bnb8")
+CODES = ("ct-fp8", "fp8", "fp8-block", "nf4", "nf4-double", "fp4", "nvfp4", "mxfp4")
 PROMPT = tokens(23)
 # Largest error of a logit, over the largest logit, with weights held as they are stored. These random models, whose
 # matrices have 64 inputs, feel the rounding of inputs to 8 bits far more than trained ones do.
@@ -73,7 +74,7 @@ def test_packed_runs_stay_close(kind: str, folders: Any) -> None:
     folder, meant = folders("llama", kind)
     expected = logits_of(oracle(meant), PROMPT)
     info = load_model_info(folder)
-    form = "codes" if kind in ("ct-fp8", "fp8", "fp8-block", "nf4", "nf4-double", "fp4") else "integers"
+    form = "codes" if kind in CODES else "integers"
     rough = driver(folder, "cpu", "bfloat16").step({"a": PROMPT})["a"]
     assert_close(rough, expected, BOUND[form])
     one, other = (driver(folder, device, "float16").step({"a": PROMPT})["a"] for device in BACKENDS)
@@ -110,7 +111,7 @@ def test_experts(kind: str, folders: Any) -> None:
     expected = logits_of(oracle(meant), PROMPT)
     for device in BACKENDS:
         assert_close(driver(folder, device).step({"a": PROMPT})["a"], expected, TOLERANCE)
-    form = "codes" if kind in ("ct-fp8", "fp8", "fp8-block", "nf4", "nf4-double", "fp4") else "integers"
+    form = "codes" if kind in CODES else "integers"
     one, other = (driver(folder, device, "float16").step({"a": PROMPT})["a"] for device in BACKENDS)
     # A rounding may choose another expert in a row.
     rows = np.abs(one - other).max(axis=1) <= SAME[form] * np.abs(other).max()

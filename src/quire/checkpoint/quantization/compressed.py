@@ -3,7 +3,8 @@
 `pack-quantized`: `weight_packed` int32 [N, ceil(K * bits / 32)], neighbouring inputs from the lowest bits on, with half
 the range added; `weight_zero_point` packed likewise, but along N. `int-quantized`, `float-quantized` and
 `naive-quantized`: `weight` in int8 or an 8-bit float, `weight_zero_point` int8. `weight_scale` [N, G], [N, 1] or [1];
-`weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used.
+`weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used. Floats of
+4 bits are in fp4.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.fields import Fields
+from quire.checkpoint.quantization.fp4 import MXFP4_GROUP, NVFP4_GROUP, fp4_recipe
 from quire.checkpoint.quantization.fp8 import float_recipe
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
 from quire.checkpoint.quantization.tensors import IntegerTensor, from_words, integer_layout
@@ -22,8 +24,9 @@ from quire.checkpoint.tensor import QuantizedTensor
 from quire.errors import echo
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 STRATEGIES = ("tensor", "channel", "group", "block")
-INT_BITS = (4, 8)
+BITS = (4, 8)
 PACKED = ("weight_packed", "weight_scale")
 
 
@@ -53,7 +56,9 @@ class CompressedTensors:
         modules += [module for module in parts.modules("weight") if parts.dtype(f"{module}.weight") in stored]
         for module in dict.fromkeys(modules):
             scheme = self._of(module)
-            if f"{module}.weight_packed" in parts:
+            if scheme.kind == "float" and scheme.bits == 4:
+                recipe = fp4_recipe(module, parts, scheme.group or MXFP4_GROUP)
+            elif f"{module}.weight_packed" in parts:
                 recipe = _packed(module, scheme, parts)
             elif scheme.kind == "float":
                 recipe = float_recipe(module, parts, scheme.block, scheme.group)
@@ -108,8 +113,8 @@ def parse_compressed(fields: Fields) -> CompressedTensors:
 
 def _check_format(fields: Fields) -> None:
     stored = fields.text("format", "pack-quantized")
-    if stored not in (*FORMATS, "mixed-precision"):
-        raise fields.error("format", f"one of {', '.join(FORMATS)}")
+    if stored not in (*FORMATS, *FP4_FORMATS, "mixed-precision"):
+        raise fields.error("format", f"one of {', '.join((*FORMATS, *FP4_FORMATS))}")
 
 
 def _targets(group: Fields) -> list[str]:
@@ -128,9 +133,13 @@ def _scheme(weights: Fields) -> WeightScheme:
     kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
     if kind not in ("int", "float"):
         raise weights.error("type", "int or float")
-    if bits not in (INT_BITS if kind == "int" else (8,)):
-        raise weights.error("num_bits", "4 or 8 for int, 8 for float, the only ones supported")
+    if bits not in BITS:
+        raise weights.error("num_bits", "4 or 8, the only ones supported")
     group = weights.integer("group_size", None, low=-1)
+    if kind == "float" and bits == 4:
+        if group not in (NVFP4_GROUP, MXFP4_GROUP):
+            raise weights.error("group_size", f"{NVFP4_GROUP} (NVFP4) or {MXFP4_GROUP} (MXFP4), for floats of 4 bits")
+        return WeightScheme(kind, bits, True, group, None)
     strategy = weights.text("strategy", "group" if group is not None and group > 0 else "channel")
     if strategy not in STRATEGIES or (strategy == "block" and kind == "int"):
         raise weights.error("strategy", f"one of {', '.join(STRATEGIES)}, block for float only")
