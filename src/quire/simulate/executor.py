@@ -22,6 +22,9 @@ FULL_ATTENTION = "full_attention"  # as config.json calls layers that cache keys
 
 def kv_spec(info: ModelInfo, kv_dtype: str) -> KVCacheSpec:
     """Return what the layers of a model cache in blocks, without loading it."""
+    if "kv_lora_rank" in info.raw:  # latent attention
+        size = info.fields.integer("kv_lora_rank") + info.head_dim
+        return KVCacheSpec([LayerKVSpec(1, size, kv_dtype, latent=True)] * info.num_hidden_layers)
     types = info.raw["layer_types"] if info.keeps_states else [FULL_ATTENTION] * info.num_hidden_layers
     return KVCacheSpec(
         [
