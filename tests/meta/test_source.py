@@ -17,7 +17,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 # What reads pickles, or code, by another name. Of these, only training reads its own files, and without objects.
 FORBIDDEN_METHODS = {"torch.load", "torch.jit.load", "torch.hub.load", "yaml.unsafe_load", "yaml.full_load"}
 FORBIDDEN_METHODS |= {"np.load", "numpy.load", "pandas.read_pickle", "os.system", "os.popen"}
-TRAINING = "train/checkpoint.py"
+READERS = ("train/checkpoint.py", "checkpoint/pickled.py")  # the latter only by --load-format pt
 # Where torch tensors live; everything else runs without PyTorch.
 TORCH_ROOMS = ("kernels/reference", "kernels/gpu", "train", "distributed", "multimodal")
 # Compiled by Numba, which infers the types.
@@ -90,11 +90,13 @@ def test_nothing_executes_data():
                 found = {item.name.partition(".")[0] for item in node.names} & FORBIDDEN_MODULES
             elif isinstance(node, ast.ImportFrom):
                 found = {(node.module or "").partition(".")[0]} & FORBIDDEN_MODULES
+                if [item.name for item in node.names] == ["UnpicklingError"]:
+                    found = set()
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 found = {node.func.id} & FORBIDDEN_CALLS
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 found = {ast.unparse(node.func)} & FORBIDDEN_METHODS
-                if name == TRAINING and "weights_only=True" in ast.unparse(node):
+                if name in READERS and "weights_only=True" in ast.unparse(node):
                     found = set()
             yield from (f"line {getattr(node, 'lineno', 0)}: {word}" for word in found)
 

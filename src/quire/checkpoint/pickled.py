@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from quire.checkpoint.files import read_json_object, regular_file_size
@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Any]:
     regular_file_size(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except pickle.UnpicklingError:
+    except UnpicklingError:
         raise ModelError(f"{path}: holds more than tensors, or is damaged; nothing of it was run") from None
     except (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
         lines = str(error).strip().splitlines()
