@@ -7,7 +7,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.layers.lora import LoRASlots
-from quire.worker.model_runner import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS
+from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS
 
 
 def new_slots(config: EngineConfig, info: ModelInfo, backend: Backend) -> LoRASlots:

@@ -18,6 +18,9 @@ from quire.layers.lora import LoRASlots
 from quire.step import KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
+# Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
+PROMPT_LOGPROB_ROWS = 128
+WARM_UP_TOKENS = 2  # the first step's, before any scheduler has a say
 MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find theirs
 
 # Hidden states [T, H], None unless all were asked for; logits [R, V] and `Backend.rows_finite` of them, both None

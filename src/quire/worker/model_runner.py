@@ -20,16 +20,13 @@ from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import REFUSALS, Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
 from quire.step import ForkData, KVCacheGroup, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
 from quire.worker.disk_store import DiskStore
-from quire.worker.graphs import RunnableModel, StepGraphs
+from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, StepGraphs
 from quire.worker.guidance import Guidance, refuse
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
 from quire.worker.states import SequenceStates
 from quire.worker.transfers import BlockTransfers
 
-# Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
-PROMPT_LOGPROB_ROWS = 128
-WARM_UP_TOKENS = 2  # the first step's, before any scheduler has a say
 NO_IDS = np.zeros(0, dtype=np.int32)
 
 

@@ -7,7 +7,8 @@ import msgspec
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput, ThinkingData, TransferKind
-from quire.worker.model_runner import WARM_UP_TOKENS, ModelRunner
+from quire.worker.graphs import WARM_UP_TOKENS
+from quire.worker.model_runner import ModelRunner
 
 _SEQUENCE_ID = "warm-up"
 
