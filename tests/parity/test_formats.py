@@ -118,6 +118,21 @@ def test_experts(kind: str, folders: Any) -> None:
     assert rows.mean() > 0.8
 
 
+FAMILIES = ("deepseek_v3", "qwen3_moe", "phi3", "falcon", "gemma2", "qwen3_next", "glm4_moe")
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, ("deepseek_v3",)))
+@pytest.mark.parametrize("kind", some(("fp8-block", "nf4", "w8a8"), ("fp8-block",)))
+def test_families_know_nothing_of_formats(kind: str, family: str, tmp_path: Path) -> None:
+    """Weights that are taken apart, fused, or of experts; sizes that no block divides."""
+    plain = write_checkpoint(tmp_path / "plain", family)
+    meant = quantize_folder(plain, tmp_path / "quantized", kind, keep=("embed", "lm_head", "norm", "conv"))
+    expected = logits_of(oracle(meant), PROMPT)
+    for device in BACKENDS:
+        assert_close(driver(tmp_path / "quantized", device).step({"a": PROMPT})["a"], expected, TOLERANCE)
+    assert np.isfinite(driver(tmp_path / "quantized", "cpu", "bfloat16").step({"a": PROMPT})["a"]).all()
+
+
 def write_gpt_oss(folder: Path) -> Path:
     """Write GPT-OSS with experts in MXFP4, and return a folder with what they stand for."""
     meant = folder / "meant"
