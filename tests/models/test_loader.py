@@ -69,7 +69,9 @@ def test_options_out_of_range_are_named(tmp_path: Path) -> None:
     write_plain(tmp_path)
     with pytest.raises(ConfigError, match="max_model_len is 257; this model can serve at most 256"):
         logits(tmp_path, max_model_len=257)
-    with pytest.raises(ConfigError, match="load_format is 'onnx'; it must be one of auto, safetensors, pt, gguf, dummy"):
+    with pytest.raises(
+        ConfigError, match="load_format is 'onnx'; it must be one of auto, safetensors, pt, gguf, dummy"
+    ):
         logits(tmp_path, load_format="onnx")
 
 
