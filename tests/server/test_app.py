@@ -30,6 +30,8 @@ ROUTES = {
     "/api/ps": {"get"},
     "/api/show": {"post"},
     "/api/chat": {"post"},
+    "/api/embed": {"post"},
+    "/api/embeddings": {"post"},
     "/api/generate": {"post"},
     "/v1/embeddings": {"post"},
     "/pooling": {"post"},
