@@ -13,7 +13,7 @@ import tokenizers
 
 from quire import LLM, AsyncLLM
 from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
-from quire.errors import ContextLengthError, RequestError, UnsupportedError
+from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.loading import FrontModel
 from quire.frontend.pooling import INSTRUCTION, JUDGE, pair_input, with_prompt
@@ -108,6 +108,22 @@ def test_a_template_with_roles_for_both_texts_is_used() -> None:
 )
 def test_the_longer_text_of_a_pair_gives_way(first: int, second: int, room: int, kept: tuple[int, int]) -> None:
     assert share_room(first, second, room) == kept
+
+
+def test_a_list_of_word_pieces_is_a_tokenizer(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bee", "##s", "fly", "!", "cafe"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("Bees fly!") == [2, 5, 6, 7, 8, 3]
+    assert tokenizer.encode("caf\u00e9 zoo") == [2, 9, 1, 3]
+    assert tokenizer.encode_pair("bee", "fly fly") == ([2, 5, 3, 7, 7, 3], 3)
+    assert tokenizer.encode_within("fly fly fly", 4) == [2, 7, 7, 3]
+    assert tokenizer.decode([2, 5, 6, 7, 3]) == "bees fly"
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert Tokenizer.from_folder(tmp_path).encode("Bees fly") == [2, 1, 7, 3]
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(ModelError, match="expected \\[UNK\\], \\[CLS\\] and \\[SEP\\]"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_prompts_of_the_folder(embedder: Path) -> None:

@@ -26,6 +26,7 @@ DOWNLOAD_PATTERNS = [
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",

@@ -1,9 +1,10 @@
 """The files of a tokenizer: which ones a model folder may have, and what is taken from each.
 
 tokenizer.json holds a whole tokenizer. Older folders have vocab.json and merges.txt instead, from which a byte-level
-BPE is built (GPT-2, OPT). tokenizer_config.json and special_tokens_map.json name special tokens; the chat template
-stands in chat_template.jinja, chat_template.json, or tokenizer_config.json, and the first of these wins. A folder may
-have a second one, "tool_use", for conversations with tools: beside the first, or in additional_chat_templates.
+BPE is built (GPT-2, OPT), or vocab.txt, a list of word pieces (BERT). tokenizer_config.json and special_tokens_map.json
+name special tokens; the chat template stands in chat_template.jinja, chat_template.json, or tokenizer_config.json, and
+the first of these wins. A folder may have a second one, "tool_use", for conversations with tools: beside the first, or
+in additional_chat_templates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
 from quire.checkpoint.gguf.source import is_gguf
@@ -26,6 +27,7 @@ from quire.tokenizer.gguf import read_gguf_tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 VOCAB_FILE = "vocab.json"
 MERGES_FILE = "merges.txt"
+WORDS_FILE = "vocab.txt"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -59,12 +61,15 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
         backend = _load(folder / TOKENIZER_FILE)
     elif os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
         backend = _byte_level_bpe(folder, config, special)
+    elif os.path.lexists(folder / WORDS_FILE):
+        backend = _word_pieces(folder, config)
     else:
         hint = ""
         if os.path.lexists(folder / "tokenizer.model"):
             hint = "; tokenizer.model alone is not read, convert it to tokenizer.json"
         raise ModelError(
-            f"{folder}: no tokenizer: looked for {TOKENIZER_FILE}, and for {VOCAB_FILE} with {MERGES_FILE}{hint}"
+            f"{folder}: no tokenizer: looked for {TOKENIZER_FILE}, for {VOCAB_FILE} with {MERGES_FILE}, and for "
+            f"{WORDS_FILE}{hint}"
         )
     backend.no_truncation()
     backend.no_padding()
@@ -155,6 +160,34 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str
         )
     else:
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+def _word_pieces(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Build what BERT uses from its list of pieces (Devlin et al. 2019, section 3)."""
+    path = folder / WORDS_FILE
+    vocab = {text: index for index, text in enumerate(_read_text(path, 2**28).rstrip("\n").split("\n"))}
+    if not vocab.keys() >= {"[UNK]", "[CLS]", "[SEP]"}:
+        raise ModelError(f"{path}: no list of BERT's word pieces (expected [UNK], [CLS] and [SEP] among them)")
+    backend = _build(
+        lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)),
+        f"{path}: not a list of word pieces",
+    )
+    backend.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars") is not False,
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case") is not False,
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    marks = [text for text in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if text in vocab]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in marks])
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(text, vocab[text]) for text in ("[CLS]", "[SEP]")],
+    )
     return backend
 
 
