@@ -51,7 +51,7 @@ def resident(path: Path) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_large_tensors_leave_memory_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, size = tmp_path / "x.bin", 1 << 22
+    path, size = tmp_path / "x.bin", 1 << 24
     values = np.random.default_rng(0).integers(0, 255, size, np.uint8)
     path.write_bytes(values.tobytes())
     monkeypatch.setattr(mapped, "HELD_BYTES", size // 8)

@@ -20,7 +20,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import TensorSource
 from quire.errors import ModelError
 
-GROUPS = (64, 128, 32)  # of 4-bit weights, the first that divides a row
+GROUPS = (64, 32)  # of 4-bit weights, the first that divides the rows of all of them
 ROWS = 1024  # that are quantized at a time
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int8": "I8"}
 _LINEAR = re.compile(
@@ -57,25 +57,22 @@ def quantized_parts(source: TensorSource, dtype: str, store: Store, bits: int) -
     Raises:
         ModelError: no weight has the name of a linear layer's.
     """
-    found = False
-    for part in plain_parts(source, dtype, store):
-        if not is_linear(part.name, part.shape) or (bits == 4 and group_of(part.shape[1]) is None):
+    parts = list(plain_parts(source, dtype, store))
+    inputs = {part.name: part.shape[1] for part in parts if is_linear(part.name, part.shape)}
+    group = next((group for group in GROUPS if all(size % group == 0 for size in inputs.values())), GROUPS[-1])
+    chosen = {name for name, size in inputs.items() if bits == 8 or size % group == 0}
+    for part in parts:
+        if part.name in chosen:
+            yield from _quantized(source, part.name, part.shape, bits, group if bits == 4 else part.shape[1])
+        else:
             yield part
-            continue
-        found = True
-        yield from _quantized(source, part.name, part.shape, bits)
-    if not found:
+    if not chosen:
         raise ModelError(f"{source.folder}: no weights with names of linear layers (..._proj.weight) to quantize")
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is the weight of a linear layer inside the model."""
     return len(shape) == 2 and _LINEAR.search(name) is not None
-
-
-def group_of(inputs: int) -> int | None:
-    """Return how many neighbours share a scale of 4-bit weights; None where no group divides the row."""
-    return next((group for group in GROUPS if inputs % group == 0), None)
 
 
 def quantization_config(bits: int, *, inputs: bool, ignored: list[str], group: int | None) -> dict[str, Any]:
@@ -131,10 +128,8 @@ def _rows(source: TensorSource, name: str, dtype: str, store: Store) -> Iterator
         yield store(tensor.rows(start, min(start + ROWS, tensor.shape[0])), dtype)
 
 
-def _quantized(source: TensorSource, name: str, shape: tuple[int, ...], bits: int) -> Iterator[Part]:
+def _quantized(source: TensorSource, name: str, shape: tuple[int, ...], bits: int, group: int) -> Iterator[Part]:
     rows, inputs = shape
-    group = group_of(inputs) if bits == 4 else inputs
-    assert group is not None
 
     def each(which: int) -> Iterator[np.ndarray]:
         tensor = source.read(name)

@@ -161,7 +161,7 @@ def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path
 
 
 def _quantization(name: str, parts: list[Any]) -> dict[str, Any]:
-    """Return what config.json says of quantized parts; groups are those of most weights, or all of them."""
+    """Return what config.json says of quantized parts."""
     from quire.checkpoint.write import quantization_config
 
     bits = 4 if name == "int4" else 8
@@ -172,15 +172,9 @@ def _quantization(name: str, parts: list[Any]) -> dict[str, Any]:
         for part in parts
         if len(part.shape) == 2 and part.name.endswith(".weight") and part.name.removesuffix(".weight") not in modules
     )
-    group = None
-    if bits == 4:
-        scales = {
-            part.name.removesuffix(".weight_scale"): part for part in parts if part.name.endswith(".weight_scale")
-        }
-        groups = {modules[name].shape[1] * 8 // scales[name].shape[1] for name in modules}
-        if len(groups) > 1:
-            raise ModelError(f"linear layers need groups of {', '.join(map(str, sorted(groups)))} (expected one size)")
-        group = groups.pop()
+    scales = {part.name: part for part in parts if part.name.endswith(".weight_scale")}
+    groups = {8 * part.shape[1] // scales[f"{module}.weight_scale"].shape[1] for module, part in modules.items()}
+    group = groups.pop() if bits == 4 else None
     return quantization_config(bits, inputs=name == "int8", ignored=ignored, group=group)
 
 
