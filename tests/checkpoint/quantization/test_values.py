@@ -126,11 +126,3 @@ def test_small_floats_are_those_of_torch() -> None:
         np.testing.assert_array_equal(HostTensor(codes.numpy(), f"float8_{name}").to_float32(), expected)
     assert set(FLOAT8) == {"float8_e4m3", "float8_e5m2", "float8_e8m0"}
     assert E8M0[127] == 1
-
-
-def test_packing_is_that_of_the_library() -> None:
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", exc_type=ImportError)
-    for bits in (4, 8):
-        q = torch.randint(0, 2**bits, (16, 70), generator=torch.Generator().manual_seed(0))
-        signed = (q - 2 ** (bits - 1)).to(torch.int8)
-        assert torch.equal(helpers.pack_to_int32(signed, bits), quantizers.into_words(q, bits))
