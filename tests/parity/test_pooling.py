@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,19 @@ def test_a_generative_reranker_is_asked_for_two_logits(device: str, folder_of: A
         no, yes = run_oracle(oracle, text).logits[0, -1, [11, 12]].numpy()
         assert score.shape == (1,)
         np.testing.assert_allclose(score[0], 1 / (1 + np.exp(no - yes)), atol=1e-5)
+
+
+def test_a_decoder_by_its_full_name_in_a_file_without_a_head(folder_of: Any, tmp_path: Path) -> None:
+    source = folder_of(*EMBEDDERS["qwen3"])  # Qwen3-Embedding is published so
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    add_modules(tmp_path, "lasttoken")
+    oracle = oracle_of(source, "Qwen3Model")
+    with open_llm(tmp_path) as llm:
+        for text, vector in zip(TEXTS, data(llm, TEXTS), strict=True):
+            assert_close(vector, unit(pooled(hidden_states(oracle, text), "lasttoken")))
 
 
 def test_a_decoder_that_looks_both_ways(folder_of: Any) -> None:
