@@ -253,3 +253,9 @@ def test_ranks_together_compute_what_one_computes(
 
     for result in run_ranks(ranks, BACKEND, work):
         np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("strategy", ["eager", "prefetch"])
+def test_however_files_come_into_memory_the_weights_are_the_same(tmp_path: Path, strategy: str) -> None:
+    write_plain(tmp_path)
+    np.testing.assert_array_equal(logits(tmp_path, strategy=strategy), logits(tmp_path))
