@@ -12,6 +12,7 @@ from quire.checkpoint.folder import resolve_model
 from quire.cli.main import main
 from quire.demo import demo_model_path
 from quire.errors import ModelError
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import tokenizer_metadata, write_gguf
 
 pytest.importorskip("gguf")
@@ -71,3 +72,11 @@ def test_choices(folder: Path, tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path / "only-00001-of-00002.gguf"
     (tmp_path / "model.safetensors").touch()
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_verify_compares_a_file_with_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, "qwen2")
+    write_gguf(tmp_path, tmp_path / "m.gguf", "F16")
+    words = ["--skip-tokenizer-init", "--prompt-len", "16", "--num-tokens", "8"]
+    assert main(["verify", str(tmp_path / "m.gguf"), *words]) == 0
+    assert "it was given the weights as this package reads them" in capsys.readouterr().out

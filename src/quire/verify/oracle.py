@@ -69,8 +69,10 @@ class Oracle:
         import torch
 
         source = self._info.path if self._weights is None else None
+        # An automatic class looks at the folder; the model's own takes weights alone.
+        kind = self._class() if source is not None else self._class()._model_mapping[type(self._config)]
         try:
-            model = self._class().from_pretrained(
+            model = kind.from_pretrained(
                 source, config=self._config, state_dict=self._weights, dtype=torch.float32,
                 attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             )  # fmt: skip
