@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.errors import QuireError
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
+    from quire.lora.request import LoRARequest
     from quire.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -44,6 +45,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "QuireError",
@@ -65,6 +67,7 @@ _HOMES = {
     "CompletionOutput": "quire.outputs",
     "EmbeddingRequestOutput": "quire.outputs",
     "EngineConfig": "quire.config",
+    "LoRARequest": "quire.lora.request",
     "PoolingParams": "quire.pooling_params",
     "PoolingRequestOutput": "quire.outputs",
     "QuireError": "quire.errors",
