@@ -347,7 +347,7 @@ def test_index_without_a_map(folder: Path, weight_map: object) -> None:
         ({"rope_theta": 0}, "rope_theta is 0 (expected a number above 1)"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes' (expected true or false)"),
         ({"attention_bias": 1}, "attention_bias is 1 (expected true or false)"),
-        ({"hidden_act": "mish"}, "activation 'mish' is not supported (supported: relu, silu"),
+        ({"hidden_act": "mish"}, "activation 'mish' is not supported (supported: relu, relu2"),
         (
             {"torch_dtype": "float8_e4m3fn"},
             "torch_dtype is 'float8_e4m3fn' (expected one of float32, bfloat16, float16)",
