@@ -56,6 +56,7 @@ def test_public_names_are_these():
         "EmbeddingRequestOutput",
         "EngineConfig",
         "LLM",
+        "LoRARequest",
         "PoolingParams",
         "PoolingRequestOutput",
         "QuireError",
