@@ -157,6 +157,7 @@ BROKEN: list[tuple[Entries, str]] = [
     ([("1_CNN", "CNN", {})], "modules.json: module 'sentence_transformers.models.CNN' is not supported"),
     ([("../x", "Pooling", {})], "modules.json: path '../x' of module 0"),
     ([("1_P", "Pooling", {"word_embedding_dimension": 33})], "word_embedding_dimension is 33 (expected the model's"),
+    ([("1_P", "Pooling", {"pooling_mode": [{}]})], "pooling_mode is [{}] (expected one or more of cls"),
     ([("1_P", "Pooling", {"pooling_mode": "middle"})], "pooling_mode is 'middle' (expected one or more of cls"),
     ([("1_D", "Dense", {"in_features": 4})], "out_features is missing"),
     ([("1_D", "Dense", {"in_features": 4, "out_features": 4, "activation_function": "torch.nn.Mish"})], "Mish"),

@@ -16,7 +16,7 @@ from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.loading import FrontModel
-from quire.frontend.pooling import INSTRUCTION, JUDGE, pair_input, with_prompt
+from quire.frontend.pooling import INSTRUCTION, JUDGE, PoolingInput, pair_input, with_prompt
 from quire.frontend.processor import Processor
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
@@ -199,3 +199,18 @@ def test_the_asynchronous_front_says_the_same(embedder: Path) -> None:
         assert [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)] == vectors
         assert [output.outputs.score for output in llm.score("a b", texts, use_tqdm=False)] == values
     assert each.shape == (4, 32)
+
+
+def test_many_texts_of_one_call_leave_room_in_the_queue(embedder: Path) -> None:
+    """Others are not told that the server is full while one call brings a list."""
+
+    async def work() -> list[int]:
+        async with AsyncLLM(model=str(embedder), engine="inline", num_threads=1, max_num_queued_reqs=8) as llm:
+            inputs = [PoolingInput("a b", PoolingParams(), "input")] * 20
+            waiting: list[int] = []
+            await llm.pool_all(inputs, note=lambda stream: waiting.append(llm.num_unfinished))
+            return waiting
+
+    waiting = asyncio.run(work())
+    assert len(waiting) == 20
+    assert max(waiting) <= 2

@@ -235,7 +235,7 @@ def _pooling_kinds(fields: Fields, info: ModelInfo) -> tuple[str, ...]:
     mode = fields.values.get("pooling_mode")
     if mode is not None:
         modes = tuple(mode) if isinstance(mode, list) else (mode,)
-        if not modes or any(kind not in POOLING_KEYS for kind in modes):
+        if not modes or any(not isinstance(kind, str) or kind not in POOLING_KEYS for kind in modes):
             raise fields.error("pooling_mode", f"one or more of {', '.join(POOLING_KEYS)}")
         return modes
     return tuple(kind for kind, key in POOLING_KEYS.items() if fields.flag(key, False)) or ("mean",)

@@ -179,8 +179,8 @@ def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
                 common,
                 factor=rope.number("factor", stretch),
                 attention_factor=rope.number("attention_factor", None),
-                beta_fast=rope.number("beta_fast", 0.0, above=-1.0) or 32.0,
-                beta_slow=rope.number("beta_slow", 0.0, above=-1.0) or 1.0,
+                beta_fast=_turns(rope, "beta_fast", 32.0),
+                beta_slow=_turns(rope, "beta_slow", 1.0),
                 mscale=rope.number("mscale", None, above=-1.0),
                 mscale_all_dim=rope.number("mscale_all_dim", None, above=-1.0),
                 truncate=rope.flag("truncate", True),
@@ -194,3 +194,11 @@ def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
                 long_factor=rope.numbers("long_factor", common.rotary_dim // 2),
             )
     return common
+
+
+def _turns(rope: Fields, key: str, default: float) -> float:
+    """Read a number of turns; 0 means the default, as for transformers."""
+    turns = rope.number(key, 0.0, above=-1.0)
+    if turns < 0:
+        raise rope.error(key, "a number from 0")
+    return turns or default

@@ -114,10 +114,10 @@ class AsyncLLM(AsyncPoolingCalls):
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
         limits = self.config.scheduler
-        self._most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self.most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep = SleepSwitch(self.call, lambda: self.num_unfinished)
-        self._most_tokens = limits.max_num_queued_tokens or self._most_requests * limits.max_num_batched_tokens
+        self._most_tokens = limits.max_num_queued_tokens or self.most_requests * limits.max_num_batched_tokens
 
     async def start(self) -> None:
         """Load tokenizer and model; return when requests can be served. Later calls do nothing.
@@ -229,7 +229,7 @@ class AsyncLLM(AsyncPoolingCalls):
         queued = self.backlog.num_tokens
         wait = self.backlog.wait(num_tokens)
         later = 1.0 if wait is None else max(1.0, wait)
-        if self.num_unfinished >= self._most_requests:
+        if self.num_unfinished >= self.most_requests:
             raise OverloadedError(
                 f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
             )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 WINDOW = 128  # requests of one call that are with the engine at a time; the queue is there for others, too
+QUEUE_PART = 4  # of which a call takes at most one part in so many
 YIELD_EVERY = 4
 
 
@@ -163,6 +164,7 @@ class AsyncPoolingCalls:
 
     if TYPE_CHECKING:  # what `AsyncLLM` has
         submit: Callable[..., Coroutine[Any, Any, RequestStream]]
+        most_requests: int
 
         async def start(self) -> None: ...
 
@@ -237,12 +239,13 @@ class AsyncPoolingCalls:
 
         All are aborted if one fails. `note` is told of each; options are those of `AsyncLLM.submit`.
         """
+        window = max(1, min(WINDOW, self.most_requests // QUEUE_PART))
         under_way: deque[RequestStream] = deque()
         found: list[Pooled] = []
         try:
             for count, item in enumerate(inputs, 1):
                 while True:
-                    if len(under_way) == WINDOW:
+                    if len(under_way) == window:
                         found.append(await finished(under_way[0]))
                         under_way.popleft()
                     try:
