@@ -26,7 +26,6 @@ from quire.kernels.shapes import (
     INSTRUCTION_BYTES,
     SCRATCH_BYTES,
     Processor,
-    ShapeBackend,
     ShapeCache,
     ShapeExperts,
     ShapeHeads,
@@ -40,14 +39,21 @@ from quire.worker.adapters import new_slots
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.states import SequenceStates
+from quire.worker.work import Mixture, StepWork, Work, WorkCounter
 
-PARTS = ("embeddings", "attention", "mlp", "norms", "head", "other")
+PARTS = ("embeddings", "attention", "convolutions", "mlp", "experts", "norms", "head", "other")
 _PATTERNS = {
-    "head": re.compile(r"(^|\.)(lm_head|embed_out)\."),
+    # Of generating models, and what encoders have behind their layers.
+    "head": re.compile(r"(^|\.)lm_head|(^|\.)embed_out\.|^(head|classifier|score|pooler|[\w.]*\.pooler)\."),
+    # With the routers; an expert that all tokens see is an ordinary feed-forward layer.
+    "experts": re.compile(
+        r"(^|\.)(experts|router)\.|(mlp|moe|feed_forward)\.(gate\.|(in|out)put_linear|expert_bias)|e_score_"
+    ),
     "norms": re.compile(r"norm|(^|\.)ln_"),
     "embeddings": re.compile(r"embed|(^|\.)(wte|wpe)\."),
     "attention": re.compile(r"attn|attention"),
-    "mlp": re.compile(r"mlp|moe|ffn|fc\d|feed_forward"),
+    "convolutions": re.compile(r"(^|\.)conv\."),
+    "mlp": re.compile(r"mlp|moe|ffn|fc\d|feed_forward|(^|\.)(intermediate|output)\.dense"),
 }
 DRAWING_SHARES = 2  # of the vocabulary's keys, for each thread, while tokens are drawn
 KEY_BYTES = 8
@@ -133,16 +139,7 @@ class Footprint:
         caches = self._caches(block_size)
         states = SequenceStates(self.spec, cast(Backend, backend), limits.max_num_seqs)
         state_bytes = backend.input_bytes
-        graphs = StepGraphs(
-            cast(Any, self._model),
-            cast(Backend, backend),
-            cast(Any, caches),
-            max_tokens=tokens,
-            max_num_seqs=limits.max_num_seqs,
-            max_blocks=-(-length // block_size),
-            states=states.arrays,
-            lora=self._lora,
-        )
+        graphs = self._graphs(caches, states, tokens, limits.max_num_seqs, -(-length // block_size))
         slots = None if self._lora is None else np.zeros(rows, np.int64)
         groups = 1 + max((cache.group for cache in caches), default=0)
         pools = self._info.pooling is not None  # then all hidden states may be asked for
@@ -156,6 +153,49 @@ class Footprint:
             programs=MAX_GRAPHS * backend.num_instructions * INSTRUCTION_BYTES,
             threads=self._threads * SCRATCH_BYTES,
             states=state_bytes,
+        )
+
+    def work(self, block_size: int) -> StepWork:
+        """Return what the rows of a step read and compute, whatever its size; adapters are left out.
+
+        A model that generates has run for one token, whose logits are wanted or not.
+        """
+        backend, caches = self._backend, self._caches(block_size)
+        states = SequenceStates(self.spec, cast(Backend, backend), 1)
+        graphs = self._graphs(caches, states, 1, 1, 1)
+        slots = None if self._lora is None else np.full(1, -1)
+        found = []
+        for rows in (0, 1):
+            backend.start()
+            backend.begin_work()
+            inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0))
+            graphs.run(inputs, np.broadcast_to(np.int64(0), rows), adapter_slots=slots)
+            found.append(backend.work(self.weights))
+        (token, _), (both, pair_flops) = found
+        beside = {(mixture.number, mixture.chosen): mixture.num_bytes for mixture in token.mixtures}
+        mixtures = [
+            Mixture(mixture.number, mixture.chosen, mixture.num_bytes - beside.get((mixture.number, mixture.chosen), 0))
+            for mixture in both.mixtures
+        ]
+        sample = Work(
+            both.num_bytes - token.num_bytes,
+            both.flops - token.flops,
+            tuple(mixture for mixture in mixtures if mixture.num_bytes),
+        )
+        return StepWork(token, sample, pair_flops)
+
+    def _graphs(
+        self, caches: list[LayerCache], states: SequenceStates, tokens: int, sequences: int, max_blocks: int
+    ) -> StepGraphs:
+        return StepGraphs(
+            cast(Any, self._model),
+            cast(Backend, self._backend),
+            cast(Any, caches),
+            max_tokens=tokens,
+            max_num_seqs=sequences,
+            max_blocks=max_blocks,
+            states=states.arrays,
+            lora=self._lora,
         )
 
     def _caches(self, block_size: int) -> list[LayerCache]:
@@ -209,7 +249,7 @@ class _Noted:
         return tensor
 
 
-class _Counter(ShapeBackend):
+class _Counter(WorkCounter):
     """Counts weights by part, and what is in memory while each is read."""
 
     def __init__(self, config: EngineConfig, num_threads: int, source: _Noted, checkpoint: TensorSource | None) -> None:
@@ -243,7 +283,7 @@ class _Counter(ShapeBackend):
         """Count it for its part."""
         before = self.num_bytes
         made = super().pack_linear(parts, biases, **options)
-        self._note(before)
+        self._note(before, matrix=True)
         return made
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
@@ -266,9 +306,12 @@ class _Counter(ShapeBackend):
         self._shared = []
         return made
 
-    def _note(self, before: int) -> None:
+    def _note(self, before: int, *, matrix: bool = False) -> None:
         recent, self._source.recent = self._source.recent or self._shared, []
-        part = part_of(recent[-1][0]) if recent else "norms"  # vectors of ones belong to norms
+        if recent:
+            part = part_of(recent[-1][0])
+        else:  # vectors of ones belong to norms; a matrix was read together with the one before
+            part = part_of(self._source.names[-1]) if matrix and self._source.names else "norms"
         self.by_part[part] += self.num_bytes - before
         if self._checkpoint is None:
             held = sum(4 * size for _, size in recent)  # invented in float32
