@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info
+from quire.engine.settle import load_info, settle
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
+from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, attended, windows_of
-from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost, load_cost, parse_roofline, token_weights
+from quire.simulate.cost import (
+    DEVICE_FEATURES,
+    HOST_FEATURES,
+    FittedCost,
+    RooflineCost,
+    load_cost,
+    parse_roofline,
+    token_weights,
+)
+from quire.simulate.executor import SimulatedExecutor, kv_spec
 from quire.simulate.fit import Measured, fit_device, fit_host, nnls
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 
@@ -172,17 +185,22 @@ def test_a_shape_is_new_until_seen_and_again_when_forgotten():
     assert found == [False, True, False, True, True]
 
 
+def roofline_of(text: str, **options: Any) -> tuple[RooflineCost, int]:
+    config = EngineConfig.from_kwargs(**options)
+    info = load_info(config)
+    return parse_roofline(text, settle(config, info), info)
+
+
 def test_a_roofline_reads_weights_once_a_step_and_computes_per_token():
-    info = load_info(EngineConfig.from_kwargs())
     text = "roofline:bandwidth=10,gflops=100,memory=1,params=0.1,host=0,overhead=5"
-    cost, memory = parse_roofline(text, info, "bfloat16", "bfloat16", 16)
+    cost, memory = roofline_of(text)
     weights = 0.1e9 * 2
     assert memory == 2**30 - weights
     one = cost.seconds(StepContents(num_tokens=1, num_sequences=1))
     assert one == pytest.approx(weights / 10e9 + 5e-6)
     assert cost.seconds(StepContents(num_tokens=2, num_sequences=1)) == one
     many = cost.seconds(StepContents(num_tokens=1000, num_sequences=1))
-    assert many == pytest.approx(1000 * cost.linear_flops / 100e9 + 5e-6)
+    assert many == pytest.approx(1000 * cost.work.token.flops / 100e9 + 5e-6)
     read = StepContents(num_tokens=1, num_sequences=1, decode_context=1000)
     assert cost.seconds(read) - one == pytest.approx(1000 * cost.token_kv_bytes / 10e9)
     moved = StepContents(num_moved_blocks=2, num_disk_blocks=1)
@@ -201,12 +219,105 @@ def test_a_roofline_reads_weights_once_a_step_and_computes_per_token():
     ],
 )
 def test_a_bad_roofline_is_refused(text):
-    info = load_info(EngineConfig.from_kwargs())
     with pytest.raises(ConfigError) as caught:
-        parse_roofline(text, info, "bfloat16", "bfloat16", 16)
+        roofline_of(text)
     assert caught.value.param == "cost_model"
 
 
 def test_there_is_a_rate_for_every_feature():
     assert len(made_up_cost().device) == len(DEVICE_FEATURES)
     assert len(made_up_cost().host) == len(HOST_FEATURES)
+
+
+# ---- what the model itself does, of shapes without weights ----
+
+PLAIN = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+MIXTRAL = PLAIN | {
+    "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16,
+}  # fmt: skip
+LATENT = PLAIN | {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+HYBRID = PLAIN | {
+    "architectures": ["Qwen3NextForCausalLM"], "head_dim": 16, "num_experts": 0, "mlp_only_layers": [0, 1, 2],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1, "norm_topk_prob": True,
+}  # fmt: skip
+RATES = "roofline:bandwidth=1,gflops=1e9,memory=1,host=0"  # nothing but bytes takes time
+ARITHMETIC = "roofline:bandwidth=1e9,gflops=1,memory=1,host=0"
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
+    """Write a config.json and return its folder."""
+
+    def write(config: dict[str, Any]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+def nanoseconds(cost: RooflineCost, **contents: float) -> float:
+    """Return bytes at 1 GB/s, or operations at 1 GFLOP/s, of a step."""
+    return cost.seconds(StepContents(**{"num_sequences": 1} | contents)) * 1e9
+
+
+def test_of_experts_those_are_read_that_a_step_is_expected_to_touch(shapes):
+    model = shapes(MIXTRAL)
+    cost, _ = roofline_of(RATES, model=model, dtype="float32", simd_level="generic")
+    per_layer = 3 * 64 * 96 * 8 * 4
+    dense = 4 * (512 * 64 + 7 * 64 + 3 * (64 * (64 + 32 + 32 + 64) + 64 * 32))  # routers have rows for 32
+    for tokens in (1, 7, 1000):
+        share = 1 - (1 - 2 / 8) ** tokens
+        read = nanoseconds(cost, num_tokens=tokens, num_sampled=tokens)
+        assert read == pytest.approx(dense + 3 * per_layer * share)
+    # Without a wanted row, neither the head nor what follows the last attention is read.
+    assert nanoseconds(cost, num_tokens=1) < nanoseconds(cost, num_tokens=1, num_sampled=1) - 4 * 512 * 64
+    cost, _ = roofline_of(ARITHMETIC, model=model, dtype="float32")
+    active = 3 * (64 * (64 + 32 + 32 + 64) + 8 * 64 + 2 * 3 * 64 * 96) + 512 * 64
+    assert nanoseconds(cost, num_tokens=5, num_sampled=5) == pytest.approx(5 * 2 * active, rel=1e-3)
+
+
+def test_latent_attention_reads_one_vector_a_token_and_compares_in_its_space(shapes):
+    model = shapes(LATENT)
+    options = {"model": model, "dtype": "float32", "kv_cache_dtype": "float32"}
+    cost, _ = roofline_of(RATES, **options)
+    heads, _ = roofline_of(RATES, **options, latent_cache=False)
+    assert (cost.token_kv_bytes, heads.token_kv_bytes) == (3 * (32 + 4) * 4, 3 * 2 * 4 * 16 * 4)
+    assert (cost.work.pair_flops, heads.work.pair_flops) == (3 * 4 * 2 * (36 + 32), 3 * 4 * 2 * (16 + 16))
+    assert cost.block_bytes == 16 * cost.token_kv_bytes
+
+
+def test_states_take_memory_and_are_read_and_written_for_each_sequence(shapes):
+    model = shapes(HYBRID)
+    state = 2 * 4 * (4 * 16 * 16 + 3 * (2 * 32 + 64))
+    few, much = roofline_of(RATES, model=model, dtype="float32", max_num_seqs=4)
+    _, little = roofline_of(RATES, model=model, dtype="float32", max_num_seqs=64)
+    assert (few.state_bytes, much - little) == (state, 60 * state)
+    assert few.token_kv_bytes == 2 * 2 * 16 * {"float32": 4, "bfloat16": 2}["float32"]
+    one, three = (nanoseconds(few, num_tokens=3, num_sequences=number) for number in (1, 3))
+    assert three - one == pytest.approx(2 * 2 * state)
+
+
+def test_sliding_windows_and_quantized_weights_are_counted_as_they_are_held(shapes):
+    gemma = PLAIN | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "sliding_window": 32}
+    model = shapes(gemma | {"query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"})
+    config = EngineConfig.from_kwargs(model=model, max_num_seqs=4)
+    info = load_info(config)
+    executor = SimulatedExecutor(kv_spec(settle(config, info), info), made_up_cost(), VirtualClock(), 2**30)
+    assert [layer.sliding_window for layer in executor.kv_cache_spec().layers] == [32, None, 32]
+    wide, left = roofline_of(RATES, model=model, dtype="float32")
+    narrow, more = roofline_of(RATES, model=model, dtype="float32", quantization="int8")
+    assert more > left
+    saved = nanoseconds(wide, num_tokens=1, num_sampled=1) - nanoseconds(narrow, num_tokens=1, num_sampled=1)
+    assert 0 < saved <= more - left + 1e-6  # the tied table is read by the head

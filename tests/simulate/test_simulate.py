@@ -10,11 +10,11 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.settle import load_info
+from quire.engine.settle import load_info, settle
 from quire.simulate.calibrate import measure
 from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents
-from quire.simulate.executor import SimulatedExecutor
+from quire.simulate.executor import SimulatedExecutor, kv_spec
 from quire.simulate.report import as_csv, summarize, summarize_run, table
 from quire.simulate.run import RunHasher
 from quire.simulate.trace import Synthetic, TraceRequest, draw, read_trace
@@ -215,7 +215,9 @@ def test_calibration_finds_the_machine_it_runs_on():
         def seconds(self, contents: StepContents) -> float:
             return true.device_seconds(contents) + 3e-4 * contents.num_moved_blocks
 
-    core = EngineCore(config, executor=SimulatedExecutor(info, "bfloat16", Machine(), clock, 2**40), info=info)
+    core = EngineCore(
+        config, executor=SimulatedExecutor(kv_spec(settle(config, info), info), Machine(), clock, 2**40), info=info
+    )
     found = measure(core, info, 0.5, clock=clock)
     assert found.cost.error < 0.02
     assert found.cost.moved_block == pytest.approx(3e-4)

@@ -216,11 +216,13 @@ class TimedExecutor(NoGrammars):
         clock: seconds; the machine's, unless the executor inside is a simulated one.
     """
 
-    def __init__(self, inner: Executor, info: ModelInfo, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, inner: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self._inner = inner
         self._clock = clock
-        self._reader = StepReader(windows_of(info.layer_windows), NUM_SHAPES)
+        self._reader = StepReader(
+            windows_of([layer.sliding_window for layer in inner.kv_cache_spec().layers]), NUM_SHAPES
+        )
         self.last = Measured(StepContents(), 0.0)
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -380,7 +382,7 @@ def measure(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         vocab_size=ready.vocab_size,
     )
-    timed = TimedExecutor(core.executor, info, clock)
+    timed = TimedExecutor(core.executor, clock)
     player = Player(timed, limits)
     designed = measure_scenes(player, limits, seconds * (1 - LOAD_SHARE))
     player.end()

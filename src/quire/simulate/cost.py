@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
 from quire.errors import ConfigError, echo
 from quire.simulate.contents import StepContents
-from quire.step import DTYPE_BYTES
+from quire.step import DTYPE_BYTES, KVCacheSpec
+from quire.worker.footprint import Footprint
+from quire.worker.work import StepWork, Work
 
 FORMAT = "quire-cost-model-1"
 
@@ -153,15 +156,15 @@ def load_cost(path: Path) -> FittedCost:
 class RooflineCost:
     """Seconds as a device of known rates would need at best: what is read over bandwidth, or arithmetic over its rate.
 
-    Weights are read once a step, cached keys and values once for every sequence that decodes. Feed-forward layers are
-    taken to be gated, as in Llama.
+    Weights are read once a step, of experts those that its tokens are expected to choose; cached keys and values once
+    for every sequence that decodes; and states are read and written once for every sequence.
 
     Attributes:
         bandwidth: bytes/s. flops: 1/s. overhead: seconds added to every step. host: seconds per sequence of a step.
         link, disk: bytes/s between device and host, and to disk.
-        weight_bytes: of the whole model. linear_flops: of its matrices, per token; head_flops: of the output head, per
-            sampled token. pair_flops: of attention, per query and key. token_kv_bytes: of one token's keys and values.
-        block_bytes: of one KV block.
+        work: what the model's weights ask for, for each token and sampled token, and attention for each pair.
+        token_kv_bytes: of one token's keys and values in all layers. block_bytes: of one KV block.
+        state_bytes: of one sequence, in layers that keep a state.
     """
 
     bandwidth: float
@@ -170,12 +173,10 @@ class RooflineCost:
     host: float
     link: float
     disk: float
-    weight_bytes: float
-    linear_flops: float
-    head_flops: float
-    pair_flops: float
+    work: StepWork
     token_kv_bytes: float
     block_bytes: float
+    state_bytes: float = 0.0
     num_shapes: int = 0
 
     def seconds(self, contents: StepContents) -> float:
@@ -184,14 +185,16 @@ class RooflineCost:
         moved += contents.num_disk_blocks * self.block_bytes / self.disk
         if contents.num_tokens == 0:
             return moved
+        token, sample, pair_flops = self.work.token, self.work.sample, self.work.pair_flops
+        tokens, sampled, decode = contents.num_tokens, contents.num_sampled, contents.decode_context
         linear = max(
-            self.weight_bytes / self.bandwidth,
-            (contents.num_tokens * self.linear_flops + contents.num_sampled * self.head_flops) / self.flops,
+            (token.read(tokens) + sample.read(sampled)) / self.bandwidth,
+            (tokens * token.flops + sampled * sample.flops) / self.flops,
         )
-        decode = contents.decode_context
-        attention = contents.prefill_pairs * self.pair_flops / self.flops
-        attention += max(decode * self.token_kv_bytes / self.bandwidth, decode * self.pair_flops / self.flops)
-        return linear + attention + self.overhead + self.host * contents.num_sequences + moved
+        attention = contents.prefill_pairs * pair_flops / self.flops
+        attention += max(decode * self.token_kv_bytes / self.bandwidth, decode * pair_flops / self.flops)
+        states = 2 * contents.num_sequences * self.state_bytes / self.bandwidth
+        return linear + attention + states + self.overhead + self.host * contents.num_sequences + moved
 
 
 ROOFLINE = "roofline:"
@@ -207,11 +210,15 @@ _RATES = {  # name -> (unit in SI, default)
 }
 
 
-def parse_roofline(text: str, info: ModelInfo, dtype: str, kv_dtype: str, block_size: int) -> tuple[RooflineCost, int]:
+def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[RooflineCost, int]:
     """Read "roofline:bandwidth=100,gflops=2000,memory=16"; return the model and the bytes left for the KV cache.
 
     bandwidth, link and disk in GB/s, gflops in GFLOP/s, memory in GiB, overhead (per step) and host (per sequence of a
-    step) in us, params (if the shape in config.json does not tell) in billions. `link` is between device and host.
+    step) in us. `link` is between device and host. params, in billions, has a model of so many weights in its place,
+    every one of which every token sees.
+
+    Args:
+        config: settled.
 
     Raises:
         ConfigError: names what is missing or wrong, or the weights do not fit the memory.
@@ -232,24 +239,27 @@ def parse_roofline(text: str, info: ModelInfo, dtype: str, kv_dtype: str, block_
             values[name] = default * unit
         if not values.get(name) and (default is None or name in ("link", "disk")):
             raise ConfigError(f"cost_model: {ROOFLINE} needs {name}=NUMBER above 0", param="cost_model")
-    cost = _roofline(values, info, dtype, kv_dtype, block_size)
-    left = int(values["memory"] - cost.weight_bytes)
+    footprint = Footprint(config, info)
+    params = int(values["params"])
+    weights = params * DTYPE_BYTES[config.model.dtype] or footprint.weights
+    states = config.scheduler.max_num_seqs * footprint.spec.state_bytes
+    left = int(values["memory"]) - weights - states
     if left <= 0:
+        beside = f" and the states of sequences {states / 2**30:.2f}" if states else ""
         raise ConfigError(
-            f"cost_model: the weights take {cost.weight_bytes / 2**30:.2f} GiB, memory is {values['memory'] / 2**30:g}",
+            f"cost_model: the weights take {weights / 2**30:.2f} GiB{beside}, memory is {values['memory'] / 2**30:g}",
             param="cost_model",
         )
-    return cost, left
+    work = footprint.work(config.cache.block_size)
+    if params:
+        head = info.vocab_size * info.hidden_size
+        token, sample = Work(weights, 2.0 * max(params - head, 0)), Work(0, 2.0 * head)
+        work = StepWork(token, sample, work.pair_flops)
+    return _roofline(values, config, footprint.spec, work), left
 
 
-def _roofline(values: dict[str, float], info: ModelInfo, dtype: str, kv_dtype: str, block_size: int) -> RooflineCost:
-    heads, kv_heads, size = info.num_attention_heads, info.num_key_value_heads, info.head_dim
-    layers, hidden = info.num_hidden_layers, info.hidden_size
-    per_layer = 2 * hidden * heads * size + 2 * hidden * kv_heads * size + 3 * hidden * info.intermediate_size
-    head = info.vocab_size * hidden
-    params = values["params"] or layers * per_layer + head
-    scale = DTYPE_BYTES["float32"] if kv_dtype == "int8" else 0
-    token_kv_bytes = 2.0 * layers * kv_heads * (size * DTYPE_BYTES[kv_dtype] + scale)
+def _roofline(values: dict[str, float], config: EngineConfig, spec: KVCacheSpec, work: StepWork) -> RooflineCost:
+    assert config.model.max_model_len is not None, "settled"
     return RooflineCost(
         bandwidth=values["bandwidth"],
         flops=values["gflops"],
@@ -257,12 +267,10 @@ def _roofline(values: dict[str, float], info: ModelInfo, dtype: str, kv_dtype: s
         host=values["host"],
         link=values["link"],
         disk=values["disk"],
-        weight_bytes=params * DTYPE_BYTES[dtype],
-        linear_flops=2.0 * max(params - head, 0),
-        head_flops=2.0 * head,
-        pair_flops=4.0 * layers * heads * size,
-        token_kv_bytes=token_kv_bytes,
-        block_bytes=token_kv_bytes * block_size,
+        work=work,
+        token_kv_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
+        block_bytes=spec.block_bytes(config.cache.block_size, config.model.max_model_len),
+        state_bytes=spec.state_bytes,
     )
 
 

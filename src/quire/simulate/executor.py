@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
 from quire.executor.base import NoGrammars
 from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
 from quire.simulate.trace import OWN_TOKENS
-from quire.step import KVCacheSpec, LayerKVSpec, ModelOutput, SchedulerOutput
+from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.worker.footprint import Footprint
 
 SAMPLED_TOKENS = 3 * 2**30  # ids from here on are sampled ones: no prompt has them
 assert SAMPLED_TOKENS > OWN_TOKENS
 
 Observer = Callable[[SchedulerOutput, StepContents, float], None]
 
-FULL_ATTENTION = "full_attention"  # as config.json calls layers that cache keys and values, where some do not
 
-
-def kv_spec(info: ModelInfo, kv_dtype: str) -> KVCacheSpec:
-    """Return what the layers of a model cache in blocks, without loading it."""
-    if "kv_lora_rank" in info.raw:  # latent attention
-        size = info.fields.integer("kv_lora_rank") + info.head_dim
-        return KVCacheSpec([LayerKVSpec(1, size, kv_dtype, latent=True)] * info.num_hidden_layers)
-    types = info.raw["layer_types"] if info.keeps_states else [FULL_ATTENTION] * info.num_hidden_layers
-    return KVCacheSpec(
-        [
-            LayerKVSpec(info.num_key_value_heads, info.head_dim, kv_dtype, window)
-            for window, layer_type in zip(info.layer_windows, types, strict=True)
-            if layer_type == FULL_ATTENTION
-        ]
-    )
+def kv_spec(config: EngineConfig, info: ModelInfo) -> KVCacheSpec:
+    """Return what the model's own layers say that they keep of sequences, without loading it; `config` is settled."""
+    return Footprint(config, info).spec
 
 
 class SimulatedExecutor(NoGrammars):
@@ -41,7 +31,7 @@ class SimulatedExecutor(NoGrammars):
     Blocks are moved, and loaded from disk, within the step that asks for it.
 
     Args:
-        info: the model whose KV cache is counted. kv_dtype: settled type of cached keys and values.
+        spec: what the model keeps of sequences.
         memory: bytes for the KV cache. num_disk_blocks: slots of the disk tier.
         observer: called after each step that has tokens, with its contents and its seconds.
 
@@ -51,8 +41,7 @@ class SimulatedExecutor(NoGrammars):
 
     def __init__(
         self,
-        info: ModelInfo,
-        kv_dtype: str,
+        spec: KVCacheSpec,
         cost: CostModel,
         clock: VirtualClock,
         memory: int,
@@ -60,13 +49,15 @@ class SimulatedExecutor(NoGrammars):
         num_disk_blocks: int = 0,
     ) -> None:
         super().__init__()
-        self._spec = kv_spec(info, kv_dtype)
+        self._spec = spec
         self._memory = memory
         self._num_disk_blocks = num_disk_blocks
         self._cost = cost
         self._clock = clock
         self._observer = observer
-        self._reader = StepReader(windows_of(info.layer_windows), cost.num_shapes, SAMPLED_TOKENS)
+        self._reader = StepReader(
+            windows_of([layer.sliding_window for layer in spec.layers]), cost.num_shapes, SAMPLED_TOKENS
+        )
         self.busy_seconds = 0.0
         self.num_new_shapes = 0
 

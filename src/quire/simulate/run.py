@@ -74,7 +74,7 @@ def make_cost(spec: str, config: EngineConfig, info: ModelInfo) -> tuple[CostMod
     settled = settle(config, info)
     dtype, kv_dtype = settled.model.dtype, settled.cache.kv_cache_dtype
     if spec.startswith(ROOFLINE):
-        return parse_roofline(spec, info, dtype, kv_dtype, config.cache.block_size)
+        return parse_roofline(spec, settled, info)
     cost = load_cost(Path(spec))
     for name, (measured, simulated) in fits(cost, dtype, kv_dtype).items():
         logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
@@ -101,11 +101,10 @@ def simulate(
     cache = config.cache
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         memory = UNLIMITED
-    kv_dtype = settle(config, info).cache.kv_cache_dtype
-    block_bytes = kv_spec(info, kv_dtype).block_bytes(cache.block_size, info.max_model_len)
-    executor = SimulatedExecutor(
-        info, kv_dtype, cost, clock, memory, observer, num_disk_blocks=cache.kv_disk_space // block_bytes
-    )
+    spec = kv_spec(settle(config, info), info)
+    block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
+    num_disk_blocks = cache.kv_disk_space // block_bytes
+    executor = SimulatedExecutor(spec, cost, clock, memory, observer, num_disk_blocks)
     core = EngineCore(config, executor=executor, info=info, clock=clock, hasher=RunHasher(b""))
     if isinstance(observer, WasteMeter):
         observer.begin(core.ready.block_size, core.ready.max_model_len, config.scheduler.max_num_seqs)
