@@ -224,8 +224,8 @@ class Products:
             unit=Unit(TILES, 1), work=groups.pairs * depth,
         )  # fmt: skip
         out, product = launcher.empty((groups.capacity, width)), linear.linear_pairs
-        if stack.coding:
-            product = linear_coded.coded_pairs
+        if isinstance(stack.one, linear_coded.CodedLinear):
+            product = linear_coded.pair_op(stack.one)
         emit_grouped(
             launcher, groups, product, stack.own("data"), stack.own("bias"), RowsOf(packed, 4 * pairs),
             RowsOf(out, 4 * width), width, NUM_ROWS, pairs, activation, *stack.coding, unit=stack.unit,

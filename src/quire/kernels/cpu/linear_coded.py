@@ -12,7 +12,7 @@ come after: out[m, n] = sum over groups g of scale[n, g] * sum over k in g of va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,17 +21,13 @@ from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, _stack_biases, to_storage
 from quire.kernels.cpu.interleave import ROW_GROUP, padded_rows, rounded, tile_height, woven
-from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
-from quire.kernels.cpu.pointers import floats, uints, words
+from quire.kernels.cpu.pointers import floats, ints, octets, uints, words
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
-    dot_four,
-    dot_many,
-    dot_one,
     load,
     mul,
-    multiply_add,
     splat,
     store,
     tile_four,
@@ -39,13 +35,13 @@ from quire.kernels.cpu.simd import (
     tile_one,
 )
 from quire.kernels.cpu.simd_codes import (
-    e4m3_pairs,
-    e5m2_pairs,
+    coded_four,
+    coded_many,
+    coded_one,
     load_codes,
     look_up,
     small_floats,
-    store_codes,
-    table_pairs,
+    unpack_word,
 )
 from quire.kernels.cpu.stored_int import fill_by_rows, put_words
 from quire.kernels.cpu.threads import Launcher
@@ -54,8 +50,10 @@ DEPTH_UNIT = 16  # K as stored is a multiple of it
 PANEL = 256  # k that are unpacked at a time: they fill the first-level cache
 SUMS_AT = 4 * ROW_GROUP * COLUMNS  # in scratch, behind the rows of a gated item
 PANEL_AT = 2 * SUMS_AT
-TABLE, E4M3_CODES, E5M2_CODES = range(3)
+PANEL_LINES = PANEL // 2  # cache lines of sixteen columns of pairs
+TABLE, E4M3_CODES, E5M2_CODES, POWERS = range(4)
 KINDS = {"table": TABLE, "e4m3": E4M3_CODES, "e5m2": E5M2_CODES}
+ONE_BITS = 0x3F80  # 1 in bfloat16
 SHORT = np.float32(256)  # what `small_floats` leaves out of E4M3
 
 
@@ -73,27 +71,6 @@ def scale_of(scales, short, at, kind):
 def shift_of(k, bits):
     """Return where code k of a uint32 begins."""
     return k // 2 * bits + k % 2 * 16
-
-
-@part
-def unpack_pairs(w, at, count, table, kind, panel, to):
-    """Write `count` k of sixteen columns as pairs of bfloat16: uint32 panel[to + k / 2 * 16 + column]."""
-    worth = load_codes(table, 0)
-    if kind == TABLE:
-        for step in range((count + 7) // 8):
-            codes = load_codes(w, at + step * 16)
-            for pair in range(4):
-                store_codes(panel, to + (step * 4 + pair) * 16, table_pairs(worth, codes, 4 * pair))
-    elif kind == E4M3_CODES:
-        for step in range((count + 3) // 4):
-            codes = load_codes(w, at + step * 16)
-            for pair in range(2):
-                store_codes(panel, to + (step * 2 + pair) * 16, e4m3_pairs(worth, codes, pair))
-    else:
-        for step in range((count + 3) // 4):
-            codes = load_codes(w, at + step * 16)
-            for pair in range(2):
-                store_codes(panel, to + (step * 2 + pair) * 16, e5m2_pairs(worth, codes, pair))
 
 
 @part
@@ -120,42 +97,11 @@ def run_end(k, stop, group):
 
 
 @part
-def panel_of_pairs(args, column, start, stop, panel):
-    """Unpack k start .. stop - 1 of 32 columns of `coded_pairs` to uint32 `panel`."""
-    w, depth, table, kind = uints(args[0]), args[8], uints(args[12]), args[13]
-    in_word = 8 if kind == TABLE else 4
-    for half in range(2):
-        from_w = ((column // 16 + half) * (depth // in_word) + start // in_word) * 16
-        unpack_pairs(w, from_w, stop - start, table, kind, panel, half * PANEL * 8)
-
-
-@part
-def add_scaled(sums, at, height, low, high, target, place, step):
-    """Add `height` rows of 32 sums times the scales of their columns to the target."""
-    for r in range(height):
-        left, right = load(sums, at + r * COLUMNS), load(sums, at + r * COLUMNS + 16)
-        store(target, place + r * step, multiply_add(left, low, load(target, place + r * step)))
-        store(target, place + r * step + 16, multiply_add(right, high, load(target, place + r * step + 16)))
-
-
-@part
 def clear(target, place, step, height):
     """Set `height` rows of 32 to 0."""
     for r in range(height):
         store(target, place + r * step, splat(np.float32(0)))
         store(target, place + r * step + 16, splat(np.float32(0)))
-
-
-@part
-def dot_tile(panel, at, packed, x_at, count, height, sums, place, resume):
-    """Add products of `count` pairs of k to the sums of a tile."""
-    next_vector = PANEL * 16
-    if height == 8:
-        dot_many(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
-    elif height == 4:
-        dot_four(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
-    else:
-        dot_one(panel, at, next_vector, packed, x_at, count, sums, place, COLUMNS, resume, at, at)
 
 
 @part
@@ -178,16 +124,78 @@ def panel_of_floats(args, at, column, start, stop, panel):
 # Products
 
 
-@op
-def coded_pairs(args, first, last, scratch):
-    """Like `linear_pairs` with codes for w; then depth of w, group, scales, whether these are bfloat16, table, kind."""
-    packed, out, stride, rows, pairs, gate = uints(args[2]), floats(args[3]), args[4], args[5], args[6], args[7]
-    blocks, group = (rows + ROW_GROUP - 1) // ROW_GROUP, args[9]
-    groups = (args[8] + group - 1) // group
-    tile, sums, panel, bits = (
+@part
+def run_tile(
+    height, w, args, shift, scale_at, w_at, w_next, steps, x_at, panel, panel_at, sums, at, resume, out, place, step,
+    finish, groups,
+):  # fmt: skip
+    """Call `coded_many`, or its neighbour of this height."""
+    look, second, scales, x = uints(args[12]), np.int64(args[13] == E5M2_CODES), words(args[10]), uints(args[2])
+    scale_next, factors = (args[8] + args[9] - 1) // args[9] * 16, 2 if args[13] == POWERS else args[11]
+    if height == 8:
+        coded_many(
+            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
+            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
+        )  # fmt: skip
+    elif height == 4:
+        coded_four(
+            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
+            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
+        )  # fmt: skip
+    else:
+        coded_one(
+            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
+            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
+        )  # fmt: skip
+
+
+@part
+def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at, out, place, step):
+    """Add the products of k begin .. stop - 1 to a tile, group after group; the `fresh` one, the first, unpacks w."""
+    depth, own, pairs, kind = args[8], args[9], args[6], args[13]
+    in_word, count = 4 if kind in (E4M3_CODES, E5M2_CODES) else 8, (depth + own - 1) // own
+    group, block, w_next, shift = own, column // 16, depth // in_word, 0
+    if kind == POWERS:
+        group = depth
+        while in_word << shift < own:
+            shift += 1
+    k = begin
+    while k < stop:
+        groups = (stop - k) // group if k % group == 0 else 0  # whole ones, which go together
+        until = run_end(k, stop, group) if groups == 0 else k + group
+        resume, finish = np.int64(k % group != 0), np.int64(until % group == 0 or until == 2 * pairs)
+        groups, from_k = max(groups, 1), k
+        s_at = (block * count + k // own) * 16
+        if fresh:
+            steps, w_at = (until - k) // in_word, block * w_next + k // in_word
+            from_k = k + steps * in_word
+            run_tile(
+                height, w, args, shift, s_at, w_at, w_next, steps, row * pairs + k // 2 * height, panel,
+                (k - begin) // 2, sums, at, resume, out, place, step, finish * (from_k == until), groups,
+            )  # fmt: skip
+            resume = 1
+            if from_k < until:
+                unpack_word(
+                    w, uints(args[12]), np.int64(kind == E5M2_CODES), words(args[10]), s_at + (steps >> shift) * 16,
+                    count * 16, shift, w_at + steps, w_next, panel, (from_k - begin) // 2 % PANEL_LINES, PANEL_LINES,
+                )  # fmt: skip
+        if from_k < until:
+            run_tile(
+                height, panel, args, shift, s_at, (from_k - begin) // 2 % PANEL_LINES, PANEL_LINES,
+                (until - from_k) // 2, row * pairs + from_k // 2 * height, panel, 0, sums, at, resume, out, place,
+                step, finish, groups,
+            )  # fmt: skip
+        k += (until - k) * groups
+
+
+@part
+def pair_items(w, args, first, last, scratch):
+    """Items of a product of pairs; the type of w says what its codes are."""
+    out, stride, rows, pairs, gate = floats(args[3]), args[4], args[5], args[6], args[7]
+    blocks, tile, sums, panel = (
+        (rows + ROW_GROUP - 1) // ROW_GROUP,
         floats(scratch),
         floats(scratch + SUMS_AT),
-        uints(scratch + PANEL_AT),
         words(scratch + PANEL_AT),
     )
     for item in range(first, last):
@@ -195,9 +203,9 @@ def coded_pairs(args, first, last, scratch):
         target, to, step = out, start * stride + column, stride
         if gate >= 0:
             target, to, step = tile, 0, COLUMNS
-        for begin in range(0, 2 * pairs, PANEL):
-            end = min(begin + PANEL, 2 * pairs)
-            panel_of_pairs(args, column, begin, end, panel)
+        depth = PANEL if tile_height(rows - start) == 8 else 2 * pairs  # of what one tile alone reads nothing is kept
+        for begin in range(0, 2 * pairs, depth):
+            end = min(begin + depth, 2 * pairs)
             row = start
             while row < stop:
                 height, place, at = tile_height(rows - row), to + (row - start) * step, (row - start) * COLUMNS
@@ -206,30 +214,34 @@ def coded_pairs(args, first, last, scratch):
                         fill_bias(floats(args[1]), column, target, place, step, height)
                     else:
                         clear(target, place, step, height)
-                k = begin
-                while k < end:
-                    until = run_end(k, end, group)
-                    x_at = row * pairs + k // 2 * height
-                    dot_tile(
-                        bits,
-                        (k - begin) * 16,
-                        packed,
-                        x_at,
-                        (until - k) // 2,
-                        height,
-                        sums,
-                        at,
-                        np.int64(k % group != 0),
-                    )
-                    if until % group == 0 or until == 2 * pairs:
-                        s_at = (column // 16 * groups + k // group) * 16
-                        low = scale_of(args[10], args[11], s_at, TABLE)
-                        high = scale_of(args[10], args[11], s_at + groups * 16, TABLE)
-                        add_scaled(sums, at, height, low, high, target, place, step)
-                    k = until
+                pair_tile(w, args, column, begin, end, row, row == start, height, panel, sums, at, target, place, step)
                 row += height
         if gate >= 0:
             finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
+
+
+@op
+def coded_tables(args, first, last, scratch):
+    """Like `linear_pairs` with nibbles for w; then depth of w, group, scales, whether these are bfloat16, table, kind.
+
+    They need not be looked up anew for every row: an item's first tile leaves what it unpacks to the others.
+    """
+    pair_items(uints(args[0]), args, first, last, scratch)
+
+
+@op
+def coded_powers(args, first, last, scratch):
+    """Like `coded_tables` with scales that are powers of two, held as what they add to the bits of bfloat16."""
+    pair_items(ints(args[0]), args, first, last, scratch)
+
+
+@op
+def coded_octets(args, first, last, scratch):
+    """Like `coded_tables` with bytes for w."""
+    pair_items(octets(args[0]), args, first, last, scratch)
+
+
+PAIR_OPS = {TABLE: coded_tables, POWERS: coded_powers, E4M3_CODES: coded_octets, E5M2_CODES: coded_octets}
 
 
 @op
@@ -283,6 +295,7 @@ class CodedLinear:
         bias: float32 [padded], or None. kind: "table", "e4m3" or "e5m2".
         inputs, depth: K, without and with padding. group: at most depth.
         paired: products round x and the weight to bfloat16. gated: as in `CPULinear`.
+        powers: scales are powers of two, of which uint16 has what they add to the bits of a bfloat16.
     """
 
     data: np.ndarray
@@ -296,6 +309,7 @@ class CodedLinear:
     group: int
     paired: bool
     gated: bool = False
+    powers: bool = False
 
     @property
     def bits(self) -> int:
@@ -332,6 +346,7 @@ class CodedLinear:
         worth = table if self.kind == "table" else E4M3 if self.kind == "e4m3" else E5M2
         scales = self.scales.reshape(-1, -(-self.depth // self.group), 16)[block, :, lane]
         if scales.dtype == np.uint16:
+            scales = scales + np.uint16(ONE_BITS if self.powers else 0)
             scales = (scales.astype(np.uint32) << 16).view(np.float32)
         return (worth[codes] * np.repeat(scales, self.group, axis=1)[:, : self.depth])[:, : self.inputs]
 
@@ -360,7 +375,22 @@ def pack_codes(
     bias = _stack_biases(biases, padded, gated)
     weight = CodedLinear(data, scales, table, bias, outputs, inputs, depth, layout.kind, group, paired, gated)
     fill_by_rows(parts, depth, launcher.num_threads, lambda first, some: _fill(weight, first, _codes(some)))
-    return weight
+    return with_powers(weight) if paired else weight
+
+
+def with_powers(weight: CodedLinear) -> CodedLinear:
+    """Return the weight with its scales as what is added to exponents, if they can be held like that."""
+    group, sizes = weight.group, weight.table[:16] & 0x7FFF
+    can_add = PANEL % group == 0 and group & (group - 1) == 0
+    if weight.kind != "table" or weight.scales.dtype != np.uint16 or not can_add or sizes[0] != 0:
+        return weight
+    # Products must stay normal numbers; smaller scales, those of nothing but zeros, are as good as the smallest.
+    smallest, largest = int(sizes[sizes > 0].min()) >> 7, int(sizes.max()) >> 7
+    lowest, highest = (128 - smallest) << 7, (381 - largest) << 7
+    if (weight.scales & 0x7F).any() or (weight.scales > highest).any():
+        return weight
+    weight.scales[...] = np.maximum(weight.scales, max(0, lowest)) - np.uint16(ONE_BITS)
+    return replace(weight, powers=True)
 
 
 def _table(kind: str, table: np.ndarray | None, paired: bool) -> np.ndarray:
@@ -437,9 +467,8 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | N
         packed = rounded(launcher, x)
         out = launcher.empty((padded_rows(rows), stride))
         pairs = (weight.inputs + 1) // 2
-        launcher.emit(
-            coded_pairs, weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding(weight), **sharing
-        )
+        args = (weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding(weight))
+        launcher.emit(pair_op(weight), *args, **sharing)
     else:
         x, step = as_rows(x)
         packed = woven(launcher, x)
@@ -452,4 +481,10 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | N
 def coding(weight: CodedLinear) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
     """Return the arguments of the ops that say what codes are."""
     short = int(weight.scales.dtype == np.uint16)
-    return weight.depth, weight.group, weight.scales, short, weight.table, KINDS[weight.kind]
+    kind = POWERS if weight.powers else KINDS[weight.kind]
+    return weight.depth, weight.group, weight.scales, short, weight.table, kind
+
+
+def pair_op(weight: CodedLinear) -> Op:
+    """Return the op of products with a paired weight."""
+    return PAIR_OPS[POWERS if weight.powers else KINDS[weight.kind]]

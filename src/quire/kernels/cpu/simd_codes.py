@@ -1,16 +1,22 @@
 """Sixteen lanes of small codes to floats: a table of sixteen looked up by nibbles, and bytes that are 8-bit floats.
 
-Or to pairs of bfloat16, 32 at once. What codes mean is decided in linear_coded.py.
+And tiles of products that make pairs of bfloat16 of them on the way. Which codes there are is decided in
+linear_coded.py.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from quire.checkpoint.small_floats import E4M3, E5M2
 from quire.kernels.cpu.simd import (
+    BF16_PAIRS,
     F16V,
+    F32,
     F32V,
     I16,
     I16V,
@@ -18,8 +24,13 @@ from quire.kernels.cpu.simd import (
     I32V,
     LANES,
     _call,
+    _constant,
     _integers,
+    _load,
+    _multiply_add,
+    _prefetch,
     _splat,
+    _store,
     _widen_half,
     f32x16,
     has_feature,
@@ -27,13 +38,11 @@ from quire.kernels.cpu.simd import (
 from quire.kernels.cpu.simd_int import _load_words, i32x16
 
 HAS_WIDE_LOOKUP = has_feature("avx512f")
-PAIRS = ir.VectorType(I16, 2 * LANES)
-
-
-def _splat_words(b, scalar):
-    undef = ir.Constant(PAIRS, ir.Undefined)
-    one = b.insert_element(undef, scalar, I32(0))
-    return b.shuffle_vector(one, undef, ir.Constant(ir.VectorType(I32, 2 * LANES), [0] * 2 * LANES))
+HAS_BYTE_LOOKUP = has_feature("avx512vbmi")
+LOOKUP_WORDS, DOT_PAIRS = "llvm.x86.avx512.permvar.hi.512", "llvm.x86.avx512bf16.dpbf16ps.512"
+I8 = ir.IntType(8)
+PAIRS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
+COLUMNS = 2 * LANES  # of a tile
 
 
 @intrinsic
@@ -76,62 +85,273 @@ def small_floats(ty, codes, shift, e5m2):
     return f32x16(i32x16, types.int64, types.int64), code
 
 
-@intrinsic
-def table_pairs(ty, table, codes, shift):
-    """Return pairs of bfloat16: those at codes >> shift & 15 and at codes >> (shift + 16) & 15 of a table, which is
-    sixteen bfloat16 twice over. Needs HAS_BF16_DOT, as `float_pairs` does.
+# Pairs of bfloat16; all of it needs HAS_BF16_DOT
+
+
+def _line(b, pointer, at, vector=I32V):
+    """Return the address of vector `at`, of 64 bytes, after a pointer."""
+    octets = b.bitcast(pointer, I8.as_pointer())
+    return b.bitcast(b.gep(octets, [b.mul(at, at.type(64))]), vector.as_pointer())
+
+
+def _load_line(b, pointer, at, vector=I32V):
+    value = b.load(_line(b, pointer, at, vector))
+    value.align = 4
+    return value
+
+
+def _store_line(b, value, pointer, at):
+    b.store(value, _line(b, pointer, at)).align = 4
+
+
+def _all_words(value):
+    return ir.Constant(PAIRS, [value] * 2 * LANES)
+
+
+class _Panel:
+    """Pairs as they are, one vector of them after the other."""
+
+    pairs = 1
+
+    def __init__(self, b, args):
+        self.b, self.w = b, args[0]
+
+    def weights(self, at, step, column):
+        return [self.b.bitcast(_load_line(self.b, self.w, at), BF16_PAIRS)]
+
+
+class _Table:
+    """Nibbles that look up a table of bfloat16, which lies there twice; a lookup sees five bits of each half."""
+
+    pairs = 4
+
+    def __init__(self, b, args):
+        self.b, self.w = b, args[0]
+        self.table = _load_line(b, args[1], args[2].type(0), PAIRS)
+
+    def weights(self, at, step, column):
+        b, codes, found = self.b, _load_line(self.b, self.w, at), []
+        for pair in range(self.pairs):
+            places = b.bitcast(b.lshr(codes, _integers(4 * pair)), PAIRS)
+            found.append(_call(b, LOOKUP_WORDS, PAIRS, [self.table, places]))
+        return [b.bitcast(value, BF16_PAIRS) for value in self.scaled(found, step, column)]
+
+    def scaled(self, found, step, column):
+        return found
+
+
+class _ScaledTable(_Table):
+    """Like `_Table`, times powers of two: what is not zero has uint16 scales[place, column] added to its bits."""
+
+    def __init__(self, b, args):
+        super().__init__(b, args)
+        self.scales, self.at, self.next, self.shift = args[3:7]
+
+    def scaled(self, found, step, column):
+        b = self.b
+        at = b.add(self.at, b.shl(b.lshr(step, self.shift), step.type(4)))
+        place = b.gep(self.scales, [b.add(at, self.next) if column else at])
+        powers = b.load(b.bitcast(place, I16V.as_pointer()))
+        powers.align = 2
+        twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [i // 2 for i in range(2 * LANES)])
+        powers = b.shuffle_vector(powers, powers, twice)
+        zero = [b.icmp_unsigned("==", b.and_(value, _all_words(0x7FFF)), _all_words(0)) for value in found]
+        return [b.select(z, value, b.add(value, powers)) for z, value in zip(zero, found, strict=True)]
+
+
+class _Octets:
+    """8-bit floats, NaN excluded: E4M3, or E5M2 where `args[2]` is not 0. Their sign is that of what is looked up.
+
+    The 128 sizes are looked up as two bytes each; or, where the CPU cannot, those without a leading one are, and the
+    others have their exponent's bias changed.
     """
 
-    def code(ctx, b, sig, a):
-        table, codes, shift = a
-        # It looks at five bits of each half.
-        places = b.bitcast(b.lshr(codes, _splat(b, b.trunc(shift, I32), I32V)), PAIRS)
-        found = _call(b, "llvm.x86.avx512.permvar.hi.512", PAIRS, [b.bitcast(table, PAIRS), places])
-        return b.bitcast(found, I32V)
+    pairs = 2
 
-    return i32x16(i32x16, i32x16, types.int64), code
+    def __init__(self, b, args):
+        self.b, self.w = b, args[0]
+        longer = b.icmp_signed("!=", args[2], args[2].type(0))
+        if HAS_BYTE_LOOKUP:
+            self.tables = [b.select(longer, *both) for both in zip(*map(_byte_tables, (E5M2, E4M3)), strict=True)]
+            return
+        self.table = _load_line(b, args[1], args[2].type(0), PAIRS)
+        self.settings = [
+            b.select(longer, _all_words(second), _all_words(first))
+            for first, second in ((4, 5), (120 << 7, 112 << 7), (1 << 3, 1 << 2))
+        ]
+
+    def weights(self, at, step, column):
+        b, codes = self.b, _load_line(self.b, self.w, at)
+        pairs = self.looked_up(codes) if HAS_BYTE_LOOKUP else [self.computed(codes, pair) for pair in range(2)]
+        return [b.bitcast(value, BF16_PAIRS) for value in pairs]
+
+    def looked_up(self, codes):
+        b, places = self.b, self.b.bitcast(codes, BYTES)
+        lows, highs = (
+            _call(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, [first, places, second])
+            for first, second in (self.tables[:2], self.tables[2:])
+        )
+        highs = b.or_(highs, b.and_(places, ir.Constant(BYTES, [0x80] * 4 * LANES)))
+        lows, highs, eight = b.bitcast(lows, PAIRS), b.bitcast(highs, PAIRS), _all_words(8)
+        return [
+            b.or_(b.and_(lows, _all_words(0x00FF)), b.shl(highs, eight)),
+            b.or_(b.lshr(lows, eight), b.and_(highs, _all_words(0xFF00))),
+        ]
+
+    def computed(self, codes, pair):
+        b, (shift, bias, limit) = self.b, self.settings
+        octets = b.lshr(b.bitcast(codes, PAIRS), _all_words(8 * pair))
+        size = b.and_(octets, _all_words(0x7F))
+        low = _call(b, LOOKUP_WORDS, PAIRS, [self.table, size])
+        value = b.select(b.icmp_unsigned("<", size, limit), low, b.add(b.shl(size, shift), bias))
+        return b.or_(value, b.and_(b.shl(octets, _all_words(8)), _all_words(0x8000)))
 
 
-def _float_pairs(fraction):
-    """Make the intrinsic for 8-bit floats with so many bits of fraction."""
-    bias = (1 << (6 - fraction)) - 1
+def _byte_tables(worth):
+    """Return the lower bytes of 128 floats as bfloat16, then the upper ones, each as two constants."""
+    bits = np.nan_to_num(worth[:128]).view(np.uint32) >> 16
+    halves = [bits & 0xFF, bits >> 8]
+    return [ir.Constant(BYTES, [int(v) for v in half[i : i + 64]]) for half in halves for i in (0, 64)]
+
+
+# What an array of weights holds is told by the type of its elements.
+SOURCES = {types.uint16: _Panel, types.uint32: _Table, types.int32: _ScaledTable, types.uint8: _Octets}
+
+
+def _keep(b, columns, panel, k):
+    """Write vectors of pair k of both halves of the columns to a panel: its pointer, and where they begin in it."""
+    pointer, at, following = panel
+    for column, to in zip(columns, (at, b.add(at, following)), strict=True):
+        _store_line(b, b.bitcast(column, I32V), pointer, b.add(to, k))
+
+
+class _Registers:
+    """The sums of a tile of so many rows, and where they are from and go to."""
+
+    def __init__(self, b, rows, args):
+        self.b, self.rows = b, rows
+        self.sums, self.sums_at, self.resume, self.out, self.out_at, self.out_next, self.ends, self.factors = args
+        self.places = [(r, c) for r in range(rows) for c in (0, 1)]
+        self.totals = [cgutils.alloca_once(b, F32V) for _ in self.places]
+
+    def kept(self, r, c):
+        return self.b.add(self.sums_at, self.sums_at.type(COLUMNS * r + LANES * c))
+
+    def start(self):
+        b = self.b
+        with b.if_else(b.icmp_signed("!=", self.resume, self.resume.type(0))) as (resumed, fresh):
+            with resumed:
+                for total, place in zip(self.totals, self.places, strict=True):
+                    b.store(_load(b, "f32", self.sums, self.kept(*place)), total)
+            with fresh:
+                for total in self.totals:
+                    b.store(_constant(0.0), total)
+
+    def add(self, x, at, columns):
+        b = self.b
+        for r in range(self.rows):
+            factor = b.load(b.gep(x, [b.add(at, at.type(r))]))
+            factor = b.bitcast(_splat(b, factor, I32V), BF16_PAIRS)
+            for c in (0, 1):
+                total = self.totals[2 * r + c]
+                b.store(_call(b, DOT_PAIRS, F32V, [b.load(total), columns[c], factor]), total)
+
+    def scales(self, scales, at, following):
+        """Return two vectors of bfloat16, of float32, or of 1, as `factors` is 1, 0, or another."""
+        b, kinds = self.b, self.factors.type
+        found = [cgutils.alloca_once(b, F32V) for _ in (0, 1)]
+        for place in found:
+            b.store(_constant(1.0), place)
+        for kind, storage, pointer in ((0, "f32", b.bitcast(scales, F32.as_pointer())), (1, "bf16", scales)):
+            with b.if_then(b.icmp_signed("==", self.factors, kinds(kind))):
+                for place, from_at in zip(found, (at, b.add(at, following)), strict=True):
+                    b.store(_load(b, storage, pointer, from_at), place)
+        return [b.load(place) for place in found]
+
+    def finish(self, scales, at, following):
+        b = self.b
+        with b.if_else(b.icmp_signed("!=", self.ends, self.ends.type(0))) as (finished, unfinished):
+            with finished:
+                factors = self.scales(scales, at, following)
+                for total, (r, c) in zip(self.totals, self.places, strict=True):
+                    shift = self.out_at.type(LANES * c)
+                    place = b.add(b.add(self.out_at, b.mul(self.out_next, shift.type(r))), shift)
+                    before = _load(b, "f32", self.out, place)
+                    _store(b, _multiply_add(b, b.load(total), factors[c], before), self.out, place)
+            with unfinished:
+                for total, place in zip(self.totals, self.places, strict=True):
+                    _store(b, b.load(total), self.sums, self.kept(*place))
+
+
+def _coded_tile(rows):
+    """Make the tile of so many rows."""
 
     @intrinsic
-    def pairs(ty, smallest, codes, second):
+    def tile(
+        ty, w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
+        panel_next, sums, sums_at, resume, out, out_at, out_next, finish, factors, groups,
+    ):  # fmt: skip
+        keeps = rows == 8 and SOURCES[w.dtype] is not _Panel
+
         def code(ctx, b, sig, a):
-            smallest, codes, second = a
+            source, w_at, w_next, steps, panel = SOURCES[w.dtype](b, a[:7]), *a[7:10], (a[12], a[13], a[14])
+            index, registers = w_at.type, _Registers(b, rows, a[15:23])
+            with cgutils.for_range(b, a[23], intp=index) as group:
+                registers.start()
+                with cgutils.for_range(b, steps, intp=index) as loop:
+                    step = b.add(b.mul(group.index, steps), loop.index)
+                    lines = [b.add(w_at, step)]
+                    lines.append(b.add(lines[0], w_next))
+                    columns = [source.weights(line, step, c) for c, line in enumerate(lines)]
+                    if keeps:
+                        for line in lines:
+                            _prefetch(b, _line(b, a[0], b.add(line, b.add(w_next, w_next))))
+                    for pair in range(source.pairs):
+                        k = b.add(b.mul(step, index(source.pairs)), index(pair))
+                        if keeps:
+                            _keep(b, [column[pair] for column in columns], panel, k)
+                        registers.add(a[10], b.add(a[11], b.mul(k, index(rows))), [column[pair] for column in columns])
+                registers.finish(a[3], b.add(a[4], b.mul(group.index, index(LANES))), a[5])
+            return ctx.get_dummy_value()
 
-            def all_of(value):
-                return ir.Constant(PAIRS, [value] * 2 * LANES)
+        n = types.int64
+        return types.void(
+            w, look, n, scales, n, n, n, n, n, n, x, n, panel, n, n, sums, n, n, out, n, n, n, n, n
+        ), code  # fmt: skip
 
-            shift = _splat_words(b, b.shl(b.trunc(second, I16), I16(3)))
-            octets = b.lshr(b.bitcast(codes, PAIRS), shift)
-            size = b.and_(octets, all_of(0x7F))
-            normal = b.add(b.shl(size, all_of(7 - fraction)), all_of(127 - bias << 7))
-            low = _call(b, "llvm.x86.avx512.permvar.hi.512", PAIRS, [b.bitcast(smallest, PAIRS), size])
-            value = b.select(b.icmp_unsigned("<", size, all_of(1 << fraction)), low, normal)
-            sign = b.and_(b.shl(octets, all_of(8)), all_of(0x8000))
-            return b.bitcast(b.or_(value, sign), I32V)
+    tile.__doc__ = f"""Like `simd.dot_many` with weights that are codes: {rows} rows and 32 columns.
 
-        return i32x16(i32x16, i32x16, types.int64), code
+    out[r, c] += scale[c] * (what resumes + sum over k of w[k, c] * x[r, k]), pair after pair, in one instruction each;
+    or, unless `finish`, the sum is kept. So for each of the `groups`, which follow one another. Each of the `steps` is
+    one vector of words, those of sixteen columns, for either half of the columns, and as many pairs as their type says,
+    see SOURCES. Scales are the next sixteen for each group: bfloat16 if `factors` is 1, float32 if 0, else 1.
 
-    pairs.__doc__ = f"""Return pairs of bfloat16 from 8-bit floats with {fraction} bits of fraction (NaN excluded).
+    w            vectors of 64 bytes, at w_at and w_at + w_next; what to look things up in, `look` to `shift`, is
+                 explained at the sources
+    x[r, k]      half k % 2 of x_at + (k // 2) * {rows} + r; uint32
+    sums[r, c]   at sums_at + r * 32 + c; float32
+    out[r, c]    at out_at + r * out_next + c; float32
 
-    They are bytes 0 and 2 of each of the codes, or 1 and 3 of the `second` pair; `smallest` are the bfloat16 of what
-    has no leading one.
+    A tile of 8 rows writes the pairs of bfloat16 to the vectors at panel_at and panel_at + panel_next, where w are
+    codes, for the rows that follow; and it fetches the codes of the next columns into the second-level cache.
     """
-    return pairs
+    return tile
 
 
-e4m3_pairs, e5m2_pairs = _float_pairs(3), _float_pairs(2)
+coded_many, coded_four, coded_one = _coded_tile(8), _coded_tile(4), _coded_tile(1)
 
 
 @intrinsic
-def store_codes(ty, target, at, values):
-    """Write uint32 target[at : at + 16]."""
+def unpack_word(ty, w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, panel, panel_at, panel_next):
+    """Write the pairs of one word of each of 32 columns to the panel, see `coded_many`."""
 
     def code(ctx, b, sig, a):
-        b.store(a[2], b.bitcast(b.gep(a[0], [a[1]]), I32V.as_pointer())).align = 4
+        source, (w_at, w_next, panel, panel_at, panel_next) = SOURCES[w.dtype](b, a[:7]), a[7:]
+        for c in (0, 1):
+            line, to = (b.add(w_at, w_next), b.add(panel_at, panel_next)) if c else (w_at, panel_at)
+            for pair, value in enumerate(source.weights(line, w_at.type(0), c)):
+                _store_line(b, b.bitcast(value, I32V), panel, b.add(to, to.type(pair)))
         return ctx.get_dummy_value()
 
-    return types.void(target, types.int64, i32x16), code
+    n = types.int64
+    return types.void(w, look, n, scales, n, n, n, n, n, panel, n, n), code
