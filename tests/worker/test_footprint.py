@@ -222,6 +222,7 @@ def test_a_processor_without_the_file_of_flags_has_the_least(tmp_path: Path) -> 
         ("model.layers.0.conv.in_proj.weight", "convolutions"),
         ("encoder.layer.0.attention.output.dense.weight", "attention"),
         ("encoder.layer.0.output.dense.weight", "mlp"),
+        ("encoder.layer.0.output.LayerNorm.weight", "norms"),
         ("roberta.pooler.dense.weight", "head"),
         ("classifier.out_proj.bias", "head"),
         ("lm_head.weight", "head"),

@@ -86,7 +86,9 @@ def report(plan: Plan) -> list[str]:
     form = f"{plan.dtype}, {plan.quantization}" if plan.quantization else plan.dtype
     lines = [f"{plan.model}: {plan.architecture} in {form}", ""]
     if plan.on_disk is None:
-        lines += ["No weights are read; the plan follows from the shapes in config.json.", ""]
+        lines += ["No weights are read; the plan follows from the shapes in config.json."]
+        lines += [f"As files hold them, in {plan.uncounted}, they may take less."] if plan.uncounted else []
+        lines.append("")
     lines += _weights(plan)
     lines += ["", "KV cache"]
     for group in plan.groups if len(plan.groups) > 1 or plan.groups[0].sliding_window else []:

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.checkpoint.gguf.source import is_gguf
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import has_weights
 from quire.config import EngineConfig
@@ -55,6 +56,7 @@ class Plan:
 
     Attributes:
         on_disk: weights by part as the files hold them; None where the folder has none. in_memory: as packed.
+        quantization: of the weights in memory. uncounted: what config.json says of weights that are not there.
         tables: what is computed from the context length. runtime: the interpreter and its libraries.
         block_bytes: of all layers a block serves. token_bytes: one more token of one sequence, in all layers.
         state_bytes: of one sequence whatever its length, in layers that keep a state.
@@ -69,6 +71,7 @@ class Plan:
     architecture: str
     dtype: str
     quantization: str | None
+    uncounted: str | None
     kv_dtype: str
     has_weights: bool
     on_disk: dict[str, int] | None
@@ -136,12 +139,14 @@ def make_plan(
     scratch = footprint.step(config).total
     final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
     step = footprint.step(final)
+    stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
     spec, size = footprint.spec, config.cache.block_size
     return Plan(
         model=config.model.model,
         architecture=info.architecture,
         dtype=config.model.dtype,
-        quantization=config.model.quantization or (None if info.stored_format is None else info.stored_format.name),
+        quantization=config.model.quantization or (None if footprint.on_disk is None else stored),
+        uncounted=stored if footprint.on_disk is None else None,
         kv_dtype=config.cache.kv_cache_dtype,
         has_weights=has_weights(info, config.model.load_format),
         on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
@@ -197,7 +202,7 @@ def _check(asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint
             ),
             "model",
         )
-    found, smallest = _smaller_weights(asked, info, available, footprint.weights)
+    found, smallest = _smaller_weights(asked, info, available, footprint.weights, _form(config))
     size = size_text(smallest + RUNTIME_BYTES)
     if found is None:
         raise ConfigError(
@@ -213,13 +218,19 @@ def _check(asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint
 
 
 def _smaller_weights(
-    asked: EngineConfig, info: ModelInfo, available: int, most: int
+    asked: EngineConfig, info: ModelInfo, available: int, most: int, form: str
 ) -> tuple[dict[str, Any] | None, int]:
-    """Return options with which weights of fewer than `most` bytes fit, if there are any, and the bytes."""
+    """Return options with which weights fit, if there are any, and their bytes.
+
+    `most`, bytes, and `form` are of the weights that do not.
+    """
     limits = asked.scheduler
     steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
     for changes in SMALLER_WEIGHTS:
-        footprint = Footprint(settle(changed(asked, changes), info), info)
+        smaller = settle(changed(asked, changes), info)
+        if _form(smaller) == form:
+            continue
+        footprint = Footprint(smaller, info)
         if footprint.weights >= most:
             continue
         most = footprint.weights
@@ -275,7 +286,10 @@ def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> str:
         return "num_gpu_blocks_override"
     if cache.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes"
-    most = config.scheduler.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
+    limits = config.scheduler
+    if spec.one_step and fitted.num_blocks >= limits.max_num_batched_tokens // cache.block_size + limits.max_num_seqs:
+        return "max_num_batched_tokens"
+    most = limits.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
     return "max_num_seqs x max_model_len" if fitted.num_blocks >= most else "memory"
 
 

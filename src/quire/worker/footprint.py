@@ -49,7 +49,7 @@ _PATTERNS = {
     "experts": re.compile(
         r"(^|\.)(experts|router)\.|(mlp|moe|feed_forward)\.(gate\.|(in|out)put_linear|expert_bias)|e_score_"
     ),
-    "norms": re.compile(r"norm|(^|\.)ln_"),
+    "norms": re.compile(r"(?i:norm)|(^|\.)ln_"),
     "embeddings": re.compile(r"embed|(^|\.)(wte|wpe)\."),
     "attention": re.compile(r"attn|attention"),
     "convolutions": re.compile(r"(^|\.)conv\."),
@@ -220,14 +220,20 @@ class Footprint:
 
 
 class _Shapes:
-    """Tensors of any name and shape, as for dummy weights."""
+    """Tensors of any name and shape, as for dummy weights; those of one shape are one."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor without memory."""
-        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+        tensor = self._made.get(shape)
+        if tensor is None:
+            tensor = self._made[shape] = HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+        return tensor
 
 
 class _Noted:
@@ -266,6 +272,7 @@ class _Counter(WorkCounter):
         self._read = 0
         self._shared: list[tuple[str, int]] = []
         self._last_heads: list[tuple[str, int]] = []
+        self._expert_part: str | None = None
 
     def start(self) -> None:
         """Forget earlier recordings."""
@@ -300,15 +307,19 @@ class _Counter(WorkCounter):
         def each() -> Iterator[Expert]:
             for expert in experts:
                 self._shared = self._source.recent or self._shared
+                if self._expert_part is None and self._shared:
+                    self._expert_part = part_of(self._shared[-1][0])
                 yield expert
 
         made = super().pack_experts(each())
-        self._shared = []
+        self._shared, self._expert_part = [], None
         return made
 
     def _note(self, before: int, *, matrix: bool = False) -> None:
         recent, self._source.recent = self._source.recent or self._shared, []
-        if recent:
+        if self._expert_part is not None:
+            part = self._expert_part  # there are many of them, and all of one part
+        elif recent:
             part = part_of(recent[-1][0])
         else:  # vectors of ones belong to norms; a matrix was read together with the one before
             part = part_of(self._source.names[-1]) if matrix and self._source.names else "norms"
