@@ -295,14 +295,20 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
 """Formats by a name for tests: quantization_config, and the packer."""
 
 
-def quantize_folder(plain: Path, folder: Path, kind: str, keep: tuple[str, ...] = ("embed", "lm_head", "norm")) -> Path:
+def quantize_folder(
+    plain: Path,
+    folder: Path,
+    kind: str | tuple[dict[str, Any], Any],
+    keep: tuple[str, ...] = ("embed", "lm_head", "norm"),
+) -> Path:
     """Write the checkpoint `plain` with its matrices in a format, and return a folder with what they stand for.
 
-    Matrices with one of `keep` in their name, or named gate.weight, stay as they are.
+    `kind` is a key of FORMATS, or what it would hold. Matrices with one of `keep` in their name, or named gate.weight,
+    stay as they are.
     """
     from safetensors.torch import load_file, save_file
 
-    config, pack = FORMATS[kind]
+    config, pack = FORMATS[kind] if isinstance(kind, str) else kind
     meant_folder = folder / "meant"
     meant_folder.mkdir(parents=True)
     stored: Parts = {}

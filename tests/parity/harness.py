@@ -58,6 +58,11 @@ def tokens(count: int, seed: int = 0, vocab: int = 131) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
 
 
+def largest_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference as a share of the largest expected value."""
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
     """Compare with the largest of the expected values as the measure."""
     assert actual.shape == expected.shape

@@ -1,6 +1,7 @@
 """Measures every family against transformers and writes the tables of docs/models.md: `python -m tests.parity.table`.
 
-With names of architectures, only their rows are measured again. Nothing in a row is typed in.
+With names of architectures, only their rows are measured again; with `formats`, only the table of formats, whose
+measuring is in format_table.py. Nothing in a row is typed in.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from tests.helpers.model_driver import ModelDriver
 from tests.parity import test_pooling as pooling
 from tests.parity.cases.case import Case
 from tests.parity.cases.every import EVERY
-from tests.parity.harness import tokens
+from tests.parity.format_table import HEAD as FORMATS_HEAD
+from tests.parity.format_table import format_rows
+from tests.parity.harness import largest_error, tokens
 
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: python -m tests.parity.table -->", "<!-- end of families -->"
 POOLING_BEGIN, POOLING_END = "<!-- pooling: python -m tests.parity.table -->", "<!-- end of pooling -->"
+FORMATS = "formats"  # a name that stands for their table
+FORMATS_BEGIN, FORMATS_END = "<!-- formats: python -m tests.parity.table formats -->", "<!-- end of formats -->"
 POOLING_HEAD = (
     "| architecture | file of its own | shapes | output | error | alone as beside others |",
     "| --- | --- | ---: | --- | ---: | --- |",
@@ -74,8 +79,14 @@ def cases_of(architecture: str) -> dict[str, Case]:
 
 def main(names: list[str]) -> None:
     """Measure `names`, or all, and write their rows."""
+    if not names or FORMATS in names:
+        lines = list(FORMATS_HEAD)
+        for line in format_rows():
+            print(line, file=sys.stderr, flush=True)
+            lines.append(line)
+        write(FORMATS_BEGIN, lines, FORMATS_END)
     rows = dict(rows_of(DOC.read_text("utf-8")))
-    for architecture in names or architectures():
+    for architecture in [name for name in names if name != FORMATS] if names else architectures():
         rows[architecture] = row(architecture)
         print(rows[architecture], file=sys.stderr, flush=True)
         write(BEGIN, [*HEAD, *(rows[name] for name in architectures() if name in rows)], END)
@@ -150,16 +161,16 @@ def measure(case: str) -> Measured:
         )
         equal, cached = same_on_every_road(plain)
         return Measured(
-            float32=error(logits, truth),
+            float32=largest_error(logits, truth),
             greedy=text == choices,
-            bfloat16=error(halves, half_truth),
-            bfloat16_theirs=error(logits_of(load_oracle(half, "bfloat16"), prompt), half_truth),
+            bfloat16=largest_error(halves, half_truth),
+            bfloat16_theirs=largest_error(logits_of(load_oracle(half, "bfloat16"), prompt), half_truth),
             equal=equal,
             cached=cached,
-            int8=error(int8, logits),
-            int8_same=error(int8, rounded8),
-            int4=error(int4, logits),
-            int4_same=error(int4, rounded4),
+            int8=largest_error(int8, logits),
+            int8_same=largest_error(int8, rounded8),
+            int4=largest_error(int4, logits),
+            int4_same=largest_error(int4, rounded4),
         )
 
 
@@ -169,11 +180,6 @@ def driver(
     """Load a model."""
     backend = create_backend(device, dtype, dtype, num_threads=1, quantization=quantization)
     return ModelDriver(load_model(load_model_info(folder), backend), backend)
-
-
-def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference as a share of the largest expected value."""
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def same_on_every_road(folder: Path) -> tuple[bool, bool]:
@@ -230,7 +236,7 @@ def measure_pooling(architecture: str, name: str, config: dict[str, Any], output
             alone = [pooling.data(llm, [text], params)[0] for text in pooling.TEXTS]
         wanted = [expected_of(oracle, name, text, output) for text in pooling.TEXTS]
     equal = all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
-    return error(np.stack(together), np.stack(wanted)), equal
+    return largest_error(np.stack(together), np.stack(wanted)), equal
 
 
 def expected_of(oracle: Any, name: str, text: list[int], output: str) -> np.ndarray:

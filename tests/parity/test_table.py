@@ -1,4 +1,4 @@
-"""Every architecture of the registry is measured: parity cases, and a row in docs/models.md. Its file is short."""
+"""Every architecture and every format is measured: parity cases, and a row in docs/models.md. Files are short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from quire.checkpoint.families import FAMILIES
 from quire.models.registry import MODELS
-from tests.parity.table import DOC, architectures, cases_of, rows_of
+from tests.parity import format_table
+from tests.parity.format_table import accepted, stored_formats
+from tests.parity.table import DOC, FORMATS_BEGIN, FORMATS_END, architectures, cases_of, rows_of
 
 MAX_LINES = 150
 # What is no family's own: the decoders that many share, and that of models which only transformers has code for.
@@ -29,6 +31,24 @@ def test_an_architecture_that_gives_vectors_or_scores_has_a_row() -> None:
     pooled = {name for name in FAMILIES if FAMILIES[name].pools and not name.endswith("ForMaskedLM")}
     assert [name for name in sorted(pooled) if f"| `{name}` |" not in text] == []
     assert "| no" not in text
+
+
+def test_every_format_that_readers_accept_has_a_row() -> None:
+    rows = stored_formats()
+    shown = frozenset().union(*(stored.features for stored in rows))
+    assert accepted() - shown == set(), "add what writes it to tests/parity/format_table.py"
+    assert shown - accepted() == set(), "no reader takes it"
+    table = DOC.read_text("utf-8").partition(FORMATS_BEGIN)[2].partition(FORMATS_END)[0].splitlines()
+    labels = [line.split(" | ")[0].removeprefix("| ") for line in table if line.startswith("| ")][2:]
+    assert labels == [stored.label for stored in rows], "run python -m tests.parity.table formats"
+    assert not any(" | no |" in line for line in table)
+
+
+def test_a_row_that_needs_a_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_table, "find_spec", lambda name: None)
+    line = format_table.row(format_table.of_gguf("Q8_0"))
+    assert line.startswith("| GGUF Q8_0 | needs the package `gguf` |")
+    assert line.count("|") == format_table.HEAD[0].count("|")
 
 
 @pytest.mark.parametrize("module", sorted(set(MODELS.values()) - set(SHARED)))
