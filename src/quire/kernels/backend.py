@@ -281,7 +281,7 @@ class Backend(Protocol):
     def head_linear(self, x: Array, weight: HeadsWeight) -> Array:
         """Multiply each head with a matrix of its own: x [T*H, A] -> [T*H, B], row t * H + h with matrix h.
 
-        Sums are float32, and each row is by itself; x is not rounded.
+        Sums are float32, and each row is by itself; x is rounded where `linear` rounds it.
         """
 
     def gated_linear(self, x: Array, weight: LinearWeight, kind: str) -> Array:

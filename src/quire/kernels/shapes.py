@@ -262,8 +262,8 @@ class ShapeBackend:
     def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
         """Count the matrices of a layer's heads, see `heads.pack_heads`."""
         outputs, inputs = matrices[0].shape
-        padded = -(-outputs // COLUMNS) * COLUMNS
-        self.num_bytes += _aligned(len(matrices) * padded * inputs * WORD_BYTES[self.dtype])
+        padded, depth = -(-outputs // COLUMNS) * COLUMNS, inputs + inputs % 2 if self._paired else inputs
+        self.num_bytes += _aligned(len(matrices) * padded * depth * WORD_BYTES[self.dtype])
         return ShapeHeads(len(matrices), outputs, inputs)
 
     # Recording

@@ -222,7 +222,7 @@ class CPUBackend:
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> CPUHeads:
         """See `Backend.pack_heads`."""
-        return pack_heads(self._launcher, matrices, self.dtype)
+        return pack_heads(self._launcher, matrices, self.dtype, self._paired)
 
     # Model ops
 

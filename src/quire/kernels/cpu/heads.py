@@ -2,6 +2,9 @@
 
 A matrix [B, A] lies as [B/32][A][32] in a storage dtype, one head after the other. An item is one head, 32 columns of
 its result, and up to 64 tokens. Sums are float32, over A in order.
+
+On CPUs that multiply pairs of bfloat16 it lies as [B/32][A/2][32][2], A padded to an even number with a zero, and the
+rows of x are rounded to bfloat16 as well, by each item for itself: it takes 128 columns, to do so less often.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import numpy as np
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, STORAGE, to_storage
+from quire.kernels.cpu.interleave import DOT_ROWS, ROUND_BYTES, round_tile, tile_height
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.paged_floats import product
-from quire.kernels.cpu.pointers import floats, halves, words
-from quire.kernels.cpu.threads import Launcher
+from quire.kernels.cpu.pointers import floats, halves, uints, words
+from quire.kernels.cpu.simd import LANES, panel_four, panel_many, panel_one
+from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
 
 TOKENS = 64  # of an item: its part of the matrix is read once for them
+WIDTH = 128  # columns of an item of pairs
+STAGE_BYTES = 4 * DOT_ROWS * COLUMNS  # of a tile that is not written as a whole
 
 # Arguments of the ops; the stride in elements
 X, X_STRIDE, WEIGHT, OUT, H_TOKENS, HEADS, INPUTS, OUTPUTS, CHUNKS = range(9)
@@ -27,12 +34,18 @@ X, X_STRIDE, WEIGHT, OUT, H_TOKENS, HEADS, INPUTS, OUTPUTS, CHUNKS = range(9)
 
 @dataclass(frozen=True, slots=True)
 class CPUHeads:
-    """A packed matrix for each of `heads` heads, flat as the module docstring says."""
+    """A packed matrix for each of `heads` heads, flat as the module docstring says; `paired`: as pairs."""
 
     data: np.ndarray
     heads: int
     outputs: int
     inputs: int
+    paired: bool = False
+
+    @property
+    def op(self) -> Op:
+        """What multiplies with them."""
+        return heads_pairs if self.paired else MULTIPLY[self.data.dtype]
 
 
 @part
@@ -76,6 +89,55 @@ def heads_float16(args, first, last, scratch):
         multiply(args, halves(args[WEIGHT]), item, scratch)
 
 
+# Pairs of bfloat16
+
+
+@part
+def dot_tile(weight, at, pairs, packed, row, rows, out, to, out_next):
+    """Multiply a tile of `rows` rounded rows with 32 columns; it writes `tile_height(rows)` rows."""
+    beside, x_at, height = 2 * LANES, row * pairs, tile_height(rows)
+    if height == 8:
+        panel_many(weight, at, beside, packed, x_at, pairs, out, to, out_next, 0, at, at)
+    elif height == 4:
+        panel_four(weight, at, beside, packed, x_at, pairs, out, to, out_next, 0, at, at)
+    else:
+        panel_one(weight, at, beside, packed, x_at, pairs, out, to, out_next, 0, at, at)
+
+
+@part
+def multiply_pairs(args, item, scratch):
+    """Do one item: token chunks run fastest, then groups of columns, then heads."""
+    heads, inputs, outputs, tokens = args[HEADS], args[INPUTS], args[OUTPUTS], args[H_TOKENS]
+    weight, out, stage, packed = words(args[WEIGHT]), floats(args[OUT]), floats(scratch), uints(scratch + STAGE_BYTES)
+    pairs, groups, tiles = (inputs + 1) // 2, (outputs + WIDTH - 1) // WIDTH, (outputs + COLUMNS - 1) // COLUMNS
+    first, place = item % args[CHUNKS] * TOKENS, item // args[CHUNKS]
+    head, begin = place // groups, place % groups * WIDTH
+    rows, x_next = min(TOKENS, tokens - first), heads * args[X_STRIDE]
+    room = scratch + STAGE_BYTES + 4 * TOKENS * pairs
+    for row in range(0, rows, DOT_ROWS):
+        x_at = ((first + row) * heads + head) * args[X_STRIDE]
+        round_tile(floats(args[X]), x_at, x_next, min(DOT_ROWS, rows - row), inputs, packed, row * pairs, room)
+    for column in range(begin, min(begin + WIDTH, outputs), COLUMNS):
+        w_at = (head * tiles * COLUMNS + column) * 2 * pairs
+        for row in range(0, rows, DOT_ROWS):
+            count = min(DOT_ROWS, rows - row)
+            to, out_next = ((first + row) * heads + head) * outputs + column, heads * outputs
+            if tile_height(count) == count and column + COLUMNS <= outputs:
+                dot_tile(weight, w_at, pairs, packed, row, count, out, to, out_next)
+                continue
+            dot_tile(weight, w_at, pairs, packed, row, count, stage, 0, COLUMNS)
+            for r in range(count):
+                for c in range(min(COLUMNS, outputs - column)):
+                    out[to + r * out_next + c] = stage[r * COLUMNS + c]
+
+
+@op
+def heads_pairs(args, first, last, scratch):
+    """Multiply rounded rows with bfloat16 matrices that lie in pairs."""
+    for item in range(first, last):
+        multiply_pairs(args, item, scratch)
+
+
 MULTIPLY: dict[np.dtype, Op] = {
     np.dtype(np.float32): heads_float32,
     np.dtype(np.uint16): heads_bfloat16,
@@ -83,18 +145,19 @@ MULTIPLY: dict[np.dtype, Op] = {
 }
 
 
-def pack_heads(launcher: Launcher, matrices: Sequence[Tensor], dtype: str) -> CPUHeads:
-    """Pack a matrix [B, A] for each head, see `Backend.pack_heads`."""
+def pack_heads(launcher: Launcher, matrices: Sequence[Tensor], dtype: str, paired: bool = False) -> CPUHeads:
+    """Pack a matrix [B, A] for each head, see `Backend.pack_heads`; `paired` is for bfloat16."""
     outputs, inputs = matrices[0].shape
-    tiles = -(-outputs // COLUMNS)
-    data = launcher.weights.empty(len(matrices) * tiles * COLUMNS * inputs, STORAGE[dtype])
-    places = data.reshape(len(matrices), tiles, inputs, COLUMNS)
-    stage = np.zeros((tiles * COLUMNS, inputs), STORAGE[dtype])
+    padded, depth = -(-outputs // COLUMNS) * COLUMNS, inputs + inputs % 2 if paired else inputs
+    data = launcher.weights.empty(len(matrices) * padded * depth, STORAGE[dtype])
+    step = 2 if paired else 1
+    places = data.reshape(len(matrices), padded // COLUMNS, depth // step, COLUMNS, step)
+    stage = np.zeros((padded, depth), STORAGE[dtype])
     for place, matrix in zip(places, matrices, strict=True):
         assert matrix.shape == (outputs, inputs)
-        stage[:outputs] = to_storage(matrix, dtype)
-        place[...] = stage.reshape(tiles, COLUMNS, inputs).transpose(0, 2, 1)
-    return CPUHeads(data, len(matrices), outputs, inputs)
+        stage[:outputs, :inputs] = to_storage(matrix, dtype)
+        place[...] = stage.reshape(-1, COLUMNS, depth // step, step).transpose(0, 2, 1, 3)
+    return CPUHeads(data, len(matrices), outputs, inputs, paired)
 
 
 def head_linear(launcher: Launcher, x: np.ndarray, weight: CPUHeads) -> np.ndarray:
@@ -105,7 +168,8 @@ def head_linear(launcher: Launcher, x: np.ndarray, weight: CPUHeads) -> np.ndarr
     out = launcher.empty((x.shape[0], weight.outputs))
     tokens, chunks = x.shape[0] // weight.heads, -(-x.shape[0] // weight.heads // TOKENS)
     sizes = (tokens, weight.heads, weight.inputs, weight.outputs, chunks)
-    items = weight.heads * -(-weight.outputs // COLUMNS) * chunks
+    items = weight.heads * -(-weight.outputs // (WIDTH if weight.paired else COLUMNS)) * chunks
     work = x.shape[0] * weight.inputs * weight.outputs
-    launcher.emit(MULTIPLY[weight.data.dtype], x, stride, weight.data, out, *sizes, items=items, work=work)
+    assert STAGE_BYTES + 2 * TOKENS * (weight.inputs + 1) + ROUND_BYTES <= SCRATCH_BYTES, f"{weight.inputs} inputs"
+    launcher.emit(weight.op, x, stride, weight.data, out, *sizes, items=items, work=work)
     return out

@@ -18,6 +18,7 @@ from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, round_pai
 from quire.kernels.cpu.threads import Launcher
 
 DOT_ROWS = 8  # rows of the largest tile of pairs
+ROUND_BYTES = DOT_ROWS * (4 * 32 + 4 * 16)  # of scratch that rounding a tile takes
 ROW_GROUP = 64  # rows that one work item of a product computes, so that wide machines find enough items
 
 
@@ -113,26 +114,30 @@ def round_some(x, at, step, last, height, target, to):
         round_1(x, at, step, last, target, to)
 
 
+@part
+def round_tile(x, at, step, count, depth, packed, to, scratch):
+    """Round the `count` <= 8 rows of a tile, from x[at] on, as [K/2][height][2]; `scratch`: ROUND_BYTES."""
+    height, pairs, whole = tile_height(count), (depth + 1) // 2, depth // 32 * 32
+    rest, woven = floats(scratch), uints(scratch + 4 * DOT_ROWS * 32)
+    for k in range(0, whole, 32):
+        round_some(x, at + k, step, count - 1, height, packed, to + k // 2 * height)
+    if whole < depth:
+        for r in range(count):
+            for k in range(32):
+                rest[r * 32 + k] = x[at + r * step + whole + k] if whole + k < depth else np.float32(0)
+        round_some(rest, 0, 32, count - 1, height, woven, 0)
+        for i in range((pairs - whole // 2) * height):
+            packed[to + whole // 2 * height + i] = woven[i]
+
+
 @op
 def round_tiles(args, first, last, scratch):
     """Tiles of x float32 rounded to bfloat16, as [K/2][height][2] each. args: x, its row step, packed, rows, depth."""
     x, step, packed, rows, depth = floats(args[0]), args[1], uints(args[2]), args[3], args[4]
-    pairs = (depth + 1) // 2
-    whole = depth // 32 * 32
-    rest, woven = floats(scratch), uints(scratch + 4 * DOT_ROWS * 32)
     for tile in range(first, last):
         row = tile * DOT_ROWS
         count = min(rows - row, DOT_ROWS)
-        height, to = tile_height(rows - row), row * pairs
-        for k in range(0, whole, 32):
-            round_some(x, row * step + k, step, count - 1, height, packed, to + k // 2 * height)
-        if whole < depth:
-            for r in range(count):
-                for k in range(32):
-                    rest[r * 32 + k] = x[(row + r) * step + whole + k] if whole + k < depth else np.float32(0)
-            round_some(rest, 0, 32, count - 1, height, woven, 0)
-            for i in range((pairs - whole // 2) * height):
-                packed[to + whole // 2 * height + i] = woven[i]
+        round_tile(x, row * step, step, count, depth, packed, row * ((depth + 1) // 2), scratch)
 
 
 def rounded(launcher: Launcher, x: np.ndarray) -> np.ndarray:

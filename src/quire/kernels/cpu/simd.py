@@ -484,7 +484,7 @@ def _load_pairs(b, data, offset):
     return value
 
 
-def _dot_tile(rows):
+def _dot_tile(rows, w_step=2 * LANES):
     @intrinsic
     def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, start, ahead, ahead_too):
         def code(ctx, b, sig, a):
@@ -503,10 +503,10 @@ def _dot_tile(rows):
                     for total in sums:
                         b.store(_constant(0.0), total)
             with cgutils.for_range(b, a[5], intp=index) as loop:
-                step = b.add(a[1], b.mul(loop.index, index(2 * LANES)))
+                step = b.add(a[1], b.mul(loop.index, index(w_step)))
                 columns = [_load_pairs(b, weights, b.add(step, o)) for o in (index(0), a[2])]
                 for line in {a[10]: None, a[11]: None}:
-                    _prefetch(b, b.gep(weights, [b.add(line, b.mul(loop.index, index(2 * LANES)))]))
+                    _prefetch(b, b.gep(weights, [b.add(line, b.mul(loop.index, index(w_step)))]))
                 x_step = b.add(a[4], b.mul(loop.index, index(rows)))
                 for r in range(rows):
                     factor = b.load(b.gep(factors, [b.add(x_step, index(r))]))
@@ -527,7 +527,7 @@ def _dot_tile(rows):
     An element takes one pair of k after the other, with the same instruction whatever the number of rows. It counts
     subnormal numbers as zeros. In elements:
 
-    w[k, c]   at w_at + (k // 2) * 32 + (c // 16) * w_next + c % 16 * 2 + k % 2; uint16, the bits of bfloat16
+    w[k, c]   at w_at + (k // 2) * {w_step} + (c // 16) * w_next + c % 16 * 2 + k % 2; uint16, the bits of bfloat16
     x[r, k]   half k % 2 of x_at + (k // 2) * {rows} + r; uint32, the lower half first; k < 2 * pairs
     out[r, c] at out_at + r * out_next + c; float32
 
@@ -537,3 +537,4 @@ def _dot_tile(rows):
 
 
 dot_many, dot_four, dot_one = _dot_tile(8), _dot_tile(4), _dot_tile(1)
+panel_many, panel_four, panel_one = (_dot_tile(rows, 4 * LANES) for rows in (8, 4, 1))  # both vectors side by side

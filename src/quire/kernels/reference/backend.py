@@ -85,8 +85,8 @@ class ReferenceBackend:
     ) -> None:
         """Hold weights in `dtype` and keys and values in `kv_dtype`, on torch device `device`.
 
-        `round_linear_inputs` rounds the inputs of `linear` to `dtype`, as a backend may for bfloat16. `quantization`
-        is one of `backend.QUANTIZATIONS`.
+        `round_linear_inputs` rounds the inputs of `linear` and `head_linear` to `dtype`, as a backend may for bfloat16.
+        `quantization` is one of `backend.QUANTIZATIONS`.
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
@@ -200,6 +200,7 @@ class ReferenceBackend:
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `Backend.head_linear`."""
+        x = x.to(weight.dtype) if self._round_linear_inputs else x
         heads = x.to(self._compute).unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
         return (heads @ weight.to(self._compute).mT).transpose(0, 1).flatten(0, 1).float()
 
