@@ -11,6 +11,8 @@ from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.heads import head_linear, pack_heads
+from quire.kernels.cpu.paged_tiles import SEGMENT
+from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.reference.invariant import InvariantReferenceBackend
 from quire.step import DTYPE_BYTES, LayerKVSpec
@@ -23,6 +25,14 @@ MIXED = [(0, 0, 70), (1, 0, 1), (2, 32, 33), (3, 140, 297)]
 # heads, size of a vector, of them value, block size
 SHAPES = [(4, 24, 16, 4), (16, 33, 17, 1), (3, 72, 64, 16), (128, 48, 32, 5)]
 KINDS = ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+needs_dot = pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
+MATRICES = [
+    ("float32", False),
+    ("bfloat16", False),
+    pytest.param("bfloat16", True, marks=needs_dot),
+    pytest.param("float16", False, marks=pytest.mark.slow),
+]
+LEVELS = ["generic", pytest.param("avx512_bf16", marks=needs_dot)]
 
 
 @dataclass
@@ -87,13 +97,61 @@ class Latents:
             parts.append(out[first:stop].reshape(stop - first, -1))
         return np.concatenate(parts)
 
+    def rounded(self, s: int) -> np.ndarray:
+        """All rows of sequence s by the textbook with what pairs round: vectors, scaled queries, and weights.
+
+        Weights are rounded relative to the largest score of their segment.
+        """
+        held = round_to(self.vectors[s], "bfloat16").astype(np.float64)
+        q = round_to(self.queries[s] * np.float32(self.params.scale), "bfloat16").astype(np.float64)
+        logits, count = np.einsum("ihd,jd->hij", q, held), len(held)
+        logits[:, np.arange(count)[None, :] > np.arange(count)[:, None]] = -np.inf
+        largest, total, out = logits.max(axis=-1, keepdims=True), 0.0, 0.0
+        for begin in range(0, count, SEGMENT):
+            part = logits[..., begin : begin + SEGMENT]
+            most = part.max(axis=-1, keepdims=True)
+            seen = most > -np.inf
+            weights = np.exp(np.where(seen, part - np.where(seen, most, 0), -np.inf)).astype(np.float32)
+            weights, factor = round_to(weights, "bfloat16").astype(np.float64), np.exp(most - largest)
+            total = total + factor * weights.sum(axis=-1, keepdims=True)
+            out = out + factor * np.einsum("hij,jd->hid", weights, held[begin : begin + SEGMENT, : self.shape[2]])
+        return (out / total).transpose(1, 0, 2).reshape(count, -1)
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_heads_attend_to_the_shared_vectors(shape: tuple[int, int, int, int], kind: str) -> None:
-    scene, backend = Latents(shape), CPUBackend("float32", kind, num_threads=2)
+    scene, backend = Latents(shape), CPUBackend("float32", kind, num_threads=2, simd_level="generic")
     got = scene.attend(backend, scene.cache(backend), MIXED)
     np.testing.assert_allclose(got, scene.exact(kind, MIXED), atol=1e-5)
+
+
+@needs_dot
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pairs_round_queries_and_weights_and_nothing_else(shape: tuple[int, int, int, int]) -> None:
+    scene, backend = Latents(shape), CPUBackend("float32", "bfloat16", num_threads=2, simd_level="avx512_bf16")
+    got = scene.attend(backend, scene.cache(backend), MIXED)
+    np.testing.assert_allclose(got, scene.exact("bfloat16", MIXED), atol=2e-2)
+    error = np.abs(got - np.concatenate([scene.rounded(s)[first:stop] for s, first, stop in MIXED]))
+    # A weight that lies between two bfloat16 numbers to within an error of float32 may go either way.
+    assert np.quantile(error, 0.9) < 1e-5
+
+
+@needs_dot
+def test_recorded_attention_reads_lengths_and_tables_when_it_runs() -> None:
+    scene, backend = Latents(SHAPES[1]), CPUBackend("float32", "bfloat16", num_threads=2, simd_level="avx512_bf16")
+    cache = scene.cache(backend)
+    metadata = AttentionMetadata(
+        np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros_like(scene.tables[:2]), np.zeros(2, np.int64)
+    )
+    q = np.zeros((2, scene.shape[0] * scene.shape[1]), np.float32)
+    run = backend.graph(lambda: (backend.paged_attention(q, cache, metadata, scene.params),))
+    for pair in ([(0, 69, 70), (3, 299, 300)], [(3, 129, 130), (1, 0, 1)]):
+        metadata.seq_lens[:] = [stop for _, _, stop in pair]
+        metadata.block_tables[:] = scene.tables[[s for s, _, _ in pair]]
+        q[:] = np.concatenate([scene.queries[s][first:stop].reshape(1, -1) for s, first, stop in pair])
+        (got,) = run()
+        np.testing.assert_array_equal(got, scene.attend(backend, cache, pair))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,9 +162,13 @@ def test_the_reference_backends_say_the_same(backend_class: type[ReferenceBacken
     np.testing.assert_allclose(got, scene.exact(kind, MIXED), atol=1e-5)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_is_the_same_in_chunks_alone_in_company_and_on_threads(shape: tuple[int, int, int, int]) -> None:
-    scene, one, two = Latents(shape), CPUBackend("float32", num_threads=1), CPUBackend("float32", num_threads=2)
+def test_a_row_is_the_same_in_chunks_alone_in_company_and_on_threads(
+    shape: tuple[int, int, int, int], level: str
+) -> None:
+    kind = "float32" if level == "generic" else "bfloat16"
+    scene, (one, two) = Latents(shape), (CPUBackend("float32", kind, count, level) for count in (1, 2))
     cache = scene.cache(one)
     whole = scene.attend(one, cache, [(3, 0, 300)])
     alone = np.concatenate([scene.attend(two, cache, [(3, i, i + 1)]) for i in range(0, 300, 23)])
@@ -115,7 +177,8 @@ def test_a_row_is_the_same_in_chunks_alone_in_company_and_on_threads(shape: tupl
     np.testing.assert_array_equal(company[70:235], whole[113:278])
 
 
-def test_a_long_context_is_split_among_threads_without_a_trace() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_long_context_is_split_among_threads_without_a_trace(level: str) -> None:
     heads, size, length = 32, 40, 5000
     rng, results = np.random.default_rng(0), []
     vectors, q = normal(rng, length, size), normal(rng, 1, heads * size)
@@ -126,7 +189,7 @@ def test_a_long_context_is_split_among_threads_without_a_trace() -> None:
         np.array([length - 1]),
     ]
     for threads in (1, 2):
-        backend = CPUBackend("float32", "bfloat16", num_threads=threads)
+        backend = CPUBackend("float32", "bfloat16", threads, level)
         cache = backend.new_kv_cache(-(-length // 16), 16, 1, size, latent=True)
         backend.write_latent(vectors, cache, np.arange(length))
         params = AttentionParams(heads, 1, size, size**-0.5, value_size=32)
@@ -163,10 +226,12 @@ def test_negative_slots_are_left_out(kind: str) -> None:
     assert held.tolist() == [2]
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(4, 16, 24), (3, 33, 7), (2, 96, 20)])
+@pytest.mark.parametrize(("dtype", "paired"), MATRICES)
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(4, 16, 24), (3, 33, 7), (2, 96, 20), (2, 161, 37)])
 @pytest.mark.parametrize("tokens", [1, 9, 65])
-def test_each_head_has_a_matrix_of_its_own(tokens: int, heads: int, outputs: int, inputs: int, dtype: str) -> None:
+def test_each_head_has_a_matrix_of_its_own(
+    tokens: int, heads: int, outputs: int, inputs: int, dtype: str, paired: bool
+) -> None:
     rng = np.random.default_rng(1)
     matrices = [HostTensor(normal(rng, inputs, outputs).T, "float32") for _ in range(heads)]
     held = [round_to(matrix.array, dtype).astype(np.float64) for matrix in matrices]
@@ -175,11 +240,12 @@ def test_each_head_has_a_matrix_of_its_own(tokens: int, heads: int, outputs: int
         return (normal(np.random.default_rng(seed), tokens * heads, inputs + 5),)
 
     def expect(wide: np.ndarray) -> tuple[np.ndarray]:
-        x = wide[:, 5:].reshape(tokens, heads, inputs).astype(np.float64)
+        x = wide[:, 5:].reshape(tokens, heads, inputs)
+        x = (round_to(x, "bfloat16") if paired else x).astype(np.float64)
         return (np.einsum("tha,hba->thb", x, held).reshape(-1, outputs),)
 
     launchers = [new_launcher(1), new_launcher(2)]
-    weights = [pack_heads(launcher, matrices, dtype) for launcher in launchers]
+    weights = [pack_heads(launcher, matrices, dtype, paired) for launcher in launchers]
     packed = dict(zip(map(id, launchers), weights))
     both_ways(
         launchers,
@@ -188,15 +254,16 @@ def test_each_head_has_a_matrix_of_its_own(tokens: int, heads: int, outputs: int
         expect,
         lambda got, want: np.testing.assert_allclose(got, want, atol=1e-4),
     )
-    for backend in (ReferenceBackend(dtype), InvariantReferenceBackend(dtype)):
-        (x,) = draw(0)
+    for backend_class in (ReferenceBackend, InvariantReferenceBackend):
+        backend, (x,) = backend_class(dtype, round_linear_inputs=paired), draw(0)
         got = backend.head_linear(backend.from_numpy(x[:, 5:]), backend.pack_heads(matrices))
         np.testing.assert_allclose(backend.to_numpy(got), expect(x)[0], atol=1e-4)
 
 
-def test_a_token_is_the_same_in_any_company() -> None:
+@pytest.mark.parametrize("paired", [False, pytest.param(True, marks=needs_dot)])
+def test_a_token_is_the_same_in_any_company(paired: bool) -> None:
     rng, launcher = np.random.default_rng(2), new_launcher(1)
-    weight = pack_heads(launcher, [HostTensor(normal(rng, 40, 12), "float32") for _ in range(5)], "bfloat16")
+    weight = pack_heads(launcher, [HostTensor(normal(rng, 40, 12), "float32") for _ in range(5)], "bfloat16", paired)
     x = normal(rng, 70 * 5, 12)
     whole = np.array(head_linear(launcher, x, weight))
     for t in (0, 8, 63, 64, 69):

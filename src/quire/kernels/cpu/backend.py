@@ -82,7 +82,8 @@ class CPUBackend:
     """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32.
 
     `simd_level` is "avx512_bf16" where the CPU multiplies pairs of bfloat16, otherwise "generic". With the former and
-    dtype bfloat16, `linear` rounds its inputs to bfloat16 (nearest even); everything else is the same on both.
+    dtype bfloat16, `linear` and `head_linear` round their inputs to bfloat16 (nearest even), and attention to a cache
+    of bfloat16 or int8 its queries and weights; everything else is the same on both.
     """
 
     name = "cpu"
@@ -389,7 +390,7 @@ class CPUBackend:
         """See `Backend.new_kv_cache`."""
         storage = KV_STORAGE[self.kv_dtype]
         if latent:
-            return CPULatentCache.allocate(num_blocks, block_size, head_size, storage)
+            return CPULatentCache.allocate(num_blocks, block_size, head_size, storage, self._paired_kv)
         return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, storage, self._paired_kv)
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:

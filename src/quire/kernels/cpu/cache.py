@@ -119,6 +119,8 @@ class CPULatentCache:
 
     Attributes:
         latents: [B, bs, D] in a storage dtype. flat_keys: the same memory in one dimension; there are no others.
+        paired: whether kernels multiply pairs of bfloat16. The vectors lie as they always do: keys and values want
+            different pairs of them, which are made for many heads at a time.
     """
 
     latents: np.ndarray
@@ -129,10 +131,16 @@ class CPULatentCache:
     paired: bool = False
 
     @classmethod
-    def allocate(cls, num_blocks: int, block_size: int, size: int, dtype: np.dtype) -> CPULatentCache:
-        """Return a zeroed cache; the system hands out its memory when it is first written."""
+    def allocate(
+        cls, num_blocks: int, block_size: int, size: int, dtype: np.dtype, paired: bool = False
+    ) -> CPULatentCache:
+        """Return a zeroed cache; the system hands out its memory when it is first written.
+
+        `paired` says whether kernels multiply pairs; it has no effect on other formats than bfloat16.
+        """
         flat = _zeros(num_blocks * block_size * size, dtype)
-        return cls(flat.reshape(num_blocks, block_size, size), flat)
+        latents = flat.reshape(num_blocks, block_size, size)
+        return cls(latents, flat, paired=paired and dtype == KV_STORAGE["bfloat16"])
 
     @property
     def block_size(self) -> int:

@@ -22,6 +22,7 @@ from quire.kernels.cpu.paged_floats import (
     attend_latent_float16,
     attend_latent_float32,
 )
+from quire.kernels.cpu.paged_latent import attend_latent_pairs
 from quire.kernels.cpu.paged_pairs import attend_pairs
 from quire.kernels.cpu.paged_plan import (
     ATTEND_ALONE,
@@ -52,8 +53,10 @@ ATTEND_LATENT: dict[np.dtype, Op] = {
 }
 
 
-def attend_op(dtype: np.dtype, paired: bool) -> Op:
+def attend_op(dtype: np.dtype, paired: bool, latent: bool = False) -> Op:
     """Return the op for caches of this storage dtype."""
+    if latent:
+        return attend_latent_pairs if paired else ATTEND_LATENT[dtype]
     return attend_pairs if paired else ATTEND[dtype]
 
 
@@ -116,7 +119,7 @@ def _emit(
     )  # fmt: skip
     assert _room_needed(plan, size, cache.paired) <= SCRATCH_BYTES, f"{plan.room_rows} rows of {size} elements"
     dtype, latent = cache.flat_keys.dtype, isinstance(cache, CPULatentCache)
-    attend = ATTEND_LATENT[dtype] if latent else attend_op(dtype, cache.paired)
+    attend = attend_op(dtype, cache.paired, latent)
     shared = launcher.num_threads > 1
     for op, records, limit, alone, together in (
         (attend, plan.items, plan.item_limit, ATTEND_ALONE, ATTEND_SHARED),
@@ -136,9 +139,10 @@ def _floats(values: np.ndarray | None) -> np.ndarray | None:
 
 
 def _room_needed(plan: Plan, size: int, paired: bool) -> int:
-    """Return an upper bound of the scratch an item takes, see `make_room` and both `plan_room`."""
+    """Return an upper bound of the scratch an item takes, see `make_room` and every `plan_room`."""
     rows, padded = max(plan.room_rows, plan.slot_rows), -(-size // 32) * 32
     state = rows * (4 * padded + 36) + 16384
     if paired:
-        return state + 4 * GROUP * (padded + SEGMENT) + 2 * rows * size + 4 * SEGMENT * size + 64 * padded
+        pairs = 2 * (-(-size // 32) * 32)  # bytes of a row
+        return state + 4 * GROUP * (padded + SEGMENT) + (rows + 2 * SEGMENT) * pairs + 64 * padded
     return state + 4 * rows * (padded + SEGMENT + size) + 8 * TILE * padded

@@ -22,6 +22,7 @@ from quire.kernels.cpu.paged_softmax import (
     KV_HEADS,
     LAST,
     NUM_HEADS,
+    OUT_SIZE,
     Q_STRIDE,
     RECORD,
     ROOM_ROWS,
@@ -72,8 +73,12 @@ FETCH_AHEAD = 64  # positions between int8 that are widened and those that are f
 
 @part
 def pack_queries(args, record, head, used, packed, line):
-    """Round queries times the scale; eight rows at a time lie as uint32 [D/2][rows]. `line`: a row's scratch."""
+    """Round queries times the scale; eight rows at a time lie as uint32 [D/2][rows]. `line`: a row's scratch.
+
+    An odd size has a last pair whose second half is zero.
+    """
     size, q = args[SIZE], floats(args[Q])
+    pairs = (size + 1) // 2
     group = args[NUM_HEADS] // args[KV_HEADS]
     scale = splat(np.float32(real(args[SCALE])))
     for row in range(used):
@@ -82,8 +87,8 @@ def pack_queries(args, record, head, used, packed, line):
             v0, v1 = load_within(q, at, d, size), load_within(q, at, d + LANES, size)
             put_pairs(line, d // 2, mul(v0, scale), mul(v1, scale))
         first = row // GROUP * GROUP
-        rows, to = min(GROUP, used - first), first * (size // 2) + row - first
-        for pair in range(size // 2):
+        rows, to = min(GROUP, used - first), first * pairs + row - first
+        for pair in range(pairs):
             packed[to + pair * rows] = line[pair]
 
 
@@ -275,42 +280,81 @@ def load_scales(args, table, head, base, low, high, key_scales, value_scales):
 
 
 @part
+def plan_group(address, rows, size, padded):
+    """Return the addresses of what a group of rows needs, and of the queries, from `address` on; the last is the end.
+
+    Largest scores, sums and what `fold` needs; scores; weights; weighted values; queries; a line of these.
+    """
+    scores = after(address, 4 * 5 * LANES)
+    weights = after(scores, 4 * GROUP * SEGMENT)
+    part_values = after(weights, 2 * GROUP * SEGMENT)
+    packed = after(part_values, 4 * GROUP * padded)
+    line = after(packed, 2 * rows * pad(size))
+    end = after(line, 2 * pad(size))
+    return address, scores, weights, part_values, packed, line, end
+
+
+@part
 def plan_room(scratch, rows, size):
-    """Return the addresses of an item's buffers behind its state: see `attend_item`; the last is the end."""
+    """Return the addresses of an item's buffers behind its state, for `attend_item`; the last is the end."""
     keys = scratch
     values = after(keys, 8 * 2 * HALVES)
     scales = after(values, 8 * HALVES)
     group = after(scales, 4 * 2 * SEGMENT)
-    scores = after(group, 4 * 5 * LANES)
-    weights = after(scores, 4 * GROUP * SEGMENT)
-    part_values = after(weights, 2 * GROUP * SEGMENT)
-    packed = after(part_values, 4 * GROUP * pad(size))
-    line = after(packed, 2 * rows * size)
-    zeros = after(line, 2 * pad(size))
+    buffers = plan_group(group, rows, size, pad(size))
+    zeros = buffers[-1]
     copies = after(zeros, 4 * (HALF_PAIRS * size + TILE))
     end = after(copies, 2 * 2 * SEGMENT * size + 4 * TILE)
-    return keys, values, scales, group, scores, weights, part_values, packed, line, zeros, copies, end
+    return keys, values, scales, buffers, zeros, copies, end
 
 
 @part
-def score_group(keys, values, step, packed, row, rows, size, first, last, scores):
+def score_group(lies, soon, packed, row, rows, size, first, last, scores):
     """Write the scores [rows][SEGMENT] of a group of rows, from row `row` of the item on, in some tiles."""
-    pairs = size // 2
+    keys, _, step, _ = lies
+    pairs = (size + 1) // 2
     for tile in range(first, last):
         half = 2 * tile
         score_tile(
             rows, keys[half], keys[half + 1], step, packed, row * pairs, pairs, scores, tile * TILE,
-            values[half], values[half + 1],
+            soon[half], soon[half + 1],
         )  # fmt: skip
 
 
 @part
-def weigh_values(values, weights, rows, size, padded, first, last, out, ahead, step):
+def weigh_values(lies, weights, rows, padded, first, last, out, ahead, step):
     """Write the weighted values [rows][padded] of a group of rows, while the keys at `ahead` are fetched."""
+    _, values, _, width = lies
     for column in range(0, padded, TILE):
         value_tile(
-            rows, values, 2 * first, 2 * last, PAIR * size, PAIR * column, weights, out, column, padded, ahead, step
+            rows, values, 2 * first, 2 * last, PAIR * width, PAIR * column, weights, out, column, padded, ahead, step
         )
+
+
+@part
+def attend_groups(args, record, head, segment, used, room, buffers, scales, lies, soon, ahead, ahead_step):
+    """Attention of all rows to a segment, group by group: folded into them, or left in its slot.
+
+    `lies`: addresses of the halves of keys and of values, bytes between pairs of keys, columns of values. `soon`: what
+    is fetched while scores are computed, `ahead`: while values are weighed; see `score_tile` and `value_tile`.
+    """
+    group, scores, weights, part_values, packed = buffers[:5]
+    base, scaled, padded = segment * SEGMENT, args[KEY_SCALES] != 0, pad(args[OUT_SIZE])
+    for row in range(0, used, GROUP):
+        rows = min(GROUP, used - row)
+        first, last = visible_tiles(room, row, rows, base)
+        if first >= last:
+            continue
+        maxes, totals, sums = floats(group), floats(group + 4 * LANES), floats(part_values)
+        if record[SLOTS] > 0:
+            slot = open_slot(args, record, head, segment, padded)
+            maxes, totals, sums = slot_rows(slot, args[SLOT_ROWS], row, padded)
+        score_group(lies, soon, uints(packed), row, rows, args[SIZE], first, last, floats(scores))
+        find_largest(args, floats(scores), row, rows, base, first, last, room, scales[0], maxes)
+        weigh_pairs(floats(scores), uints(weights), rows, first, last, scaled, scales[1], maxes, totals)
+        weigh_values(lies, uints(weights), rows, padded, first, last, sums, ahead, ahead_step)
+        if record[SLOTS] == 0:
+            fold(args, room, row, rows, base, maxes, totals, sums, padded, floats(group + 4 * 2 * LANES))
 
 
 @part
@@ -320,39 +364,24 @@ def attend_item(args, record, head, scratch):
     padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     room, behind = make_room(scratch, args[ROOM_ROWS], padded)
     places = plan_room(behind, args[ROOM_ROWS], size)
-    keys, values, packed = longs(places[0]), longs(places[1]), uints(places[7])
-    key_scales, value_scales = floats(places[2]), floats(places[2] + 4 * SEGMENT)
-    scores, weights, zeros, copies = floats(places[4]), uints(places[5]), places[9], places[10]
+    keys, values, buffers = longs(places[0]), longs(places[1]), places[3]
+    scales, zeros, copies = (floats(places[2]), floats(places[2] + 4 * SEGMENT)), places[4], places[5]
     table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
     start(args, record, head, room, used, padded)
-    pack_queries(args, record, head, used, packed, uints(places[8]))
+    pack_queries(args, record, head, used, uints(buffers[4]), uints(buffers[5]))
     for d in range(HALF_PAIRS * size + TILE):
         uints(zeros)[d] = np.uint32(0)
     low, high = extent(room, used)
+    ahead = longs(places[0] + 8 * HALVES)
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
         if scaled:
             step = widen_halves(args, table, head, base, low, high, keys, values, copies, zeros)
-            load_scales(args, table, head, base, low, high, key_scales, value_scales)
+            load_scales(args, table, head, base, low, high, scales[0], scales[1])
         else:
             step = find_halves(args, table, head, base, low, high, keys, values, copies, zeros)
-        for row in range(0, used, GROUP):
-            rows = min(GROUP, used - row)
-            first, last = visible_tiles(room, row, rows, base)
-            if first >= last:
-                continue
-            maxes, totals, part_values = floats(places[3]), floats(places[3] + 4 * LANES), floats(places[6])
-            if record[SLOTS] > 0:
-                slot = open_slot(args, record, head, segment, padded)
-                maxes, totals, part_values = slot_rows(slot, args[SLOT_ROWS], row, padded)
-            score_group(keys, values, step, packed, row, rows, size, first, last, scores)
-            find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes)
-            weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals)
-            ahead = longs(places[0] + 8 * HALVES)
-            weigh_values(values, weights, rows, size, padded, first, last, part_values, ahead, step)
-            if record[SLOTS] == 0:
-                work = floats(places[3] + 4 * 2 * LANES)
-                fold(args, room, row, rows, base, maxes, totals, part_values, padded, work)
+        lies = keys, values, step, size
+        attend_groups(args, record, head, segment, used, room, buffers, scales, lies, values, ahead, step)
     if record[SLOTS] == 0:
         finish(args, record, head, room, used, padded)
 

@@ -35,7 +35,8 @@ SEGMENT = 128  # positions whose scores are weighed together; see paged_softmax.
 GROUP = 8  # query rows of the largest register tile: 8 x 2 sums and the operands fill AVX-512's 32 registers
 HALF_PAIRS = 8  # pairs of positions in half a tile
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I16_PAIRS = ir.VectorType(I16, 2 * LANES)
 OCTETS = ir.VectorType(I8, LANES)
 NEAR, MIDDLE = 3, 2  # what a prefetch aims at: the first or the second-level cache
 
@@ -43,6 +44,13 @@ NEAR, MIDDLE = 3, 2  # what a prefetch aims at: the first or the second-level ca
 def _pairs_at(b, address):
     """Load sixteen pairs from an integer address."""
     value = b.load(b.inttoptr(address, BF16_PAIRS.as_pointer()))
+    value.align = 2
+    return value
+
+
+def _elements_at(b, address):
+    """Load thirty-two 16-bit elements from an integer address."""
+    value = b.load(b.inttoptr(address, I16_PAIRS.as_pointer()))
     value.align = 2
     return value
 
@@ -250,6 +258,64 @@ def widen_one(ty, pointer, offset):
     return types.float32(pointer, types.int64), code
 
 
+def _turned(b, rows):
+    """Transpose sixteen vectors of sixteen 32-bit lanes."""
+    rows = list(rows)
+    for apart in (1, 2, 4, 8):  # rows that many apart trade the blocks that lie across the diagonal
+        below = [i if i & apart == 0 else LANES + i - apart for i in range(LANES)]
+        above = [i + apart if i & apart == 0 else LANES + i for i in range(LANES)]
+        masks = [ir.Constant(I32V, mask) for mask in (below, above)]
+        for i in range(LANES):
+            if i & apart == 0:
+                pair = rows[i], rows[i + apart]
+                rows[i], rows[i + apart] = (b.shuffle_vector(*pair, mask) for mask in masks)
+    return rows
+
+
+@intrinsic
+def turn_pairs(ty, rows, column, count, words, to):
+    """words[to + i * 16 + j] = pair i < 16 of row j, from its element `column` on.
+
+    rows: int64 addresses of sixteen rows of 16-bit elements, which may be read 62 bytes too far; elements from `count`
+    on, counted from `column`, are taken to be zeros.
+    """
+
+    def code(ctx, b, sig, a):
+        rows, column, count, words, to = a
+        lanes = ir.Constant(I16_PAIRS, list(range(2 * LANES)))
+        most = b.select(b.icmp_signed("<", count, I64(2 * LANES)), count, I64(2 * LANES))
+        first = b.insert_element(ir.Constant(I16_PAIRS, ir.Undefined), b.trunc(most, I16), I32(0))
+        limit = b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 2 * LANES), [0] * 2 * LANES))
+        inside = b.icmp_signed("<", lanes, limit)
+        loaded = []
+        for j in range(LANES):
+            elements = _elements_at(b, b.add(b.load(b.gep(rows, [I64(j)])), b.mul(column, I64(2))))
+            kept = b.select(inside, elements, ir.Constant(I16_PAIRS, [0] * 2 * LANES))
+            loaded.append(b.bitcast(kept, I32V))
+        for i, row in enumerate(_turned(b, loaded)):
+            _store_pairs(b, row, words, b.add(to, I64(i * LANES)))
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(rows, n, n, words, n), code
+
+
+@intrinsic
+def zip_rows(ty, first, second, words, to):
+    """words[to + i] = the pair of elements i < 32 of the rows at two addresses, of 16-bit elements."""
+
+    def code(ctx, b, sig, a):
+        rows = [_elements_at(b, address) for address in a[:2]]
+        for half in (0, LANES):
+            lanes = [half + i // 2 + 2 * LANES * (i % 2) for i in range(2 * LANES)]
+            pairs = b.shuffle_vector(*rows, ir.Constant(ir.VectorType(I32, 2 * LANES), lanes))
+            _store_pairs(b, b.bitcast(pairs, I32V), a[2], b.add(a[3], I64(half)))
+        return ctx.get_dummy_value()
+
+    n = types.int64
+    return types.void(n, n, words, n), code
+
+
 @intrinsic
 def turn_tile(ty, source, at, step, target, to, to_step):
     """target[to + i * to_step + j] = source[at + j * step + i], for 16 x 16 float32."""
@@ -257,15 +323,7 @@ def turn_tile(ty, source, at, step, target, to, to_step):
     def code(ctx, b, sig, a):
         source, at, step, target, to, to_step = a
         rows = [_load(b, "f32", source, b.add(at, b.mul(step, I64(j)))) for j in range(LANES)]
-        for apart in (1, 2, 4, 8):  # rows that many apart trade the blocks that lie across the diagonal
-            below = [i if i & apart == 0 else LANES + i - apart for i in range(LANES)]
-            above = [i + apart if i & apart == 0 else LANES + i for i in range(LANES)]
-            masks = [ir.Constant(I32V, mask) for mask in (below, above)]
-            for i in range(LANES):
-                if i & apart == 0:
-                    pair = rows[i], rows[i + apart]
-                    rows[i], rows[i + apart] = (b.shuffle_vector(*pair, mask) for mask in masks)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(_turned(b, rows)):
             _store(b, row, target, b.add(to, b.mul(to_step, I64(i))))
         return ctx.get_dummy_value()
 
