@@ -96,7 +96,7 @@ def row(limits: Limits, threads: int, heads: int, sequences: int, context: int) 
         f"{1e6 * whole:.0f} us",
         "too large" if other is None else f"{1e6 * other:.0f} us",
         f"{size / seconds / 1e9:.2f} GB/s, {100 * size / limits.bandwidth / seconds:.0f} %",
-        f"{work / seconds / 1e9:.0f} GFLOP/s, {100 * work / limits.peaks['float32'] / seconds:.0f} %",
+        f"{work / seconds / 1e9:.0f} GFLOP/s, {100 * work / limits.peaks['bfloat16'] / seconds:.0f} %",
     ]
 
 
@@ -110,10 +110,10 @@ def main() -> None:
     args = parser.parse_args()
     print_header(f"Latent attention, {args.heads} heads, {args.sequences} sequences, {args.threads} threads")
     limits = measure_limits(Launcher(args.threads))
-    print(f"read bandwidth {limits.bandwidth / 1e9:.1f} GB/s, float32 {limits.peaks['float32'] / 1e9:.0f} GFLOP/s\n")
+    print(f"read bandwidth {limits.bandwidth / 1e9:.1f} GB/s, bfloat16 {limits.peaks['bfloat16'] / 1e9:.0f} GFLOP/s\n")
     contexts = [int(context) for context in args.contexts.split(",")]
     print_table(
-        ("context", "absorbed", "with products", "all heads cached", "of the bandwidth", "of float32's peak"),
+        ("context", "absorbed", "with products", "all heads cached", "of the bandwidth", "of the peak"),
         [row(limits, args.threads, args.heads, args.sequences, context) for context in contexts],
     )
 
