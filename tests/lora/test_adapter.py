@@ -59,6 +59,19 @@ def test_the_scale_is_part_of_b_and_patterns_are_heeded(tmp_path: Path, targets:
     assert adapter.digest != rslora.digest
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_takes_images(
+    tmp_path: Path, targets: dict[str, LoRATarget], prefix: str
+) -> None:
+    tensors = {name.replace(f"{PREFIX}model.", f"{PREFIX}{prefix}"): value for name, value in good().items()}
+    assert len(read(write_adapter(tmp_path, tensors), targets).changes) == 4
+
+
+def test_a_scale_that_makes_infinities(tmp_path: Path, targets: dict[str, LoRATarget]) -> None:
+    with pytest.raises(ModelError, match=r"adapter_config\.json: with this lora_alpha, model\.layers.* is too large"):
+        read(write_adapter(tmp_path, good(), lora_alpha=1e300), targets)
+
+
 @pytest.mark.parametrize(
     "config",
     [

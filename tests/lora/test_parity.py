@@ -41,6 +41,7 @@ FAMILIES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("phi3", ("qkv_proj", "gate_up_proj", "o_proj"), {}),
     ("gpt_neox", ("query_key_value", "dense_h_to_4h", "dense_4h_to_h"), {}),
     ("gpt2", ("attn.c_attn", "mlp.c_proj"), {"transposed": True}),
+    ("qwen3_next", ("q_proj", "v_proj"), {}),
 ]
 MORE: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("falcon", ("query_key_value", "dense"), {}),

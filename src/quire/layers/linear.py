@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.activation import activation_kind
@@ -220,24 +222,37 @@ class GatedQKVParallelLinear:
         self.num_kv_heads = parallel.share(num_kv_heads * copies, "number of key/value heads")
         self.q_size, self.kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
         sizes = (2 * num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size)
-        stack = read_stack(builder, ("q_proj", "k_proj", "v_proj"), sizes, in_features, bias=bias, transposed=False)
+        names = ("q_proj", "k_proj", "v_proj")
+        stack = read_stack(builder, names, sizes, in_features, bias=bias, transposed=False)
         halves = range(2 * parallel.tp_rank * self.num_heads, 2 * (parallel.tp_rank + 1) * self.num_heads)
         first = parallel.tp_rank // copies * self.kv_size
 
-        def cut(tensors: list[Tensor]) -> list[Tensor]:
+        def pieces(q: Tensor) -> list[Tensor]:
+            """Queries, then gates."""
+            found = [q.rows(half * head_size, (half + 1) * head_size) for half in halves]
+            return [*found[::2], *found[1::2]]
+
+        def cut(i: int, tensor: Tensor) -> Tensor:
+            if i == 0:
+                return HostTensor(np.concatenate([piece.to_float32() for piece in pieces(tensor)]), "float32")
+            return tensor.rows(first, first + self.kv_size)
+
+        def parts(tensors: list[Tensor]) -> list[Tensor]:
             q, k, v = tensors
-            pieces = [q.rows(half * head_size, (half + 1) * head_size) for half in halves]
-            return [*pieces[::2], *(part.rows(first, first + self.kv_size) for part in (k, v)), *pieces[1::2]]
+            return [*pieces(q), cut(1, k), cut(2, v)]
 
         matrices, biases = stack
-        self.weight = self.backend.pack_linear(cut(matrices), cut(biases) if bias else None)
+        self.weight = self.backend.pack_linear(parts(matrices), parts(biases) if bias else None)
+        self.lora = adaptable(builder, names, in_features, sizes, cut)
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """[T, in_features] -> q [T, Hq*D], k [T, Hkv*D], v [T, Hkv*D], gate [T, Hq*D] of this rank."""
         whole = self.backend.linear(x, self.weight)
-        k_start, v_start = self.q_size, self.q_size + self.kv_size
-        stop = v_start + self.kv_size
-        return whole[:, :k_start], whole[:, k_start:v_start], whole[:, v_start:stop], whole[:, stop:]
+        if self.lora is not None:
+            whole = self.lora(whole, x)
+        k_start = 2 * self.q_size
+        v_start = k_start + self.kv_size
+        return whole[:, : self.q_size], whole[:, k_start:v_start], whole[:, v_start:], whole[:, self.q_size : k_start]
 
 
 class RowParallelLinear:

@@ -28,6 +28,7 @@ PREFIX = "base_model.model."
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 DIGEST_BYTES = 16
 MOST_NAMED = 8
+NO_LAYER = "this model has no such layer, or none that adapters can change"
 # Tails of tensor names -> what the tensor is to its module.
 TAILS = (
     (re.compile(r"\.lora_A(?:\.default)?\.weight$"), "a"),
@@ -119,7 +120,7 @@ def _sort(file: SafetensorsFile, targets: Mapping[str, LoRATarget]) -> dict[str,
             raise ModelError(f"{where} is no part of an adapter that is supported (expected lora_A, lora_B, ...)")
         target = _find(module.removeprefix(PREFIX), targets)
         if target is None:
-            reason = "experts cannot be changed by adapters" if ".experts." in name else "this model has no such layer"
+            reason = "experts cannot be changed by adapters" if ".experts." in name else NO_LAYER
             raise ModelError(f"{where}: {reason} (expected one of {_shown(targets)})")
         tensors = modules.setdefault(target.name, _Found(target)).tensors
         if role in tensors:
@@ -129,8 +130,12 @@ def _sort(file: SafetensorsFile, targets: Mapping[str, LoRATarget]) -> dict[str,
 
 
 def _find(module: str, targets: Mapping[str, LoRATarget]) -> LoRATarget | None:
-    """Return the target of this name; files of some models lack the outermost part of names."""
-    return targets.get(module) or targets.get(module.partition(".")[2])
+    """Return the target of this name; files of some models lack the outermost part of names.
+
+    Of models that take images too, the text part is adapted: "language_model" is inside their names.
+    """
+    names = (module, module.partition(".")[2], module.replace("language_model.", "", 1))
+    return next((targets[name] for name in names if name in targets), None)
 
 
 def _check_targets(
@@ -189,7 +194,11 @@ class _Reader:
         inputs, outputs = (rows, target.inputs) if target.kind == "embedding" else (target.inputs, rows)
         a = self._read(*tensors[names[0]], (rank, inputs))
         b = self._read(*tensors[names[1]], (outputs, rank))
-        return LoRAChange(a, b * np.float32(self._config.scale_of(target.name)), table)
+        with np.errstate(over="ignore", invalid="ignore"):
+            b = b * np.float32(self._config.scale_of(target.name))
+        if not np.isfinite(b).all():
+            raise ModelError(f"{self._config.path}: with this lora_alpha, {target.name} is too large for float32")
+        return LoRAChange(a, b, table)
 
     def _whole(self, target: LoRATarget, name: str, tensor: HostTensor) -> np.ndarray:
         if target.kind == "linear":
