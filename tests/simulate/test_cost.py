@@ -321,3 +321,14 @@ def test_sliding_windows_and_quantized_weights_are_counted_as_they_are_held(shap
     assert more > left
     saved = nanoseconds(wide, num_tokens=1, num_sampled=1) - nanoseconds(narrow, num_tokens=1, num_sampled=1)
     assert 0 < saved <= more - left + 1e-6  # the tied table is read by the head
+
+
+def test_a_model_of_transformers_reads_all_of_its_weights(shapes):
+    model = shapes(PLAIN | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    cost, left = roofline_of(RATES, model=model, dtype="float32", model_impl="transformers")
+    own, left_of_own = roofline_of(RATES, model=model, dtype="float32")
+    assert left == left_of_own
+    table = 512 * 64
+    assert cost.work.token.num_bytes == own.work.token.num_bytes + own.work.sample.num_bytes + 4 * table
+    assert cost.work.token.flops == own.work.token.flops + own.work.sample.flops + 2 * table
+    assert (cost.work.pair_flops, cost.token_kv_bytes) == (own.work.pair_flops, own.token_kv_bytes)

@@ -158,9 +158,13 @@ class Footprint:
     def work(self, block_size: int) -> StepWork:
         """Return what the rows of a step read and compute, whatever its size; adapters are left out.
 
-        A model that generates has run for one token, whose logits are wanted or not.
+        The model has run for one token, whose logits are wanted or not. One that cannot run on shapes is taken to read
+        and multiply all of its weights for every token.
         """
         backend, caches = self._backend, self._caches(block_size)
+        if not getattr(self._model, "recordable", True):
+            pair_flops = sum(4.0 * self._info.num_attention_heads * layer.head_size for layer in self.spec.layers)
+            return StepWork(Work(self.weights, 2.0 * backend.num_packed), Work(0, 0.0), pair_flops)
         states = SequenceStates(self.spec, cast(Backend, backend), 1)
         graphs = self._graphs(caches, states, 1, 1, 1)
         slots = None if self._lora is None else np.full(1, -1)
@@ -321,8 +325,10 @@ class _Counter(WorkCounter):
             part = self._expert_part  # there are many of them, and all of one part
         elif recent:
             part = part_of(recent[-1][0])
-        else:  # vectors of ones belong to norms; a matrix was read together with the one before
-            part = part_of(self._source.names[-1]) if matrix and self._source.names else "norms"
+        elif not matrix:
+            part = "norms"  # vectors of ones
+        else:  # it was read together with the one before, or not by us
+            part = part_of(self._source.names[-1]) if self._source.names else "other"
         self.by_part[part] += self.num_bytes - before
         if self._checkpoint is None:
             held = sum(4 * size for _, size in recent)  # invented in float32

@@ -78,6 +78,11 @@ class WorkCounter(ShapeBackend):
         self._within_experts = False
         self.begin_work()
 
+    @property
+    def num_packed(self) -> int:
+        """Elements of all weights but experts and heads."""
+        return sum(made.outputs * made.inputs for made, _ in self._sizes.values() if isinstance(made, ShapeWeight))
+
     def begin_work(self) -> None:
         """Forget what was noted."""
         self._used: set[int] = set()
