@@ -12,6 +12,7 @@ import pytest
 from quire.checkpoint.quantization.tensors import CodeTensor
 from quire.checkpoint.small_floats import E2M1
 from quire.kernels.cpu import activations, formats, linear, linear_coded
+from quire.kernels.cpu.levels import available_levels, level_of
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.threads import Launcher
 from tests.helpers import stored
@@ -45,6 +46,17 @@ def weight_of(kind: str, shape: tuple[int, int], group: int, *, short: bool = Fa
     made = stored.codes(q, round_to(scales, "bfloat16") if short else scales, group, kind, table)
     assert made.held is not None
     return dataclasses.replace(made, held=made.held._replace(scale_bytes=2)) if short else made
+
+
+def power_weight(shape: tuple[int, int], largest: float = 8.0) -> CodeTensor:
+    """Return random MXFP4 numbers, a group of zeros with the least scale there is among them."""
+    rng, (outputs, inputs) = np.random.default_rng(4), shape
+    q = rng.integers(0, 16, shape).astype(np.uint8)
+    scales = (2.0 ** rng.integers(-20, 3, (outputs, -(-inputs // 32)))).astype(np.float32)
+    q[3, :32], scales[3, 0], q[4, :32], scales[4, 0] = 0, 2.0**-127, 2, largest
+    made = stored.codes(q, scales, 32, "table", np.array(E2M1, np.float32))
+    assert made.held is not None
+    return dataclasses.replace(made, held=made.held._replace(scale_bytes=2))
 
 
 def packed(
@@ -93,6 +105,30 @@ def test_products(kind: str, group: int, short: bool, paired: bool) -> None:
         np.testing.assert_array_equal(got[:1], alone)
 
 
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
+@pytest.mark.parametrize(("kind", "group"), [("table", 48), ("e4m3", 2096), ("e5m2", 80), ("powers", 32)])
+def test_depth_of_more_than_a_panel_and_rows_of_any_number(kind: str, group: int) -> None:
+    inputs = linear_coded.PANEL + 1049
+    tensor = power_weight((32, inputs)) if kind == "powers" else weight_of(kind, (32, inputs), group)
+    weight = packed([tensor], True)
+    assert weight.powers == (kind == "powers")
+    values, x = weight.rows(np.arange(32)), normal(np.random.default_rng(9), 77, inputs)
+    if kind == "powers":
+        np.testing.assert_array_equal(values, tensor.to_float32())
+    whole = np.array(linear_coded.linear(TWO, x, weight))
+    close(whole, product(x, values, True))
+    for rows in (1, 3, 8, 13):
+        np.testing.assert_array_equal(linear_coded.linear(ONE, x[:rows], weight), whole[:rows])
+
+
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
+def test_scales_out_of_range_are_not_added_to_exponents() -> None:
+    tensor = power_weight((32, 64), largest=2.0**126)
+    weight = packed([tensor], True)
+    assert not weight.powers
+    np.testing.assert_array_equal(weight.rows(np.arange(32)), tensor.to_float32())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_products_are_those_of_the_widened_weight_to_the_bit(kind: str) -> None:
     tensor = weight_of(kind, (32, 528), 48)
@@ -138,6 +174,32 @@ def test_a_code_that_is_no_number_spoils_its_output_only(paired: bool) -> None:
     got = linear_coded.linear(ONE, np.ones((3, 64), np.float32), packed([tensor], paired))
     assert np.isnan(got[:, 5]).all()
     assert np.isfinite(np.delete(got, 5, axis=1)).all()
+
+
+PAIRED_TOUR = """
+import sys
+import numpy as np
+from tests.kernels.test_linear_coded import paired_octets
+np.savez(sys.argv[1], *paired_octets())
+"""
+
+
+def paired_octets() -> list[np.ndarray]:
+    """Return products of 8-bit floats in pairs of bfloat16."""
+    x = normal(np.random.default_rng(5), 11, 200)
+    weights = [weight_of(kind, (40, 200), 200) for kind in ("e4m3", "e5m2")]
+    return [np.array(linear_coded.linear(ONE, x, packed([weight], True, ONE))) for weight in weights]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avx512-bf16-vnni" not in available_levels(), reason="the CPU lacks AVX-512 BF16")
+def test_bytes_are_unpacked_alike_without_the_instruction_that_looks_them_up(tmp_path: Path) -> None:
+    path, level = tmp_path / "found.npz", level_of("avx512-bf16-vnni")
+    found = {"NUMBA_CPU_NAME": level.cpu, "NUMBA_CPU_FEATURES": level.flags}
+    answer(start(PAIRED_TOUR, tmp_path / "cache", str(path), **found))
+    with np.load(path) as results:
+        for got, want in zip(results.values(), paired_octets(), strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow

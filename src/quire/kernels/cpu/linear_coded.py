@@ -47,7 +47,7 @@ from quire.kernels.cpu.stored_int import fill_by_rows, put_words
 from quire.kernels.cpu.threads import Launcher
 
 DEPTH_UNIT = 16  # K as stored is a multiple of it
-PANEL = 256  # k that are unpacked at a time: they fill the first-level cache
+PANEL = 1024  # k that are unpacked at a time: they fit the second-level cache with the rows of an item
 SUMS_AT = 4 * ROW_GROUP * COLUMNS  # in scratch, behind the rows of a gated item
 PANEL_AT = 2 * SUMS_AT
 PANEL_LINES = PANEL // 2  # cache lines of sixteen columns of pairs
@@ -384,10 +384,11 @@ def with_powers(weight: CodedLinear) -> CodedLinear:
     can_add = PANEL % group == 0 and group & (group - 1) == 0
     if weight.kind != "table" or weight.scales.dtype != np.uint16 or not can_add or sizes[0] != 0:
         return weight
-    # Products must stay normal numbers; smaller scales, those of nothing but zeros, are as good as the smallest.
+    # Products must stay normal numbers. Smaller scales, below 2^-125, are those of groups of zeros; others are rounded.
     smallest, largest = int(sizes[sizes > 0].min()) >> 7, int(sizes.max()) >> 7
     lowest, highest = (128 - smallest) << 7, (381 - largest) << 7
-    if (weight.scales & 0x7F).any() or (weight.scales > highest).any():
+    normal = weight.scales > 0x7F
+    if (weight.scales[normal] & 0x7F).any() or (weight.scales > highest).any():
         return weight
     weight.scales[...] = np.maximum(weight.scales, max(0, lowest)) - np.uint16(ONE_BITS)
     return replace(weight, powers=True)
