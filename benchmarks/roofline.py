@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from common import print_header, print_table
 
+from quire.checkpoint.quantization.tensors import CodeTensor, code_layout
+from quire.checkpoint.small_floats import E2M1
 from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu import simd, simd_int
@@ -181,6 +183,58 @@ def linear_rows(
     return table
 
 
+def random_codes(rng: np.random.Generator, kind: str, group: int, outputs: int, inputs: int) -> CodeTensor:
+    """Return a weight of random codes; scales are powers of two where a group is 32, as in MXFP4."""
+    codes = rng.integers(0, 16 if kind == "table" else 0x78, (outputs, inputs), dtype=np.uint8)
+    scales = np.float32(2.0) ** rng.integers(-9, -5, (outputs, -(-inputs // group)))
+    powers = group == 32
+    layout = code_layout(kind, group, inputs, scale_bytes=2 if powers else 4)
+    table = E2M1 if powers else np.linspace(-1, 1, 16, dtype=np.float32) if kind == "table" else None
+    scales = scales.astype(np.float32) if powers else scales.astype(np.float32) * np.float32(1.1)
+    return CodeTensor(
+        lambda rows, across: codes[rows, across],
+        lambda rows: scales[rows],
+        group,
+        layout,
+        range(outputs),
+        range(inputs),
+        inputs,
+        kind=kind,
+        table=table,
+    )
+
+
+# what checkpoints hold as codes: kind, inputs that share a scale, 0 for all
+CODED = {"fp8 rows": ("e4m3", 0), "fp8 blocks": ("e4m3", 128), "nf4": ("table", 64), "mxfp4": ("table", 32)}
+
+
+def coded_rows(shape: Shape, counts: list[int], threads: int) -> list[list[str]]:
+    """Measure one layer with weights that are codes, in turns with bfloat16; a table row for each format."""
+    backend = CPUBackend("bfloat16", "bfloat16", threads)
+    rng, (outputs, inputs) = np.random.default_rng(0), shape.matrices()["gate_up"]
+    copies = 1 + ROTATE // (2 * outputs * inputs)
+    plain = [backend.pack_linear([random_matrix(rng, outputs, inputs)]) for _ in range(copies)]
+    table = []
+    for name, (kind, group) in CODED.items():
+        tensor = random_codes(rng, kind, group or inputs, outputs, inputs)
+        weights = [backend.pack_linear([tensor]) for _ in range(copies)]
+        cells = [name]
+        for rows in counts:
+            x, used = rng.standard_normal((rows, inputs)).astype(np.float32), copies if rows <= 64 else 2
+            seconds = in_turns(
+                [backend.graph(partial(multiply_all, backend, x, some[:used])) for some in (weights, plain)]
+            )
+            cells.append(f"{seconds[0] / used * 1e6:.0f} us {seconds[0] / seconds[1]:.2f}")
+        table.append(cells)
+    return table
+
+
+def in_turns(calls: list[Callable[[], object]], repeat: int = 9) -> list[float]:
+    """Return the least seconds of each, one after the other again and again so that all see the same machine."""
+    times = [[best(call, 1) for call in calls] for _ in range(repeat)]
+    return [min(column) for column in zip(*times, strict=True)]
+
+
 # sequences, tokens of each in the step, context of each
 ATTENTION = {
     "decode, 1 x 256": (1, 1, 256),
@@ -253,6 +307,8 @@ def main() -> None:
     shape, counts = SHAPES[args.shape], [int(count) for count in args.rows.split(",")]
     rows = [row for kind in (None, "int8", "int4") for row in linear_rows(shape, kind, counts, args.threads, limits)]
     print_table(("linear: time and share of the limit", *(f"{count} rows" for count in counts)), rows)
+    rows = coded_rows(shape, counts, args.threads)
+    print_table(("codes: time and that of bf16 = 1", *(f"{count} rows" for count in counts)), rows)
     rows = attention_rows(shape, args.threads, limits)
     print_table(("attention: time and share of the limit", "KV float32", "KV bfloat16", "KV int8"), rows)
 
