@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ from hypothesis import strategies as st
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.foreign import FALLBACK
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
-from quire.errors import ModelError
+from quire.config import EngineConfig
+from quire.engine.settle import load_info, settle
+from quire.errors import ConfigError, ModelError
 from quire.models.registry import BODIES, MODELS
+from quire.worker.footprint import Footprint
+from tests.helpers.checkpoints import FAMILIES as SHAPES
 from tests.helpers.checkpoints import PLAIN_CONFIG
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -424,3 +430,39 @@ def test_any_value_is_understood_or_refused(
         assert load_model_info(folder).max_model_len >= 1
     except ModelError as error:
         assert "\n" not in error.message
+
+
+def test_every_size_of_every_kind_is_understood_or_refused(tmp_path: Path) -> None:
+    """From a config that is good, through the shapes of all weights, one value at a time."""
+    check_sizes(tmp_path, ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "lfm2", "gemma2"), (-1, 3, 0.5, "x", [None]))
+
+
+@pytest.mark.slow
+def test_any_size_of_any_family_is_understood_or_refused(tmp_path: Path) -> None:
+    values = (None, True, 0, 1, 7, 2**31 - 1, 10**400, -0.5, 1e300, math.nan, math.inf, [], [1], ["x"], {}, {"a": 1})
+    check_sizes(tmp_path, tuple(SHAPES), (-1, 3, 0.5, "x", [None], *values))
+
+
+def check_sizes(folder: Path, model_types: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    """Replace each value of the tiny config of each of these by all of `values`, and plan the model's memory."""
+    for model_type in model_types:
+        architecture = next(name for name, row in FAMILIES.items() if row.model_type == model_type)
+        good = {"architectures": [architecture], "model_type": model_type, **SHAPES[model_type]}
+        plan_memory(folder, good)
+        paths = [(key,) for key in good if key not in ("architectures", "vision_config")]
+        paths += [(outer, key) for outer in ("rope_parameters", "text_config") for key in good.get(outer, ())]
+        for path in paths:
+            for value in values:
+                bad = copy.deepcopy(good)
+                (bad if len(path) == 1 else bad[path[0]])[path[-1]] = value
+                try:
+                    plan_memory(folder, bad)
+                except (ModelError, ConfigError) as error:
+                    assert "\n" not in error.message, (path, value)
+
+
+def plan_memory(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = EngineConfig.from_kwargs(model=str(folder), max_num_batched_tokens=64, max_num_seqs=2)
+    info = load_info(asked)
+    Footprint(settle(asked, info), info)
