@@ -28,7 +28,7 @@ def test_names_mean_what_they_mean_in_transformers(name: str) -> None:
 
 
 def test_unknown_activation_lists_the_known_ones() -> None:
-    with pytest.raises(ModelError, match="activation 'mish' is not supported \\(supported: relu, silu"):
+    with pytest.raises(ModelError, match="activation 'mish' is not supported \\(supported: relu, relu2, silu"):
         Activation(BACKEND, "mish")
 
 
