@@ -2,11 +2,13 @@
 
 A weight [N, K] lies as uint32 of eight nibbles or four bytes, [N/16][K/8 or K/4][16]: k of even number in the lower
 half of a word, odd ones in the upper half. An item, 32 columns, turns some depth of its codes into numbers in scratch
-memory, in the layout of float weights, and has the tiles of linear.py multiply them; then the next.
+memory, in the layout of float weights, and has tiles of rows multiply them; then the next. Where the CPU multiplies
+pairs, the first tile unpacks codes as it goes and leaves the numbers to the others.
 
 In float32 a result is that of the weight that the codes stand for, to the bit. Where the CPU multiplies pairs of
 bfloat16, x is rounded to it, as are the sixteen values of a table (those of 8-bit floats are in it already), and scales
-come after: out[m, n] = sum over groups g of scale[n, g] * sum over k in g of value(code[n, k]) * x[m, k].
+come after: out[m, n] = sum over groups g of scale[n, g] * sum over k in g of value(code[n, k]) * x[m, k]. Only powers
+of two, MXFP4's, are in the values before they are multiplied: exactly, as they change exponents alone.
 """
 
 from __future__ import annotations
@@ -468,8 +470,8 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | N
         packed = rounded(launcher, x)
         out = launcher.empty((padded_rows(rows), stride))
         pairs = (weight.inputs + 1) // 2
-        args = (weight.data, weight.bias, packed, out, stride, rows, pairs, kind, *coding(weight))
-        launcher.emit(pair_op(weight), *args, **sharing)
+        numbers = (out, stride, rows, pairs, kind, *coding(weight))
+        launcher.emit(pair_op(weight), weight.data, weight.bias, packed, *numbers, **sharing)
     else:
         x, step = as_rows(x)
         packed = woven(launcher, x)

@@ -294,7 +294,8 @@ def _coded_tile(rows):
         keeps = rows == 8 and SOURCES[w.dtype] is not _Panel
 
         def code(ctx, b, sig, a):
-            source, w_at, w_next, steps, panel = SOURCES[w.dtype](b, a[:7]), *a[7:10], (a[12], a[13], a[14])
+            source, panel = SOURCES[w.dtype](b, a[:7]), a[12:15]
+            w_at, w_next, steps = a[7], a[8], a[9]
             index, registers = w_at.type, _Registers(b, rows, a[15:23])
             with cgutils.for_range(b, a[23], intp=index) as group:
                 registers.start()
