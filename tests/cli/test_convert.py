@@ -100,6 +100,7 @@ def test_packed_models_write_the_same_text(tmp_path: Path, convert: Convert, qua
     assert found.greedy(PROMPT, 32) == expected.greedy(PROMPT, 32)
 
 
+@pytest.mark.slow
 def test_the_engine_knows_how_a_model_is_packed(tmp_path: Path, convert: Convert) -> None:
     from quire import LLM, SamplingParams
 

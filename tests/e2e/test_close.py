@@ -17,6 +17,7 @@ def resident_kib() -> int:
     return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's process files")
 def test_engines_opened_and_closed_leave_nothing_behind() -> None:
     def once() -> tuple[list[int], int, int]:

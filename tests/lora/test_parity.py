@@ -16,7 +16,7 @@ from tests.lora.conftest import PROMPTS, World, answers, check_same, open_llm, s
 NAMES = [None, "few", "all", "tables", "few", None, "tables", "all"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
 def test_a_mixed_batch_is_each_merged_model(world: World, device: str) -> None:
     with open_llm(world.base, device, enable_lora=True, max_loras=3) as llm:
         got = answers(llm, [world.request(name) for name in NAMES])
