@@ -244,6 +244,7 @@ def test_rope_given_per_layer_type_must_agree(read: Any) -> None:
         ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor is -2 (expected a number above 0)"),
         ({"rope_type": "yarn", "factor": 1e999}, "rope_scaling.factor is inf"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -0.5}, "rope_scaling.beta_fast is -0.5 (expected a number"),
+        ({"rope_type": "yarn", "factor": 2.0, "mscale": 1e300}, "rope_scaling.mscale is 1e+300 (expected a number up"),
         ({"rope_type": "linear", "factor": 1e30}, "rope_scaling.factor is 1e+30 (expected a stretch to a context of 1"),
         ({"rope_type": "yarn", "factor": 1e-3}, "rope_scaling.factor is 0.001 (expected a stretch to a context of 1"),
         ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),

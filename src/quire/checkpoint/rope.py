@@ -13,6 +13,7 @@ from quire.errors import ModelError, echo
 
 DEFAULT_THETA = 10000.0
 MAX_CONTEXT = 2**27
+MAX_SCALE = 1e6  # of cosines, sines and queries
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ALIASES = {"su": "longrope"}
 
@@ -115,7 +116,7 @@ def parse_rope(
         rotary_dim=rotary_dim,
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
-        query_growth=rope.number("llama_4_scaling_beta", 0.0, above=-1.0),
+        query_growth=_scale(rope, "llama_4_scaling_beta") or 0.0,
     )
     parsed = _with_type_fields(common, rope)
     if not 1 <= parsed.longest_max_len <= MAX_CONTEXT:
@@ -178,18 +179,18 @@ def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
             return replace(
                 common,
                 factor=rope.number("factor", stretch),
-                attention_factor=rope.number("attention_factor", None),
+                attention_factor=_scale(rope, "attention_factor", above=0.0),
                 beta_fast=_turns(rope, "beta_fast", 32.0),
                 beta_slow=_turns(rope, "beta_slow", 1.0),
-                mscale=rope.number("mscale", None, above=-1.0),
-                mscale_all_dim=rope.number("mscale_all_dim", None, above=-1.0),
+                mscale=_scale(rope, "mscale"),
+                mscale_all_dim=_scale(rope, "mscale_all_dim"),
                 truncate=rope.flag("truncate", True),
             )
         case "longrope":
             return replace(
                 common,
                 factor=rope.number("factor", stretch),
-                attention_factor=rope.number("attention_factor", None),
+                attention_factor=_scale(rope, "attention_factor", above=0.0),
                 short_factor=rope.numbers("short_factor", common.rotary_dim // 2),
                 long_factor=rope.numbers("long_factor", common.rotary_dim // 2),
             )
@@ -202,3 +203,11 @@ def _turns(rope: Fields, key: str, default: float) -> float:
     if turns < 0:
         raise rope.error(key, "a number from 0")
     return turns or default
+
+
+def _scale(rope: Fields, key: str, *, above: float = -1.0) -> float | None:
+    """Read what vectors are multiplied with, or what that is computed from."""
+    value: float | None = rope.number(key, None, above=above)
+    if value is not None and value > MAX_SCALE:
+        raise rope.error(key, f"a number up to {MAX_SCALE:g}")
+    return value
