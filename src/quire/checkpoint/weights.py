@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.checkpoint.safetensors import TensorEntry
-from quire.checkpoint.tensor import HostTensor, SketchedTensor, Tensor, count_nonfinite
+from quire.checkpoint.tensor import HostTensor, QuantizedTensor, SketchedTensor, Tensor, count_nonfinite
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -155,17 +155,59 @@ class DummyWeights:
     """Invents small random weights, the same for the same seed and name; for trying a config without its weights."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._values = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
+        values = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16: what most models are held in
+        self._twice = np.concatenate([bits, bits])
+        self._twice.flags.writeable = False
 
     def __contains__(self, name: str) -> bool:
         return True
 
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return random values of standard deviation 0.02; ones for the weight vectors of norms."""
         if len(shape) == 1 and name.endswith("weight"):
             return HostTensor(np.ones(shape, np.float32), "float32")
-        shift = zlib.crc32(name.encode()) % self._values.size
-        return HostTensor(np.resize(np.roll(self._values, shift), shape), "float32")
+        return _InventedTensor(self._twice, -zlib.crc32(name.encode()), shape)
+
+
+class _InventedTensor(QuantizedTensor):
+    """Numbers of one short list, over and over, from a place on; `twice` holds the list twice in a row, in bfloat16.
+
+    Backends take it in pieces, most of which are views of the list: so it costs neither time nor memory of its own.
+    """
+
+    dtype = "bfloat16"
+
+    def __init__(self, twice: np.ndarray, first: int, shape: tuple[int, ...]) -> None:
+        self._twice, self._first, self._shape = twice, first, shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `QuantizedTensor`."""
+        return self._shape
+
+    def rows(self, start: int, stop: int) -> _InventedTensor:
+        """See `QuantizedTensor`."""
+        stop = min(stop, self._shape[0])
+        inner = self._shape[1:]
+        return _InventedTensor(self._twice, self._first + start * math.prod(inner), (stop - start, *inner))
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """See `QuantizedTensor`."""
+        return HostTensor(self.array[..., start:stop], self.dtype)
+
+    def to_float32(self) -> np.ndarray:
+        """See `QuantizedTensor`."""
+        return HostTensor(self.array, self.dtype).to_float32()
+
+    @property
+    def array(self) -> np.ndarray:
+        """The bits."""
+        size, count = self._twice.size // 2, math.prod(self._shape)
+        begin = self._first % size
+        if count <= size:
+            return self._twice[begin : begin + count].reshape(self._shape)
+        return np.resize(self._twice[begin : begin + size], self._shape)
 
 
 def stored_bytes(checkpoint: TensorSource, name: str) -> int:
