@@ -130,7 +130,8 @@ def test_j10_who_stops_sending_gets_the_whole_answer_or_none(server: LiveServer,
     answer = server.raw(request_bytes(COMPLETIONS, body, "Connection: close\r\n"), shut=True)
     if answer:
         assert answer.startswith(b"HTTP/1.1 200 ")
-        assert "".join(re.findall(r'"text":"([^"]*)"', answer.decode())) == sung
+        text = "".join(re.findall(r'"text":"([^"]*)"', answer.decode()))
+        assert text == sung or (stream and sung.startswith(text) and b"[DONE]" not in answer)
     server.wait_until(lambda: idle(server))
     check_unharmed(server, sung)
 
