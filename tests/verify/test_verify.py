@@ -84,6 +84,8 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["agrees"] and found["logits_error"] < 1e-5 and found["layers"] == []
 
+    assert main(["verify", str(folder), "--max-num-seqs", "3"]) == 2  # nothing of a model by itself
+    assert "--max-num-seqs" in capsys.readouterr().err
     assert main(["verify", str(folder), *options, "--all-layers", "--tolerance", "0"]) == 1
     told = capsys.readouterr().out
     assert "they differ (tolerance 0)" in told and "  layer      values      scores" in told

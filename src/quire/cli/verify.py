@@ -32,7 +32,35 @@ class VerifyOptions:
     json: bool = option(False, "Print JSON.")
 
 
-FLAGS = flags_of((*OFFLINE_GROUPS, VerifyOptions))
+# Of an engine's options, those that a model by itself knows; others would be accepted and change nothing.
+USED = frozenset(
+    [
+        "model",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "revision",
+        "download_dir",
+        "model_impl",
+        "runner",
+        "convert",
+        "load_format",
+        "dtype",
+        "quantization",
+        "safetensors_load_strategy",
+        "hf_overrides",
+        "allow_nonfinite",
+        "seed",
+        "block_size",
+        "kv_cache_dtype",
+        "latent_cache",
+        "device",
+        "num_threads",
+        "simd_level",
+        "batch_invariant",
+        "log_level",
+    ]
+)
+FLAGS = [*(flag for flag in flags_of(OFFLINE_GROUPS) if flag.name in USED), *flags_of((VerifyOptions,))]
 DIFFERS = 1
 WIDTH = 34
 AFTER_ALL = "after the last attention: feed-forward layer, norm, or head"
@@ -59,12 +87,16 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(VerifyOptions, values)
     config = engine_config({"dtype": "float32", **values})
     setup_logging(values.get("log_level", "error"))
+    from quire.checkpoint.folder import resolve_model
     from quire.engine.settle import load_info, settle
     from quire.tokenizer.tokenizer import Tokenizer
     from quire.verify.check import as_json, verify
 
     info = load_info(config)
-    tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_folder(info.path)
+    model, tokenizer = config.model, None
+    if not model.skip_tokenizer_init:
+        named = model.tokenizer and resolve_model(model.tokenizer, download_dir=model.download_dir)
+        tokenizer = Tokenizer.from_folder(named or info.path)
     report = verify(
         settle(config, info),
         info,

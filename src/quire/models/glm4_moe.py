@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.moe import MoEOptions
 from quire.models.llama import DecoderOptions, LlamaForCausalLM
-from quire.models.routing import first_layers_dense, read_routing
+from quire.models.routing import corrected_experts, first_layers_dense
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):
@@ -15,24 +14,9 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
     def options(info: ModelInfo) -> DecoderOptions:
         """Sigmoid scores with a correction for the choice; shared experts; norms on q and k in some sizes."""
         fields = info.fields
-        inner = fields.integer("moe_intermediate_size", low=1)
-        moe = MoEOptions(
-            routing=read_routing(
-                fields,
-                "n_routed_experts",
-                grouped=True,
-                scoring="sigmoid",
-                renormalize=fields.flag("norm_topk_prob", True),
-                scale=fields.number("routed_scaling_factor", 1.0),
-            ),
-            inner_size=inner,
-            hidden_act=info.hidden_act,
-            correction=True,
-            shared_size=inner * fields.integer("n_shared_experts", 1),
-            dense_layers=first_layers_dense(fields, info.num_hidden_layers),
-        )
+        dense = first_layers_dense(fields, info.num_hidden_layers)
         return DecoderOptions(
-            moe=moe,
+            moe=corrected_experts(info, dense, num_shared=1),
             qkv_bias=fields.flag("attention_bias", False),
             qk_norm="head" if fields.flag("use_qk_norm", False) else None,
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.fields import Fields
+from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import RoutingParams
+from quire.layers.moe import MoEOptions
 
 MAX_EXPERTS = 8192
 
@@ -33,6 +35,30 @@ def read_routing(
     within = number // groups * top_groups
     return RoutingParams(
         number, fields.integer(chosen, low=1, high=within), num_groups=groups, top_groups=top_groups, **rules
+    )
+
+
+def corrected_experts(info: ModelInfo, dense_layers: frozenset[int], *, num_shared: int) -> MoEOptions:
+    """Return DeepSeek-V3's experts, which other families have, too: scores are sigmoids, corrected for the choice.
+
+    `num_shared` holds where config.json does not say how many experts every token sees.
+    """
+    fields = info.fields
+    inner = fields.integer("moe_intermediate_size", low=1)
+    return MoEOptions(
+        routing=read_routing(
+            fields,
+            "n_routed_experts",
+            grouped=True,
+            scoring="sigmoid",
+            renormalize=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        ),
+        inner_size=inner,
+        hidden_act=info.hidden_act,
+        correction=True,
+        shared_size=inner * fields.integer("n_shared_experts", num_shared),
+        dense_layers=dense_layers,
     )
 
 

@@ -29,11 +29,12 @@ class Subject:
         model, device = config.model, config.device
         backend = create_backend(
             device.device, model.dtype, config.cache.kv_cache_dtype, device.num_threads, model.quantization,
-            device.simd_level,
+            device.simd_level, batch_invariant=device.batch_invariant,
         )  # fmt: skip
         self.backend = _Tracer(backend)
         self.model = load_model(
             info, cast(Backend, self.backend), max_model_len=length, load_format=model.load_format, seed=model.seed,
+            strategy=model.safetensors_load_strategy,
             allow_nonfinite=model.allow_nonfinite, latent_cache=config.cache.latent_cache,
         )  # fmt: skip
         self._block_size = config.cache.block_size

@@ -97,6 +97,13 @@ def next_panel(at, next_vector, row, rows):
     return half, half
 
 
+def gated_columns(ids: np.ndarray, outputs: int) -> np.ndarray:
+    """Return where rows `ids` of a gated weight of `outputs` rows are stored: 16 of gate, 16 of up, and so on."""
+    half = outputs // 2
+    row = ids % half
+    return row // 16 * 32 + ids // half * 16 + row % 16
+
+
 def padded_rows(rows: int) -> int:
     """Return the rows of all tiles that compute `rows` rows; see `tile_height`."""
     whole = rows // DOT_ROWS * DOT_ROWS

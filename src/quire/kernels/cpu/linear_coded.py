@@ -22,7 +22,7 @@ from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, _stack_biases, to_storage
-from quire.kernels.cpu.interleave import ROW_GROUP, padded_rows, rounded, tile_height, woven
+from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, padded_rows, rounded, tile_height, woven
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
 from quire.kernels.cpu.pointers import floats, ints, octets, uints, words
@@ -331,11 +331,7 @@ class CodedLinear:
 
     def columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
-        if not self.gated:
-            return ids
-        half = self.outputs // 2
-        row = ids % half
-        return row // 16 * 32 + ids // half * 16 + row % 16
+        return gated_columns(ids, self.outputs) if self.gated else ids
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return rows `ids` of the weight as float32 [len(ids), K]."""

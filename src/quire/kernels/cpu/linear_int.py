@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate, gated
 from quire.kernels.cpu.arrays import Slabs, as_rows
-from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, next_panel, padded_rows, tile_height
+from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, gated_columns, next_panel, padded_rows, tile_height
 from quire.kernels.cpu.jit import Op, op, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
 from quire.kernels.cpu.simd import add, get, load, mul, splat, store
@@ -251,11 +251,7 @@ class IntLinear:
 
     def columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
-        if not self.gated:
-            return ids
-        half = self.outputs // 2
-        row = ids % half
-        return row // 16 * 32 + ids // half * 16 + row % 16
+        return gated_columns(ids, self.outputs) if self.gated else ids
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return rows `ids` of the weight as float32 [len(ids), K]."""
