@@ -2,7 +2,8 @@
 
 An *array* is a `numpy.ndarray` on the CPU backend and a `torch.Tensor` on the others. Models, layers, the worker and
 the sampler call the ops below, plus what both array kinds share: slicing, `reshape`, indexing by an index array of
-`from_numpy`, and + - *. Nothing else. Activations are float32 on the CPU backend.
+`from_numpy`, and + - *. Nothing else. Activations are float32 on the CPU and reference backends and `dtype` on the GPU;
+there ops take float32 as well, which sums with vectors may be, and logits are float32 everywhere.
 
 Shape legend: T tokens in the step (flat, no padding), S sequences, R rows to sample, H hidden, V vocabulary,
 N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blocks, bs block size.
@@ -17,18 +18,22 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
+from quire.kernels.host_blocks import HostBlocks
 from quire.kernels.lora import LoRAChange, LoRARows
+from quire.kernels.memory import DeviceMemory
+from quire.kernels.steps import GraphStats, Stager, StepShape
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
 LinearWeight = Any  # opaque: what a backend makes of a weight matrix
 HeadsWeight = Any  # opaque: what a backend makes of one matrix for each head
 ExpertsWeight = Any  # opaque: what a backend makes of all experts of a layer
+HeadNorms = tuple[Array, Array, float]  # see `Backend.rotary_write_kv`
 KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
 NEG_INF = float("-inf")
 EVERYTHING = 1 << 40  # tokens: more than any sequence has
-QUANTIZATIONS = ("int8", "int8-weight-only", "int4")
+QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "fp8")
 """What weights can be turned into while they are packed; docs/quantization.md says what each is."""
 
 
@@ -43,12 +48,17 @@ class AttentionMetadata:
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
         wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
         further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
-        state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. A sequence
+        state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. Sequences of
+            padding share one that belongs to nobody. A sequence
             without computed tokens (seq_lens is as long as its part of the step) starts from zeros, whatever is there.
         token_types: int64 [T], 0 or 1, for encoders that mark the two texts of a pair; None for other models.
+        lengths: cu_query_lens and seq_lens as the host has them; None where a recording must hold for other steps.
+        single: each sequence has exactly one token, so that row s is that of sequence s.
         plans: what a backend works out once and keeps for the layers after, whatever their group.
 
-    Entries of a block table for positions that no query of the step sees may be any block of the pool.
+    Entries of a block table for positions that no query of the step sees may be any block of the pool. A recording may
+    be padded: rows at the end belong to no sequence, have slots of -1, where nothing is written, and get any result;
+    sequences at the end have a seq_len of 0 and, unless `single`, no row.
     """
 
     cu_query_lens: Array
@@ -59,6 +69,8 @@ class AttentionMetadata:
     further: tuple[tuple[Array, Array], ...] = ()
     state_rows: Array | None = None
     token_types: Array | None = None
+    lengths: StepLengths | None = None
+    single: bool = False
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of_group(self, group: int) -> AttentionMetadata:
@@ -67,6 +79,13 @@ class AttentionMetadata:
             return self
         block_tables, slot_mapping = self.further[group - 1]
         return replace(self, block_tables=block_tables, slot_mapping=slot_mapping)
+
+
+class StepLengths(NamedTuple):
+    """What the host knows of a step's sequences: int64 numpy [S], their tokens of this step, and of their context."""
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
 
 
 class LayerCache(NamedTuple):
@@ -182,22 +201,28 @@ class RoutingParams:
 class TopLogprobs(NamedTuple):
     """Log-probabilities of R rows: the chosen token first, then the k best in falling order; ranks start at 1.
 
-    token_ids: int64 numpy [R, 1+k]. logprobs: float32 numpy [R, 1+k]. ranks: int64 numpy [R]: 1 + the number of
-    tokens with a strictly larger logit.
+    token_ids: int64 [R, 1+k]. logprobs: float32 [R, 1+k]. ranks: int64 [R]: 1 + the number of tokens with a strictly
+    larger logit. Arrays of a backend, or numpy ones once they were fetched.
     """
 
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+    def fetch(self, backend: Backend) -> Callable[[], TopLogprobs]:
+        """Start copying all of it to the host; the function waits and returns it with numpy arrays."""
+        waiting = [backend.fetch(array) for array in self]
+        return lambda: TopLogprobs(*(wait() for wait in waiting))
 
 
 class Backend(Protocol):
     """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""
 
-    name: str  # "cpu", "reference"
+    name: str  # "cpu", "cuda", "reference"
     dtype: str  # weights are held in it: "float32", "bfloat16" or "float16"
-    kv_dtype: str  # "float32", "bfloat16", "float16" or "int8"
+    kv_dtype: str  # "float32", "bfloat16", "float16", "int8" or "fp8"
     quantization: str | None  # one of QUANTIZATIONS, or None
+    pads: bool  # whether `step_shape` may return more than was asked for
     arithmetic: str  # names what else the bits in a KV cache depend on: instructions, compiler, layout of a block
 
     # Arrays
@@ -208,6 +233,12 @@ class Backend(Protocol):
     def to_numpy(self, array: Array) -> np.ndarray:
         """Return the array on the host; float values as float32. May share memory."""
 
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """Start copying what `array` holds now to the host; the function waits for that and returns it as `to_numpy`.
+
+        What changes the array afterwards does not change what is returned. Only this and `to_numpy` wait for a device.
+        """
+
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """Return a zeroed array."""
 
@@ -217,6 +248,21 @@ class Backend(Protocol):
     def assign(self, target: Array, values: np.ndarray) -> None:
         """target[...] = values, in place; target may be a slice of an array of `zeros`."""
 
+    def take_tokens(self, target: Array, source: Array, places: Array) -> None:
+        """target[...] = source[places], in place; all int64 [n], but source [m]. Nobody waits for the device."""
+
+    def keep_tokens(self, target: Array, places: Array, tokens: Array, finite: Array) -> Array:
+        """target[places] = tokens, in place, where finite; elsewhere 0. Return the tokens, -1 where not finite.
+
+        `places`, `tokens` int64 [R], `finite` bool [R]. Nobody waits for the device.
+        """
+
+    def mark(self) -> Any:
+        """Return what stands for the time at which the device has done all that it was given so far."""
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two of `mark`; waits for the device to come to the second one."""
+
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """Return a function that computes what `build()` does, from the arrays that `build` read, wherever it may.
 
@@ -224,8 +270,38 @@ class Backend(Protocol):
         and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
         """
 
+    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+        """Like `graph`, for "pieces" of a `StepShape`; ops between them go by the metadata given each time."""
+
+    def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
+        """Say in which size a step is computed, and whether by `graph`, `graph_pieces` or neither."""
+
+    def compile_ahead(self, steps: Callable[[], None]) -> int:
+        """Compile side by side what `steps` would launch, and return how many kernels that were.
+
+        `steps` is called or not, and what it computes is of no use.
+        """
+
+    def stager(self) -> Stager:
+        """Return what brings inputs of steps to where they stay."""
+
+    def graph_stats(self) -> GraphStats:
+        """Say what the recordings cost that there are."""
+
     def available_memory(self) -> int:
         """Bytes of device memory free for weights and KV now."""
+
+    def used_memory(self) -> int:
+        """Bytes of that memory that this process has taken, in use or not."""
+
+    def release_memory(self) -> None:
+        """Give what nobody uses any more back to the system, or to the driver."""
+
+    def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
+        """Run `work` and say what is taken of the device, and what `work` took beside that at most, `step`.
+
+        None, and `work` does not run, where memory is counted ahead instead.
+        """
 
     def compiled_before(self) -> bool:
         """Whether the kernels need no compiling, which the first start on a machine may."""
@@ -259,7 +335,8 @@ class Backend(Protocol):
     def pack_experts(self, experts: Iterable[Expert]) -> ExpertsWeight:
         """Pack the experts of a layer for `experts`, quantized where `pack_linear` would; all of the same shapes.
 
-        They are consumed one by one, so that no second copy of all of them ever exists.
+        They are consumed one by one, so that no second copy of all of them ever exists. If they have a length, a
+        backend may make room for all of them when the first has come.
         """
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> HeadsWeight:
@@ -399,8 +476,8 @@ class Backend(Protocol):
     ) -> KVCache:
         """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows.
 
-        In "int8" every token's key and value has, per head, a float32 scale of its own. A `latent` cache holds one
-        vector of head_size per token and nothing else, see `AttentionParams.value_size`; not in "int8".
+        In "int8" and "fp8" (e4m3) every token's key and value has, per head, a float32 scale of its own. A `latent`
+        cache holds one vector of head_size per token and nothing else, see `AttentionParams.value_size`; not in "int8".
         """
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
@@ -409,13 +486,30 @@ class Backend(Protocol):
     def write_latent(self, x: Array, cache: KVCache, slot_mapping: Array) -> None:
         """Store x [T, D] at slot_mapping [T] of a latent cache, rounding to `kv_dtype`."""
 
-    def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
+    def rotary_write_kv(
+        self, positions: Array, q: Array, k: Array, v: Array, cos_sin: Array, head_size: int, interleaved: bool,
+        cache: KVCache, slot_mapping: Array, norms: HeadNorms | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """`rotary_embedding` of q and k in place, then `write_kv` of k and v; return q and k.
+
+        With `norms` all heads are normed before, which may be in place: weights [D] for those of q and of k, and eps.
+        """
+
+    def paged_attention(
+        self,
+        q: Array,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[Array, Array] | None = None,
+    ) -> Array:
         """Attention of q [T, Hq*D] over each sequence's blocks -> [T, Hq * size of a value].
 
         One entry for prefill, chunks and decode mixed: the query at row i of sequence s has position
         seq_lens[s] - query_len[s] + i and sees what `params` say, as a rule keys at positions <= its own. A row's
         result does not depend on what else is in the step. Keys of this step are already in the cache (`write_kv`
-        comes first).
+        comes first); `fresh` are the same once more, k and v [T, Hkv*D] as they were written, for backends that would
+        rather not read those of whole prompts back.
         """
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
@@ -433,22 +527,25 @@ class Backend(Protocol):
     def write_blocks(self, cache: KVCache, block_ids: np.ndarray, data: np.ndarray) -> None:
         """Undo `read_blocks`, bit for bit, in blocks int64 [n], none named twice. `data` is free on return."""
 
+    def host_blocks(self, caches: Sequence[KVCache], num_blocks: int) -> HostBlocks:
+        """Allocate a pool of blocks in the host's memory for the blocks of `caches`, none of which occurs twice.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+
     # Logits and sampling; R rows, logits float32 [R, V]
 
     def apply_penalties(
-        self,
-        logits: Array,
-        rows: np.ndarray,
-        prompt_mask: np.ndarray,
-        output_counts: np.ndarray,
-        repetition: np.ndarray,
-        presence: np.ndarray,
-        frequency: np.ndarray,
-    ) -> None:
-        """In place on `rows` int64 [P]; prompt_mask bool [P, V], output_counts int32 [P, V], the rest float32 [P].
+        self, logits: Array, rows: np.ndarray, starts: np.ndarray, ids: np.ndarray, counts: np.ndarray,
+        repetition: np.ndarray, presence: np.ndarray, frequency: np.ndarray,
+    ) -> None:  # fmt: skip
+        """In place on `rows` int64 [P], no two the same, by the tokens that each has in its prompt or its output.
 
-        Repetition first, for tokens in the prompt or the output: positive logits are divided by it, others
-        multiplied. Then logits -= frequency * count + presence * (count > 0).
+        Those of rows[p] are ids[starts[p] : starts[p + 1]], none twice, and counts says how often each is in the
+        output; starts int64 [P + 1] from 0, ids and counts int32 [starts[P]], the penalties float32 [P].
+        Repetition first: positive logits of these tokens are divided by it, others multiplied. Then
+        logits -= frequency * count + presence * (count > 0).
         """
 
     def add_bias(self, logits: Array, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
@@ -469,8 +566,8 @@ class Backend(Protocol):
     def rows_finite(self, logits: Array) -> Array:
         """Return bool [R]: whether the row holds no NaN and no +inf, and not only -inf. May be part of a `graph`."""
 
-    def greedy(self, logits: Array) -> np.ndarray:
-        """Return the first largest logit's token of each row, int64 numpy [R]."""
+    def greedy(self, logits: Array) -> Array:
+        """Return the first largest logit's token of each row, int64 [R]."""
 
     def sample(
         self,
@@ -480,8 +577,8 @@ class Backend(Protocol):
         top_p: np.ndarray,
         min_p: np.ndarray,
         uniforms: np.ndarray,
-    ) -> np.ndarray:
-        """Choose one token per row -> int64 numpy [R]. `logits` may be overwritten.
+    ) -> Array:
+        """Choose one token per row -> int64 [R], which stay on the device. `logits` may be overwritten.
 
         Rows with temperature 0 take the first largest logit. Others, in this order: divide by temperature; keep the
         top_k largest (0 = all; ties with the k-th are kept); of those keep tokens whose probability is at least min_p
@@ -491,5 +588,5 @@ class Backend(Protocol):
         equal tokens on every backend.
         """
 
-    def top_logprobs(self, logits: Array, chosen: np.ndarray, k: int) -> TopLogprobs:
-        """log_softmax of the rows, for the chosen ids [R] and the k most likely. Does not change `logits`."""
+    def top_logprobs(self, logits: Array, chosen: Array, k: int) -> TopLogprobs:
+        """log_softmax of the rows, for the chosen ids int64 [R] and the k most likely. Does not change `logits`."""

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.kernels.backend import QUANTIZATIONS, Backend
 
-DEVICES = ("cpu", "reference")
+DEVICES = ("cpu", "cuda", "reference")
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class GPUOptions:
+    """What only GPUs heed: options of `DeviceConfig`, `max_graph_tokens` being its `max_cudagraph_capture_size`."""
+
+    enforce_eager: bool = False
+    max_graph_tokens: int = 512
+    attention_backend: str = "auto"
 
 
 def create_backend(
@@ -22,6 +32,7 @@ def create_backend(
     simd_level: str | None = None,
     *,
     batch_invariant: bool = False,
+    gpu: GPUOptions | None = None,
 ) -> Backend:
     """Return the backend called `device`, holding weights in `dtype` and the KV cache in `kv_dtype`.
 
@@ -32,18 +43,10 @@ def create_backend(
         batch_invariant: whether a row's bits must be the same in any batch. The CPU kernels always see to that.
 
     Raises:
-        ConfigError: an unknown device, dtype or quantization, a level that this process cannot have, or a backend
-            whose extra is not installed.
+        ConfigError: an unknown device, dtype or quantization, a level that this process cannot have, no GPU, or a
+            backend whose extra is not installed.
     """
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ConfigError(
-            f"quantization is {quantization!r}; allowed: {', '.join(QUANTIZATIONS)}", param="quantization"
-        )
-    for field, value, allowed in (("dtype", dtype, DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES)):
-        if value not in allowed:
-            raise ConfigError(f"{field} is {value!r}; allowed: {', '.join(allowed)}", param=field)
-    if num_threads is not None and num_threads < 1:
-        raise ConfigError(f"num_threads is {num_threads}; it must be at least 1", param="num_threads")
+    _check(device, dtype, kv_dtype, num_threads, quantization)
     quantized: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
     if device == "cpu":
         from quire.kernels.cpu.levels import settle
@@ -56,15 +59,49 @@ def create_backend(
         raise ConfigError(
             f"simd_level: {simd_level!r} is not allowed; device {device!r} has no levels", param="simd_level"
         )
-    if device == "reference":
-        if importlib.util.find_spec("torch") is None:
-            raise ConfigError(
-                "device 'reference' needs PyTorch, which is not installed: pip install 'quire[reference]'",
-                param="device",
-            )
-        from quire.kernels.reference.backend import ReferenceBackend
-        from quire.kernels.reference.invariant import InvariantReferenceBackend
+    if device == "cuda":
+        return _create_gpu(dtype, kv_dtype, quantized, batch_invariant, gpu or GPUOptions())
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "device 'reference' needs PyTorch, which is not installed: pip install 'quire[reference]'", param="device"
+        )
+    from quire.kernels.reference.backend import ReferenceBackend
+    from quire.kernels.reference.invariant import InvariantReferenceBackend
 
-        kind = InvariantReferenceBackend if batch_invariant else ReferenceBackend
-        return kind(dtype, kv_dtype, num_threads=num_threads, **quantized)
-    raise ConfigError(f"device is {device!r}; allowed: {', '.join(DEVICES)}", param="device")
+    kind = InvariantReferenceBackend if batch_invariant else ReferenceBackend
+    return kind(dtype, kv_dtype, num_threads=num_threads, **quantized)
+
+
+def _create_gpu(
+    dtype: str, kv_dtype: str, quantized: dict[str, Any], batch_invariant: bool, options: GPUOptions
+) -> Backend:
+    from quire.kernels.gpu.probe import check_gpu, interpreted
+
+    check_gpu()
+    from quire.kernels.gpu.backend import GPUBackend
+
+    return GPUBackend(
+        dtype,
+        kv_dtype,
+        "cpu" if interpreted() else "cuda",
+        batch_invariant=batch_invariant,
+        attention_backend=options.attention_backend,
+        enforce_eager=options.enforce_eager,
+        max_graph_tokens=options.max_graph_tokens,
+        **quantized,
+    )
+
+
+def _check(device: str, dtype: str, kv_dtype: str, num_threads: int | None, quantization: str | None) -> None:
+    """Raise `ConfigError` for what no backend of this name takes."""
+    choices = [("device", device, DEVICES), ("dtype", dtype, DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES)]
+    if quantization is not None:
+        choices.append(("quantization", quantization, QUANTIZATIONS))
+    for field, value, allowed in choices:
+        if value not in allowed:
+            raise ConfigError(f"{field} is {value!r}; allowed: {', '.join(allowed)}", param=field)
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"num_threads is {num_threads}; it must be at least 1", param="num_threads")
+    if device == "cpu" and "fp8" in (quantization, kv_dtype):
+        field = "quantization" if quantization == "fp8" else "kv_cache_dtype"
+        raise ConfigError(f"{field}: fp8 needs a GPU (--device cuda); the CPU has int8", param=field)

@@ -1,17 +1,50 @@
 """How much memory this machine can still give to this process: the kernel's estimate, capped by control groups.
 
 Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates;
-`release_memory` gives back what others have let go of.
+`release_memory` gives back what others have let go of. What a GPU has is asked in `gpu/driver.py` and `gpu/memory.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, as somebody who is about to allocate a KV cache must see them.
+
+    Attributes:
+        total: what `gpu_memory_utilization` is a share of: on a host what is free, on a GPU all it has.
+        used: of these, what is taken and stays so: weights, libraries, what recordings will take, other processes.
+        step: the most that a step takes beside it, measured; None where it is counted instead.
+    """
+
+    total: int
+    used: int = 0
+    step: int | None = None
+
+    @property
+    def free(self) -> int:
+        """What is not taken."""
+        return max(0, self.total - self.used)
+
+
+@contextlib.contextmanager
+def as_memory_error() -> Iterator[None]:
+    """Raise `MemoryError` in the place of what PyTorch raises where a GPU's memory does not suffice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be installed
+            raise
+        raise MemoryError(str(error)) from error
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -1,9 +1,10 @@
-"""`ShapeBackend`: runs a model on shapes alone and says how much memory the CPU backend would take for it.
+"""`ShapeBackend`: runs a model on shapes alone and says how much memory the CPU backend, or a GPU, would take for it.
 
 Its arrays have a shape, strides and a piece of an imaginary arena, but no memory; its weights are counted and dropped.
 Ops allocate what those of `kernels/cpu` allocate, in the same order, and free it at the same time, so that the arena
 grows to the same size (a test compares the two, byte by byte). Nothing here imports Numba: sizes that kernels settle
-are repeated here, and compared by the test as well.
+are repeated here, and compared by the test as well. For a GPU it is an estimate: activations are of `dtype`, products
+write where they are told to and pack nothing; the engine measures a real step there once the model is loaded.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import numpy as np
 
 from quire.checkpoint.tensor import Layout, Tensor
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams
-from quire.kernels.cpu.arrays import ALIGNMENT, SLAB_BYTES, Recorded, as_rows
+from quire.kernels.cpu.arrays import ALIGNMENT, Recorded, as_rows
+from quire.kernels.flying import InOrder
 from quire.kernels.held import held_layout, held_size
 from quire.kernels.lora import LoRARows
+from quire.kernels.one_by_one import OneByOne
+from quire.kernels.shape_arena import ShapeArena
+from quire.kernels.steps import AsTheyCome
 
 LANES = 16
 COLUMNS = 32  # rows of weights are padded to a multiple
@@ -65,67 +70,6 @@ def _cpu_flags(root: Path) -> set[str]:
     return set()
 
 
-class _Piece:
-    """A piece of the arena; it is free again when the last array in it is gone."""
-
-    __slots__ = ("_arena", "_generation", "_place", "_size")
-
-    def __init__(self, arena: ShapeArena, generation: int, size: int, place: tuple[int, int]) -> None:
-        self._arena, self._generation, self._size, self._place = arena, generation, size, place
-
-    def __del__(self) -> None:
-        self._arena.give_back(self._generation, self._size, self._place)
-
-
-class ShapeArena:
-    """Sizes of an `Arena`, see `kernels/cpu/arrays.py`: the same pieces at the same places, and no memory."""
-
-    def __init__(self) -> None:
-        self._slabs: list[int] = []
-        self._touched: list[int] = []
-        self._generation = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a new recording."""
-        self._generation += 1
-        self._slab, self._used = 0, 0
-        self._free: dict[int, list[tuple[int, int]]] = {}
-
-    @property
-    def size(self) -> int:
-        """Bytes taken from the system, touched or not."""
-        return sum(self._slabs)
-
-    @property
-    def touched(self) -> int:
-        """Bytes that were part of an array in some recording."""
-        return sum(self._touched)
-
-    def piece(self, size: int) -> _Piece:
-        """Take a piece of `size` bytes."""
-        waiting = self._free.get(size)
-        place = waiting.pop() if waiting else self._new_piece(size)
-        self._touched[place[0]] = max(self._touched[place[0]], place[1] + size)
-        return _Piece(self, self._generation, size, place)
-
-    def _new_piece(self, size: int) -> tuple[int, int]:
-        while self._slab < len(self._slabs):
-            if self._used + size <= self._slabs[self._slab]:
-                start, self._used = self._used, self._used + size
-                return self._slab, start
-            self._slab, self._used = self._slab + 1, 0
-        self._slabs.append(max(size, SLAB_BYTES))
-        self._touched.append(0)
-        self._used = size
-        return self._slab, 0
-
-    def give_back(self, generation: int, size: int, place: tuple[int, int]) -> None:
-        """Have a piece used again, unless the recording it was made for has ended."""
-        if generation == self._generation:
-            self._free.setdefault(size, []).append(place)
-
-
 class ShapeArray(Recorded):
     """An array without memory: reading or writing an element of it would be a fault, and nothing does."""
 
@@ -139,7 +83,10 @@ class ShapeArray(Recorded):
 
 @dataclass(frozen=True, slots=True)
 class ShapeWeight:
-    """A packed weight's sizes; `bits` is 0 for floats, and `group` the inputs that share a scale."""
+    """A packed weight's sizes; `bits` is 0 for floats, and `group` the inputs that share a scale.
+
+    Products with a `table` are logits.
+    """
 
     outputs: int
     inputs: int
@@ -147,6 +94,7 @@ class ShapeWeight:
     gated: bool
     bits: int = 0
     group: int = 0
+    table: bool = False
 
     @property
     def padded(self) -> int:
@@ -179,22 +127,32 @@ class ShapeCache:
     block_size: int
 
 
-class ShapeBackend:
+class ShapeBackend(OneByOne, InOrder, AsTheyCome):
     """The model ops of `Backend`, without numbers.
 
     Attributes:
         num_bytes: what was packed and taken as vectors so far. input_bytes: of arrays of `zeros`.
         arena: of recordings. num_instructions: of the longest one.
+
+    Args:
+        processor: of the CPU that is meant; None for a GPU.
     """
 
     name = "shapes"
 
     def __init__(
-        self, dtype: str, kv_dtype: str, quantization: str | None, num_threads: int, processor: Processor
+        self,
+        dtype: str,
+        kv_dtype: str,
+        quantization: str | None,
+        num_threads: int,
+        processor: Processor | None,
     ) -> None:
         self.dtype, self.kv_dtype, self.quantization = dtype, kv_dtype, quantization
         self.num_threads, self._processor = num_threads, processor
-        self._paired = dtype == "bfloat16" and processor.pairs
+        self._paired = dtype == "bfloat16" and processor is not None and processor.pairs
+        narrow = processor is None and WORD_BYTES[dtype] == 2
+        self._act: Any = np.float16 if narrow else np.float32  # float16 stands for bfloat16 as well
         self.arena = ShapeArena()
         self.num_bytes = 0
         self.num_instructions = 0
@@ -228,14 +186,15 @@ class ShapeBackend:
         layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
         if layout is not None:
             return self._stored(layout, outputs, inputs, gated, biases is not None)
-        bits = 0 if self.quantization is None or exact else 4 if self.quantization == "int4" and not table else 8
+        plain = self.quantization is None or exact or (table and self.quantization == "fp8")
+        bits = 0 if plain else 4 if self.quantization == "int4" and not table else 8
         if bits == 0:
             depth, group = inputs + inputs % 2 * self._paired, 0
         else:
             unit = INT4_GROUP if bits == 4 else INT_DEPTH
             depth = -(-inputs // unit) * unit
             group = unit if bits == 4 else depth
-        weight = ShapeWeight(outputs, inputs, depth, gated, bits, group)
+        weight = ShapeWeight(outputs, inputs, depth, gated, bits, group, table)
         if bits == 0:
             self.num_bytes += _aligned(weight.padded * depth * WORD_BYTES[self.dtype])
         else:
@@ -276,9 +235,9 @@ class ShapeBackend:
         self.num_instructions = max(before, self._count)
         return lambda: result
 
-    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> ShapeArray:
-        """Return an array of the arena."""
-        kind = np.dtype(dtype)
+    def empty(self, shape: tuple[int, ...], dtype: Any = None) -> ShapeArray:
+        """Return an array of the arena, of activations if no type is named."""
+        kind = np.dtype(self._act if dtype is None else dtype)
         size = max(1, -(-math.prod(shape) * kind.itemsize // ALIGNMENT)) * ALIGNMENT
         piece = self.arena.piece(size)
         steps = [kind.itemsize] * len(shape)
@@ -341,6 +300,8 @@ class ShapeBackend:
         return self._activation(self._product(x, weight), gated=True)
 
     def _product(self, x: np.ndarray, weight: ShapeWeight) -> np.ndarray:
+        if self._processor is None:
+            return self._gpu_product(x.shape[0], weight)
         rows, halves = x.shape[0], 2 if weight.gated else 1
         outputs, width = weight.outputs // halves, weight.padded // halves
         if weight.bits:
@@ -357,6 +318,16 @@ class ShapeBackend:
             out = self.empty((rows, width))
         del packed
         return out[:rows, :outputs]
+
+    def _gpu_product(self, rows: int, weight: ShapeWeight) -> np.ndarray:
+        """Count a product; rows that are quantized are so before it, and gates are applied after it."""
+        self._emit()
+        rounded = self.empty((rows, weight.depth), np.int8) if weight.bits else None
+        out = self.empty((rows, weight.outputs), np.float32 if weight.table else None)
+        del rounded
+        if not weight.gated:
+            return out
+        return self.empty((rows, weight.outputs // 2))
 
     def _integer_product(self, rows: int, width: int, weight: ShapeWeight) -> np.ndarray:
         out = self.empty((rows, width))
@@ -428,6 +399,8 @@ class ShapeBackend:
         return out
 
     def _grouped_product(self, capacity: int, weight: ShapeWeight) -> np.ndarray:
+        if self._processor is None:
+            return self._gpu_product(capacity, weight)
         width, rounded = weight.padded // 2 if weight.gated else weight.padded, weight.bits > 0
         if rounded and self.quantization == "int8-weight-only":
             made = [self.empty((capacity * weight.depth,))]
@@ -533,7 +506,7 @@ class ShapeBackend:
         self._emit()
 
     def paged_attention(
-        self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams
+        self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams, fresh: Any = None
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
         out = self.empty((q.shape[0], params.num_heads * params.out_size))
@@ -541,6 +514,8 @@ class ShapeBackend:
             heads = params.num_heads
             groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= UNIT_ROWS)
             params = replace(params, num_kv_heads=groups)
+        if self._processor is None:
+            return out  # parts of long contexts are a few MiB, whatever the model
         key = (*params.reach, params.num_heads, params.num_kv_heads, params.out_size, cache.block_size)
         if key not in metadata.plans:
             metadata.plans[key] = self._plan(q.shape[0], metadata, params, cache.block_size)

@@ -36,9 +36,13 @@ from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.flying import InOrder
 from quire.kernels.held import held_layout
+from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
+from quire.kernels.one_by_one import OneByOne
+from quire.kernels.steps import AsTheyCome
 
 ACTIVATIONS = {
     "relu": activations.RELU,
@@ -78,7 +82,7 @@ def _settle_simd_level(level: str | None) -> str:
     return level or allowed[0]
 
 
-class CPUBackend:
+class CPUBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
     """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32.
 
     `simd_level` is "avx512_bf16" where the CPU multiplies pairs of bfloat16, otherwise "generic". With the former and
@@ -155,6 +159,11 @@ class CPUBackend:
     def to_numpy(self, array: np.ndarray) -> np.ndarray:
         """See `Backend.to_numpy`."""
         return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+
+    def fetch(self, array: np.ndarray) -> Callable[[], np.ndarray]:
+        """See `Backend.fetch`."""
+        held = np.array(self.to_numpy(array))
+        return lambda: held
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
         """See `Backend.zeros`."""
@@ -402,7 +411,12 @@ class CPUBackend:
         write_latent(self._launcher, x, cache, rows.as_ids(self._launcher, slot_mapping))
 
     def paged_attention(
-        self, q: np.ndarray, cache: CPUKVCache | CPULatentCache, metadata: AttentionMetadata, params: AttentionParams
+        self,
+        q: np.ndarray,
+        cache: CPUKVCache | CPULatentCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
         """See `Backend.paged_attention`."""
         return paged_attention(self._launcher, q, cache, metadata, params)
@@ -429,8 +443,9 @@ class CPUBackend:
         self,
         logits: np.ndarray,
         rows: np.ndarray,
-        prompt_mask: np.ndarray,
-        output_counts: np.ndarray,
+        starts: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
@@ -441,8 +456,9 @@ class CPUBackend:
             self._launcher,
             logits,
             _array(rows, np.int64),
-            _array(prompt_mask, np.bool_),
-            _array(output_counts, np.int32),
+            _array(starts, np.int64),
+            _array(ids, np.int32),
+            _array(counts, np.int32),
             _array(repetition, np.float32),
             _array(presence, np.float32),
             _array(frequency, np.float32),

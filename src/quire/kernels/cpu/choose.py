@@ -32,7 +32,7 @@ from quire.kernels.cpu.survey import (
 )
 from quire.kernels.cpu.threads import Launcher
 
-PIECE = 8192  # logits of one work item of `penalize`
+PIECE = 8192  # logits of one work item of `keep_bits`, tokens of one of `penalize`
 SHORT_LIST = 1024  # the largest top-k whose tokens are sorted
 SHORT_BIN = 64  # the most tokens of a bin that are sorted without looking closer
 TILE = 1024  # weights computed at a time
@@ -46,27 +46,28 @@ MASS, OTHER_MASS, COUNTS, WEIGHTS, PLACES = 0, BINS, 2 * BINS, 3 * BINS, 3 * BIN
 
 @op
 def penalize_pieces(args, first, last, scratch):
-    """Items are pieces of rows. logits, elements between rows, V, pieces of a row, then as `penalize` has them."""
-    logits, stride, size, pieces, rows = floats(args[0]), args[1], args[2], args[3], longs(args[4])
-    mask, counts = octets(args[5]), ints(args[6])
+    """Items are pieces of the list. logits, elements between rows, tokens, then as `penalize` has them."""
+    logits, stride, total, rows = floats(args[0]), args[1], args[2], longs(args[3])
+    starts, ids, counts = longs(args[4]), ints(args[5]), ints(args[6])
     repetition, presence, frequency = floats(args[7]), floats(args[8]), floats(args[9])
     for item in range(first, last):
-        p, begin = item // pieces, item % pieces * PIECE
-        own = p * size
-        for i in range(begin, min(begin + PIECE, size)):
-            count, at = counts[own + i], rows[p] * stride + i
-            if count > 0 or mask[own + i] != 0:
-                value = logits[at] / repetition[p] if logits[at] > 0 else logits[at] * repetition[p]
-                if count > 0:
-                    value -= frequency[p] * np.float32(count) + presence[p]
-                logits[at] = value
+        p = 0
+        for e in range(item * PIECE, min((item + 1) * PIECE, total)):
+            while e >= starts[p + 1]:
+                p += 1
+            count, at = counts[e], rows[p] * stride + ids[e]
+            value = logits[at] / repetition[p] if logits[at] > 0 else logits[at] * repetition[p]
+            if count > 0:
+                value -= frequency[p] * np.float32(count) + presence[p]
+            logits[at] = value
 
 
 def penalize(
     launcher: Launcher,
     logits: np.ndarray,
     rows: np.ndarray,
-    prompt_mask: np.ndarray,
+    starts: np.ndarray,
+    ids: np.ndarray,
     counts: np.ndarray,
     repetition: np.ndarray,
     presence: np.ndarray,
@@ -74,15 +75,14 @@ def penalize(
 ) -> None:
     """Penalize logits [R, V] in place, see `Backend.apply_penalties`.
 
-    The others are contiguous: rows int64 [P], prompt_mask bool and counts int32 [P, V], the rest float32 [P].
+    The others are contiguous: rows int64 [P], starts int64 [P + 1], ids and counts int32, the rest float32 [P].
     """
+    total = len(ids)
+    if not total:
+        return
     target, stride = as_rows(logits)
-    size = logits.shape[1]
-    pieces = -(-size // PIECE)
-    options = rows, prompt_mask, counts, repetition, presence, frequency
-    launcher.emit(
-        penalize_pieces, target, stride, size, pieces, *options, items=len(rows) * pieces, work=4 * prompt_mask.size
-    )
+    options = rows, starts, ids, counts, repetition, presence, frequency
+    launcher.emit(penalize_pieces, target, stride, total, *options, items=-(-total // PIECE), work=16 * total)
     if target is not logits:
         logits[...] = target
 

@@ -25,18 +25,22 @@ from quire.kernels.backend import (
     Tensor,
     TopLogprobs,
 )
+from quire.kernels.flying import InOrder
 from quire.kernels.held import held_layout
+from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
+from quire.kernels.one_by_one import OneByOne
 from quire.kernels.reference import lora as adapters
 from quire.kernels.reference import states
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
-from quire.kernels.reference.quantize import quantize_rows, quantize_weight
+from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
+from quire.kernels.steps import AsTheyCome
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32}
+KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32, "fp8": torch.float32}
 GROUP = 64  # of 4-bit weights
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -54,12 +58,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class ReferenceLinear:
     """weight [N, K] in the backend's dtype, or in float32 if it was quantized; bias float32 [N] or None.
 
-    `rounds_inputs` says whether inputs are quantized too.
+    `round_inputs` is what inputs are quantized by, None if they are not.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    rounds_inputs: bool = False
+    round_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def round_rows(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +72,7 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
     return (integers.float() * scales[:, None]).reshape(x.shape)
 
 
-class ReferenceBackend:
+class ReferenceBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
     """Every op of `quire.kernels.backend.Backend` in plain torch."""
 
     name = "reference"
@@ -107,6 +111,11 @@ class ReferenceBackend:
     def to_numpy(self, array: torch.Tensor) -> np.ndarray:
         """See `Backend.to_numpy`."""
         return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
+
+    def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
+        """See `Backend.fetch`."""
+        held = self.to_numpy(array.clone())
+        return lambda: held
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
         """See `Backend.zeros`."""
@@ -154,12 +163,15 @@ class ReferenceBackend:
         layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
         if layout is not None:
             return self._as_stored(parts, bias, layout.kind == "integers")
-        if self.quantization is None or exact:
+        if self.quantization is None or exact or (table and self.quantization == "fp8"):
             weight_dtype = TORCH_DTYPES[self.dtype]
             return ReferenceLinear(torch.cat([self.vector(part).to(weight_dtype) for part in parts]), bias)
+        if self.quantization == "fp8":
+            weight = torch.cat([round_rows_fp8(self.vector(part)) for part in parts])
+            return ReferenceLinear(weight, bias, round_rows_fp8)
         bits = 4 if self.quantization == "int4" and not table else 8
         weight = torch.cat([quantize_weight(self.vector(part), bits, GROUP).dequantized() for part in parts])
-        return ReferenceLinear(weight, bias, self.quantization != "int8-weight-only")
+        return ReferenceLinear(weight, bias, None if self.quantization == "int8-weight-only" else round_rows)
 
     def _as_stored(self, parts: Sequence[Tensor], bias: torch.Tensor | None, integers: bool) -> ReferenceLinear:
         """Return a weight with the numbers that its checkpoint has.
@@ -169,7 +181,7 @@ class ReferenceBackend:
         weight = torch.cat([self.vector(part) for part in parts])
         if not integers and self._round_linear_inputs:
             weight = weight.to(TORCH_DTYPES[self.dtype])
-        return ReferenceLinear(weight, bias, integers)
+        return ReferenceLinear(weight, bias, round_rows if integers else None)
 
     def pack_experts(self, experts: Iterable[Expert]) -> list[ReferenceExpert]:
         """See `Backend.pack_experts`."""
@@ -191,8 +203,8 @@ class ReferenceBackend:
 
     def _multiply(self, x: torch.Tensor, weight: ReferenceLinear, wide: torch.Tensor) -> torch.Tensor:
         """Return `linear`, given the weight in the type of sums as well."""
-        if weight.rounds_inputs:
-            x = round_rows(x)
+        if weight.round_inputs is not None:
+            x = weight.round_inputs(x)
         elif self._round_linear_inputs:
             x = x.to(weight.weight.dtype)
         out = (x.to(self._compute) @ wide.T).float()
@@ -366,15 +378,26 @@ class ReferenceBackend:
         block, offset = slot_mapping // block_size, slot_mapping % block_size
         for side, values in enumerate((k, v)):
             heads = values.reshape(-1, *cache.shape[3:])
-            cache[side, block, offset] = (round_rows(heads) if self.kv_dtype == "int8" else heads).to(cache.dtype)
+            cache[side, block, offset] = self._rounded(heads).to(cache.dtype)
 
     def write_latent(self, x: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See `Backend.write_latent`."""
         block_size = cache.shape[2]
-        cache[0, slot_mapping // block_size, slot_mapping % block_size, 0] = x.to(cache.dtype)
+        cache[0, slot_mapping // block_size, slot_mapping % block_size, 0] = self._rounded(x).to(cache.dtype)
+
+    def _rounded(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return what vectors [..., D] of 8 bits and a scale each stand for; others as they are."""
+        if self.kv_dtype == "int8":
+            return round_rows(heads)
+        return round_rows_fp8(heads) if self.kv_dtype == "fp8" else heads
 
     def paged_attention(
-        self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(q, cache, metadata, params, self._compute)
@@ -404,20 +427,21 @@ class ReferenceBackend:
         self,
         logits: torch.Tensor,
         rows: np.ndarray,
-        prompt_mask: np.ndarray,
-        output_counts: np.ndarray,
+        starts: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
     ) -> None:
         """See `Backend.apply_penalties`."""
-        index, counts = self.from_numpy(rows), self.from_numpy(output_counts)
-        factor = self.from_numpy(repetition)[:, None]
-        picked = logits[index]
-        seen = self.from_numpy(prompt_mask) | (counts > 0)
-        picked = torch.where(seen, torch.where(picked > 0, picked / factor, picked * factor), picked)
-        penalty = self.from_numpy(frequency)[:, None] * counts + self.from_numpy(presence)[:, None] * (counts > 0)
-        logits[index] = picked - penalty
+        lengths = np.diff(starts)
+        times, tokens = self.from_numpy(counts), self.from_numpy(ids.astype(np.int64))
+        where = self.from_numpy(np.repeat(rows.astype(np.int64), lengths)), tokens
+        factor, per_time, once = (self.from_numpy(np.repeat(x, lengths)) for x in (repetition, frequency, presence))
+        picked = logits[where]
+        picked = torch.where(picked > 0, picked / factor, picked * factor)
+        logits[where] = picked - (per_time * times + once * (times > 0))
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """See `Backend.add_bias`."""
@@ -442,9 +466,9 @@ class ReferenceBackend:
         """See `Backend.rows_finite`."""
         return torch.isfinite(logits.amax(dim=-1))
 
-    def greedy(self, logits: torch.Tensor) -> np.ndarray:
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Backend.greedy`."""
-        return torch.stack([(row == row.amax()).to(torch.uint8).argmax() for row in logits]).cpu().numpy()
+        return torch.stack([(row == row.amax()).to(torch.uint8).argmax() for row in logits])
 
     def sample(
         self,
@@ -454,10 +478,10 @@ class ReferenceBackend:
         top_p: np.ndarray,
         min_p: np.ndarray,
         uniforms: np.ndarray,
-    ) -> np.ndarray:
+    ) -> torch.Tensor:
         """See `Backend.sample`."""
-        return sample_rows(logits, temperature, top_k, top_p, min_p, uniforms)
+        return self.from_numpy(sample_rows(logits, temperature, top_k, top_p, min_p, uniforms))
 
-    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         """See `Backend.top_logprobs`."""
         return top_logprobs(logits, chosen, k)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams, RoutingParams, TopLogprobs
@@ -71,7 +70,12 @@ class InvariantReferenceBackend(ReferenceBackend):
         return row_by_row(lambda row: op(row, kind), x)
 
     def paged_attention(
-        self, q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See `Backend.paged_attention`."""
         heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
@@ -87,8 +91,8 @@ class InvariantReferenceBackend(ReferenceBackend):
                 out[row] = attend(query, seen.new_tensor([position]), keys, values, seen, params)[0].to(out.dtype)
         return out.reshape(q.shape[0], -1)
 
-    def top_logprobs(self, logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         """See `Backend.top_logprobs`."""
         op = super().top_logprobs
         rows = [op(row.clone(), chosen[r : r + 1], k) for r, row in enumerate(logits.split(1))]
-        return TopLogprobs(*(np.concatenate(parts) for parts in zip(*rows, strict=True)))
+        return TopLogprobs(*(torch.cat(parts) for parts in zip(*rows, strict=True)))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 SMALLEST = 2.0**-120
 LIMIT = 127
+FP8_LIMIT = 448  # the largest float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,18 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = torch.where(finite, torch.where(size >= SMALLEST, size, 0), torch.nan)
     scaled = torch.nan_to_num(x * _over(LIMIT, size)[:, None], 0)
     return torch.round(scaled).to(torch.int8), size / torch.full_like(size, LIMIT)
+
+
+def round_rows_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round every row of x [..., K] to float8_e4m3fn and a scale, and return what they stand for, float32 [..., K].
+
+    The largest number of a row becomes the largest of the format; a row that is not finite becomes NaN.
+    """
+    x = x.float()
+    size = x.abs().amax(dim=-1, keepdim=True)
+    size = torch.where(x.isfinite().all(dim=-1, keepdim=True), torch.where(size >= SMALLEST, size, 0), torch.nan)
+    scaled = torch.nan_to_num(x * _over(FP8_LIMIT, size), 0).clamp(-FP8_LIMIT, FP8_LIMIT)
+    return scaled.to(torch.float8_e4m3fn).float() * (size / torch.full_like(size, FP8_LIMIT))
 
 
 def quantize_groups(w: torch.Tensor, group: int) -> QuantizedWeight:

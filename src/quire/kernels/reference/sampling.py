@@ -48,12 +48,13 @@ def sample_rows(
     return np.array([sample_row(host[r], *row) for r, row in enumerate(settings)], dtype=np.int64)
 
 
-def top_logprobs(logits: torch.Tensor, chosen: np.ndarray, k: int) -> TopLogprobs:
+def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
     """See `Backend.top_logprobs`."""
     host = logits.float().cpu()
-    ids = torch.from_numpy(np.array(chosen, dtype=np.int64))[:, None]
+    ids = chosen.cpu()[:, None]
     logprobs = torch.log_softmax(host.double(), dim=-1)
     best = torch.sort(host, dim=-1, descending=True, stable=True).indices[:, :k]
     ids_and_best = torch.cat([ids, best], dim=1)
     ranks = 1 + (host > host.gather(1, ids)).sum(dim=1)
-    return TopLogprobs(ids_and_best.numpy(), logprobs.gather(1, ids_and_best).float().numpy(), ranks.numpy())
+    found = ids_and_best, logprobs.gather(1, ids_and_best).float(), ranks
+    return TopLogprobs(*(array.to(logits.device) for array in found))

@@ -1,0 +1,105 @@
+"""What all ops of the GPU backend share: the device, its types, and arrays to and from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from quire.kernels.gpu.choices import Choices
+from quire.kernels.gpu.probe import interpreted
+
+MOST_PINNED = 1 << 23  # bytes of an array that passes through pinned memory; what is larger is part of no step
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ArrayOps:
+    """Arrays. Activations, and weights that are not quantized, are of `act`; kernels add up in float32.
+
+    Attributes:
+        device: where arrays are. act: see above. choices: stored ones for the chip, see `choices.py`.
+        num_sms: its multiprocessors. capability: its compute capability.
+        batch_invariant: whether a row's bits must not depend on the batch it is in.
+        attention_backend, enforce_eager, max_graph_tokens: options of the same meaning in `DeviceConfig`.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        dtype: str = "bfloat16",
+        kv_dtype: str = "bfloat16",
+        device: str = "cuda",
+        quantization: str | None = None,
+        *,
+        batch_invariant: bool = False,
+        attention_backend: str = "auto",
+        enforce_eager: bool = False,
+        max_graph_tokens: int = 512,
+    ) -> None:
+        self.dtype, self.kv_dtype, self.quantization = dtype, kv_dtype, quantization
+        self.device = torch.device(device)
+        self.act = TORCH_DTYPES[dtype]
+        self.batch_invariant, self.attention_backend = batch_invariant, attention_backend
+        self.enforce_eager, self.max_graph_tokens = enforce_eager, max_graph_tokens
+        self._pdl: tuple[Choices, bool] | None = None
+        chip = "Triton's interpreter"
+        self.num_sms, self.capability = 4, (9, 0)
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            chip, self.num_sms = properties.name, properties.multi_processor_count
+            self.capability = (properties.major, properties.minor)
+        self.choices = Choices.of_chip(chip)
+        self.arithmetic = f"{chip} torch {torch.__version__}, invariant {batch_invariant}"
+
+    @property
+    def pdl(self) -> bool:
+        """Whether kernels of decode steps may begin while the one before drains, see `dependent.py`."""
+        if self._pdl is None or self._pdl[0] is not self.choices:
+            on = self.choices.choose("pdl", "all", {"on": 0})["on"] == 1
+            self._pdl = self.choices, on and self.capability >= (9, 0) and not interpreted()
+        return self._pdl[1]
+
+    def from_numpy(self, array: np.ndarray) -> torch.Tensor:
+        """See `Backend.from_numpy`; the device takes what `array` holds now, and nobody waits for it.
+
+        PyTorch keeps pinned memory for reuse, and reuses none that a copy still reads.
+        """
+        host = torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
+        if self.device.type != "cuda" or array.nbytes > MOST_PINNED:
+            return host.to(self.device)
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def to_numpy(self, array: torch.Tensor) -> np.ndarray:
+        """See `Backend.to_numpy`; waits for the device."""
+        return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
+
+    def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
+        """See `Backend.fetch`; copied to pinned memory after what the current stream has to do before."""
+        if self.device.type != "cuda":
+            held = self.to_numpy(array.clone())
+            return lambda: held
+        values = (array.float() if array.is_floating_point() else array).detach()
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> np.ndarray:
+            copied.synchronize()
+            return host.numpy()
+
+        return wait
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
+        """See `Backend.zeros`."""
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def assign(self, target: torch.Tensor, values: np.ndarray) -> None:
+        """See `Backend.assign`."""
+        target.copy_(self.from_numpy(values))
+
+    def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Backend.concat`."""
+        return torch.cat(list(arrays), dim=-1)

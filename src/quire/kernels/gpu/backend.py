@@ -1,0 +1,38 @@
+"""GPUBackend: every op of `quire.kernels.backend.Backend`, each group of them in a file of its own."""
+
+from __future__ import annotations
+
+from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.attention import AttentionOps
+from quire.kernels.gpu.cache import CacheOps
+from quire.kernels.gpu.experts import ExpertOps
+from quire.kernels.gpu.flying import FlyingOps
+from quire.kernels.gpu.graphs import GraphOps
+from quire.kernels.gpu.interpreter import repair_interpreter
+from quire.kernels.gpu.linear import LinearOps
+from quire.kernels.gpu.lora import LoRAOps
+from quire.kernels.gpu.memory import MemoryOps
+from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.rows import RowOps
+from quire.kernels.gpu.sampling import SamplingOps
+from quire.kernels.gpu.states import StateOps
+
+if interpreted():
+    repair_interpreter()
+
+
+class GPUBackend(
+    GraphOps,
+    LinearOps,
+    ExpertOps,
+    LoRAOps,
+    RowOps,
+    AttentionOps,
+    CacheOps,
+    StateOps,
+    SamplingOps,
+    MemoryOps,
+    FlyingOps,
+    ArrayOps,
+):
+    """Runs on an NVIDIA GPU, or, for tests, on tensors in host memory with Triton's interpreter."""

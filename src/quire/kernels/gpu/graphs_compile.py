@@ -1,0 +1,80 @@
+"""Kernels compiled before they are needed, side by side: a step that launches nothing says which.
+
+Triton compiles a kernel when it is first launched, one to three seconds each, and a model has some twenty. Within
+`Ahead` a launch of one that is not compiled only begins to compile it, in a thread, and computes nothing; most of the
+work is done without Python's lock. What was compiled lies in Triton's folder on the disk; a small file there says that
+a backend of these types has been warmed up on this chip before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import triton
+from triton.runtime._async_compile import active_mode
+
+logger = logging.getLogger(__name__)
+
+MOST_THREADS = 16
+
+
+class Ahead:
+    """While it is entered, in this thread, kernels that are not compiled yet begin to be, and are not launched.
+
+    What a step computes meanwhile is of no use, and nobody may go by it: memory that a kernel would have filled holds
+    anything. Leaving it waits until all are compiled. Those that this process has compiled before are launched as ever.
+
+    Attributes:
+        num_kernels: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.num_kernels = 0
+        self._made: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
+        self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compile")
+        self._token: Any = None
+
+    def __enter__(self) -> Ahead:
+        self._token = active_mode.set(self)  # type: ignore[arg-type]
+        return self
+
+    def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """Begin to compile; Triton calls this. As nothing is returned, nothing is launched."""
+        if key not in self._made:
+            self._made[key] = self._pool.submit(compile_it), finish
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        active_mode.reset(self._token)
+        try:
+            for future, finish in self._made.values():
+                try:
+                    finish(future.result())
+                except Exception as failed:  # the boundary of a thread: who launches the kernel is told again
+                    logger.debug("a kernel was not compiled ahead: %s", failed)
+            self.num_kernels = len(self._made)
+        finally:
+            self._pool.shutdown()
+
+
+def marker(*parts: str) -> Path:
+    """Return the file that says whether kernels for what `parts` name were compiled; it lies among them."""
+    name = hashlib.sha256("\n".join([triton.__version__, *parts]).encode()).hexdigest()[:32]
+    return Path(triton.knobs.cache.dir) / f"quire-{name}"
+
+
+def mark(file: Path) -> None:
+    """Create a marker; where the folder cannot be written nothing is kept anyway."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        logger.debug("%s: %s", file, error)

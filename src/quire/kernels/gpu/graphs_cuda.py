@@ -1,0 +1,91 @@
+"""CUDA graphs through torch: on a stream of their own, all in one pool of memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class _Memory:
+    """Bytes on a device, as torch takes them in without keeping their owner."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def rebuild(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `raw`, the bytes that `tensor` spans, with its type, sizes and strides."""
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def spanned(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie between the first of a tensor's elements and the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
+
+
+class CudaRecorder:
+    """Records on one device. Captures forbid only to its own thread what cannot be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute on the stream that captures, after what was launched before, and before what is launched after."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Be ready to capture: on the stream for it, with no garbage collected, which might call the driver."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.aside():
+                yield
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # one whose capture broke off is not taken again
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """See `Recorder.begin`."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `Recorder.end`."""
+        graph.capture_end()
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Recorder.alias`."""
+        nbytes = spanned(tensor)
+        if nbytes == 0:
+            return tensor
+        return rebuild(torch.as_tensor(_Memory(tensor.data_ptr(), nbytes), device=self._device), tensor)
+
+    def taken(self) -> int:
+        """Return how many bytes of the device are taken, by whomever."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free

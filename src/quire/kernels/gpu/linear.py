@@ -1,0 +1,382 @@
+"""Weights of linear layers and products with them: cuBLAS for floats, Triton kernels for what is quantized.
+
+Up to four rows go through `gemv_kernels.py`, whatever the weight is: there reading it is all that counts. More rows of
+floats are cuBLAS's, of E4M3 too where the chip multiplies it; everything else, and everything where a row's bits must
+not depend on the batch, is `gemm_kernels.py`. What a weight is made of is in `linear_weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from quire.checkpoint.tensor import Tensor
+from quire.kernels.gpu.activations import activation_number, gate_and_multiply
+from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.choices import Choice
+from quire.kernels.gpu.dependent import let_next_begin, pieces_ahead, wait_for_earlier
+from quire.kernels.gpu.gemm_kernels import gemm_kernel
+from quire.kernels.gpu.gemv_kernels import gemv_kernel
+from quire.kernels.gpu.linear_codes import KINDS, rows_kernel
+from quire.kernels.gpu.linear_staging import Staging
+from quire.kernels.gpu.linear_weights import GPULinear, pack_floats, pack_quantized, pack_stored
+from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.quantize import quantize_rows
+from quire.kernels.held import held_layout
+
+MOST_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
+MOST_NIBBLE_ROWS = 2  # beyond that decoded nibbles and their inputs do not fit into registers
+NIBBLES = ("int4", "table")
+NATIVE_FP8 = (8, 9)  # the first compute capability that converts and multiplies E4M3
+TILE_ROWS = (16, 32, 64, 128)  # rows of x of a tile
+TL_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+ROW_BLOCK, GATE_BLOCK = 1024, 1024  # columns that one program of a row-wise kernel has
+
+
+@triton.jit
+def gate_kernel(x, out, width, x_row, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[t, i] = act(x[t, i]) * x[t, width + i]. Bound by bandwidth."""
+    let_next_begin(PDL)
+    wait_for_earlier(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + t * x_row + i, mask=i < width, other=0).to(tl.float32)
+    up = tl.load(x + t * x_row + width + i, mask=i < width, other=0).to(tl.float32)
+    tl.store(out + t * width + i, gate_and_multiply(gate, up, KIND).to(out.dtype.element_ty), mask=i < width)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
+    """Return what the choice of a tile for a few rows is stored under."""
+    return f"{weight.kind}:{rows}:{weight.outputs}x{weight.inputs}{':gated' if gated else ''}"
+
+
+def gemm_key(weight: GPULinear, rows: int, *, invariant: bool) -> str:
+    """Return what the choice of a tile is stored under; `rows` is one of TILE_ROWS."""
+    return f"{weight.kind}:{rows}:{weight.outputs}x{weight.inputs}{':invariant' if invariant else ''}"
+
+
+class LinearOps(ArrayOps):
+    """Weights, products, embeddings."""
+
+    _staging: Staging | None = None
+    _is_compiled: bool | None = None
+
+    @property
+    def staging(self) -> Staging:
+        """What brings weights to the device."""
+        if self._staging is None:
+            self._staging = Staging(self.device)
+        return self._staging
+
+    # Weights
+
+    def vector(self, tensor: Tensor) -> torch.Tensor:
+        """See `Backend.vector`; float32."""
+        return self.from_numpy(tensor.to_float32())
+
+    def pack_linear(
+        self,
+        parts: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        gated: bool = False,
+        table: bool = False,
+        exact: bool = False,
+    ) -> GPULinear:
+        """See `Backend.pack_linear`; products with `table` and `exact` weights are float32."""
+        made = self._pack(parts, table=table, exact=exact)
+        made.gated, made.wide = gated, table or exact
+        if biases is not None:
+            made.bias = torch.cat([self.vector(part).reshape(-1) for part in biases])
+            if made.kind == "float" or made.rounds == "e4m3":
+                made.near_bias = made.bias.to(self.act)
+        return made
+
+    def _pack(self, parts: Sequence[Tensor], *, table: bool, exact: bool) -> GPULinear:
+        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        stored = None if layout is None else pack_stored(parts, layout, self.staging)
+        if stored is not None:
+            return stored
+        if self.quantization is None or exact or (table and self.quantization == "fp8"):
+            return pack_floats(parts, self.act, self.staging)
+        return pack_quantized(parts, self.quantization, self.staging, table=table)
+
+    def pack_heads(self, matrices: Sequence[Tensor]) -> torch.Tensor:
+        """See `Backend.pack_heads`; [H, B, A] of `act`."""
+        data = torch.empty((len(matrices), *matrices[0].shape), dtype=self.act, device=self.device)
+        for number, matrix in enumerate(matrices):
+            self.staging.floats(matrix, 0, matrix.shape[0], data[number])
+        return data
+
+    # Products
+
+    def embedding(self, ids: torch.Tensor, weight: GPULinear) -> torch.Tensor:
+        """See `Backend.embedding`."""
+        if weight.kind == "float":
+            return F.embedding(ids, weight.data)
+        out = torch.empty((ids.shape[0], weight.inputs), dtype=self.act, device=self.device)
+        if ids.shape[0]:
+            assert weight.order is None, "a table's columns are in their order"
+            data, groups = weight.data, weight.group_scales
+            rows_kernel[(ids.shape[0], -(-weight.inputs // ROW_BLOCK))](
+                ids, data, data if weight.row_scales is None else weight.row_scales, data if groups is None else groups,
+                data if weight.zeros is None else weight.zeros, data if weight.table is None else weight.table,
+                out, weight.inputs, data.stride(0), 0 if groups is None else groups.stride(0),
+                KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
+                ROW_SCALED=weight.row_scales is not None, NATIVE=self._native, BLOCK=ROW_BLOCK,
+            )  # fmt: skip
+        return out
+
+    def linear(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
+        """See `Backend.linear`."""
+        return self._product(x, weight, 0)
+
+    def gated_linear(self, x: torch.Tensor, weight: GPULinear, kind: str) -> torch.Tensor:
+        """See `Backend.gated_linear`; for a few rows one kernel computes all of it."""
+        number = activation_number(kind, gated=True)
+        if x.shape[0] <= MOST_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
+            return self._product(x, weight, number)
+        return self.gated_activation(self._product(x, weight, 0), kind)
+
+    def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """See `Backend.gated_activation`; the result is of x's type."""
+        number = activation_number(kind, gated=True)
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+        if rows:
+            block = min(GATE_BLOCK, power_of_two(width))
+            gate_kernel[(rows, -(-width // block))](
+                x, out, width, x.stride(0), KIND=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
+            )
+        return out
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Backend.head_linear`; cuBLAS writes where rows belong."""
+        heads, outputs, inputs = weight.shape
+        x = self._near(x)
+        tokens = x.shape[0] // heads
+        out = torch.empty((tokens, heads, outputs), dtype=self.act, device=x.device)
+        if not self.batch_invariant:
+            torch.bmm(x.view(tokens, heads, inputs).transpose(0, 1), weight.mT, out=out.transpose(0, 1))
+        elif tokens:
+            self._gemm_heads(x, weight, out)
+        return out.view(tokens * heads, outputs)
+
+    def _launches(self, weight: GPULinear) -> dict[Any, Any]:
+        """Return what was worked out for a weight, forgotten when other choices are stored."""
+        if weight.launches.get("choices") is not self.choices:
+            weight.launches.clear()
+            weight.launches["choices"] = self.choices
+        return weight.launches
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether kernels are machine code; in Triton's interpreter what counts is how many programs there are."""
+        if self._is_compiled is None:
+            self._is_compiled = not interpreted()
+        return self._is_compiled
+
+    @property
+    def _native(self) -> bool:
+        return self.capability >= NATIVE_FP8
+
+    def _near(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x in `act`, elements of a row side by side."""
+        x = x if x.dtype == self.act else x.to(self.act)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def _is_gemv(self, rows: int, weight: GPULinear) -> bool:
+        """Whether so few rows are faster through `gemv_kernel`; never where bits must not depend on their number."""
+        if self.batch_invariant or not 0 < rows <= MOST_GEMV_ROWS:
+            return False
+        launches = self._launches(weight)
+        known = launches.get("most rows")
+        if known is None:
+            key = f"{weight.kind}:{weight.outputs}x{weight.inputs}"
+            most = MOST_NIBBLE_ROWS if weight.kind in NIBBLES else MOST_GEMV_ROWS
+            default = {"rows": most if self._compiled or weight.kind != "float" else 0}  # interpreted it takes seconds
+            known = launches["most rows"] = self.choices.choose("gemv_rows", key, default)
+        return bool(rows <= known["rows"])
+
+    def _product(self, x: torch.Tensor, weight: GPULinear, gate: int) -> torch.Tensor:
+        """Return x @ weight.T with its bias, and with `gate`, an activation's number, gated."""
+        rows = x.shape[0]
+        gemv = self._is_gemv(rows, weight)
+        if weight.kind == "float" and not gemv and not self.batch_invariant:
+            return self._blas(self._near(x), weight)
+        scales = None
+        if weight.rounds is None:
+            x = self._near(x)
+        else:
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            x, scales = quantize_rows(x, e4m3=weight.rounds == "e4m3", order=weight.order, depth=weight.depth)
+        if scales is not None and not gemv and self._is_scaled_blas(weight):
+            return self._scaled_blas(x, scales, weight)
+        out_type = torch.float32 if weight.wide else self.act
+        width = weight.outputs // 2 if gate else weight.outputs
+        out = torch.empty((rows, width), dtype=out_type, device=self.device)
+        if gemv:
+            self._gemv(x, scales, weight, out, gate)
+        elif rows:
+            self._gemm(x, scales, weight, out)
+        return out
+
+    def _blas(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
+        """Return the product of floats, by cuBLAS."""
+        if not weight.wide or self.act == torch.float32:
+            return F.linear(x, weight.data, weight.near_bias)
+        if self.device.type == "cuda":
+            out = torch.mm(x, weight.data.t(), out_dtype=torch.float32)
+        else:
+            out = x.float() @ weight.data.float().t()
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def _is_scaled_blas(self, weight: GPULinear) -> bool:
+        """Whether cuBLAS multiplies E4M3 with scales by rows: in bfloat16, where 16 divides both sides."""
+        return (
+            weight.rounds == "e4m3"
+            and not self.batch_invariant
+            and self.device.type == "cuda"
+            and self.capability >= (9, 0)
+            and self.act == torch.bfloat16
+            and weight.outputs % 16 == 0
+            and weight.depth % 16 == 0
+        )
+
+    def _scaled_blas(self, x: torch.Tensor, scales: torch.Tensor, weight: GPULinear) -> torch.Tensor:
+        assert weight.row_scales is not None
+        return torch._scaled_mm(
+            x.view(torch.float8_e4m3fn),
+            weight.data.view(torch.float8_e4m3fn).t(),
+            scale_a=scales[:, None],
+            scale_b=weight.row_scales[None, :],
+            bias=weight.near_bias,
+            out_dtype=torch.bfloat16,
+        )
+
+    def _gemv(
+        self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor, gate: int
+    ) -> None:
+        """Launch `gemv_kernel` for x, which is rounded if there are scales."""
+        data, width = weight.data, out.shape[1]
+        launches, form = self._launches(weight), ("gemv", gate > 0, x.shape[0])
+        choice = launches.get(form)
+        if choice is None:
+            choice = launches[form] = self._gemv_choice(weight, x.shape[0], gate > 0)
+        groups = weight.group_scales
+        gemv_kernel[(-(-width // choice["BN"]),)](
+            x, data, data if scales is None else scales, data if weight.row_scales is None else weight.row_scales,
+            data if groups is None else groups, data if weight.zeros is None else weight.zeros,
+            data if weight.table is None else weight.table, data if weight.bias is None else weight.bias, out,
+            width, x.shape[1], x.stride(0), data.stride(0), 0 if groups is None else groups.stride(0), out.stride(0),
+            ROWS=x.shape[0], KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
+            HAS_BIAS=weight.bias is not None, X_SCALED=scales is not None, X_CODES=weight.rounds == "e4m3",
+            ROW_SCALED=weight.row_scales is not None, GATE=gate, NATIVE=self._native,
+            PDL=self.pdl, launch_pdl=self.pdl, **choice,
+        )  # fmt: skip
+
+    def _gemv_choice(self, weight: GPULinear, rows: int, gated: bool) -> dict[str, int]:
+        """Return the tile: as many chunks of 16 bytes as a row has, up to four warps of them, and few rows of it.
+
+        Memory of 4.2 TB/s that answers after 0.7 us has 22 KB on their way for each of 132 multiprocessors. With 1024
+        outputs there are but 8 programs of 128 threads on each: a thread then has two loads of 16 bytes at a time.
+        """
+        inputs = weight.depth if weight.rounds else weight.inputs
+        nibbles = weight.kind in NIBBLES
+        elements = 16 // weight.data.element_size()
+        chunk = 2 * elements if nibbles else elements
+        chunks = min(128, max(32, power_of_two(-(-inputs // chunk))))
+        width = weight.outputs // 2 if gated else weight.outputs
+        least = 4 * self.num_sms  # programs that keep the memory busy
+        most = 4 if rows <= 2 or elements < 16 else 2  # what registers have room for
+        most //= 2 * min(rows, 2) if nibbles else 1
+        most = max(1, most // 2) if gated else most
+        if not self._compiled:
+            most, least = 64, 1
+        each = max([n for n in (1, 2, 4, 64) if n <= most and width >= n * least] or [1])
+        default: Choice = {"BN": each, "NCH": chunks, "num_warps": chunks // 32}
+        if each == 1 and not gated and rows <= 2 and not nibbles and inputs >= 256 * chunk:
+            default["NCH"] = 256
+        key = gemv_key(weight, rows, gated=gated)
+        choice = self.choices.choose("gemv", key, default)
+        # An unmasked half of a chunk of nibbles must not pass the end either.
+        ahead = 0
+        if self.pdl:
+            rows_each = choice["BN"] * (2 if gated else 1)
+            row_bytes = weight.data.stride(0) * weight.data.element_size()
+            ahead = pieces_ahead(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
+        return {**choice, "EVEN": inputs % (choice["NCH"] * chunk) == 0, "V": elements, "PIECES": ahead}
+
+    def _gemm(self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor) -> None:
+        """Launch `gemm_kernel` for x, which is rounded if there are scales."""
+        data, groups = weight.data, weight.group_scales
+        rows = 64 if self.batch_invariant else next((m for m in TILE_ROWS if x.shape[0] <= m), TILE_ROWS[-1])
+        launches = self._launches(weight)
+        choice = launches.get(rows)
+        if choice is None:
+            choice = launches[rows] = self._gemm_choice(weight, rows, x.shape[1])
+        tiles = -(-x.shape[0] // choice["BM"]) * -(-weight.outputs // choice["BN"])
+        gemm_kernel[(tiles, 1)](
+            x, data, data if scales is None else scales, data if weight.row_scales is None else weight.row_scales,
+            data if groups is None else groups, data if weight.zeros is None else weight.zeros,
+            data if weight.table is None else weight.table, data if weight.bias is None else weight.bias, out,
+            x.shape[0], weight.outputs, x.shape[1], x.stride(0), data.stride(0),
+            0 if groups is None else groups.stride(0), out.stride(0), 0, 0, 0,
+            KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
+            HAS_BIAS=weight.bias is not None, X_SCALED=scales is not None, X_CODES=weight.rounds == "e4m3",
+            ROW_SCALED=weight.row_scales is not None, NATIVE=self._native, ACT=TL_TYPES[self.act], **choice,
+        )  # fmt: skip
+
+    def _is_direct(self, weight: GPULinear) -> bool:
+        """Whether both sides of a product are multiplied as they are stored."""
+        if weight.kind == "int8":
+            return weight.rounds == "int8" and weight.group == 0
+        return weight.kind == "float" or (weight.rounds == "e4m3" and self._native and self._compiled)
+
+    def _gemm_choice(self, weight: GPULinear, rows: int, depth: int) -> dict[str, int]:
+        """Return the tile for so many rows of x: steps of 128 bytes of K, and the more rows the larger."""
+        direct = self._is_direct(weight)
+        size = weight.data.element_size() if direct else 2
+        default: Choice = {"BM": rows, "BN": 128, "BK": 128 // size, "GROUP": 8, "num_warps": 4, "num_stages": 4}
+        if rows <= 32:
+            default.update(BN=32 if weight.outputs < 64 * self.num_sms else 64, BK=256 // size)
+        elif rows >= 128:
+            default.update(num_warps=8, num_stages=3)
+        elif weight.outputs < 128 * self.num_sms:
+            default["BN"] = 64
+        else:
+            default["num_warps"] = 8
+        if self.act == torch.float32 and not (direct and size < 4):
+            default.update(BM=min(rows, 64), BN=64, BK=32, num_warps=4, num_stages=2)
+        if weight.kind in NIBBLES:
+            default["BK"] = max(64, default["BK"])
+            default["num_stages"] *= 2 if rows <= 32 else 1
+        elif self.batch_invariant and direct:
+            default["BN"] = 128 if weight.outputs >= 64 * self.num_sms else 64
+        key = gemm_key(weight, rows, invariant=self.batch_invariant)
+        choice = self.choices.choose("gemm", key, default)
+        return {**choice, "DIRECT": direct, "EVEN": depth % choice["BK"] == 0}
+
+    def _gemm_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch `gemm_kernel` for one matrix for each head, tiles by the shape of the weight alone."""
+        tokens, heads, outputs = out.shape
+        inputs = weight.shape[2]
+        default: Choice = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+        choice = self.choices.choose("gemm_heads", f"{heads}x{outputs}x{inputs}", default)
+        tiles = -(-tokens // choice["BM"]) * -(-outputs // choice["BN"])
+        gemm_kernel[(tiles, heads)](
+            x, weight, weight, weight, weight, weight, weight, weight, out, tokens, outputs, inputs,
+            heads * inputs, weight.stride(1), 0, heads * outputs, inputs, weight.stride(0), outputs,
+            KIND=0, G=0, HAS_ZEROS=False, HAS_BIAS=False, X_SCALED=False, X_CODES=False, ROW_SCALED=False, DIRECT=True,
+            NATIVE=self._native, EVEN=inputs % choice["BK"] == 0, ACT=TL_TYPES[self.act], **choice,
+        )  # fmt: skip

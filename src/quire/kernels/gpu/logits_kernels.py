@@ -1,0 +1,149 @@
+"""Kernels that change logits by what options ask for, and that look at whole rows: the largest, sums, an order.
+
+All are bound by reading (and writing) what they touch; rows are cut into parts, so that few rows fill the chip as well.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.gpu.sampling_search import first_largest, key_of
+
+
+@triton.jit
+def largest_parts(logits, stride, size, part, tops, tokens, BLOCK: tl.constexpr):
+    """Find the largest of each `part` of a row, NaN if there is one, and its first token: [R, parts]."""
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    start = piece * part
+    top, place = first_largest(logits + row * stride + start, tl.minimum(part, size - start), BLOCK)
+    tl.store(tops + row * pieces + piece, top)
+    tl.store(tokens + row * pieces + piece, start + place)
+
+
+@triton.jit
+def largest_of_parts(tops, tokens, row, pieces, PIECES: tl.constexpr):
+    """Return the largest logit of a row, NaN if there is one, and its first token, 0 for NaN; see `largest_parts`."""
+    lanes = tl.arange(0, PIECES)
+    top = tl.load(tops + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
+    token = tl.load(tokens + row * pieces + lanes, mask=lanes < pieces, other=2147483647)
+    broken = tl.max((top != top).to(tl.int32), axis=0) > 0
+    best = tl.max(tl.where(top != top, float("-inf"), top), axis=0)
+    first = tl.min(tl.where(top == best, token, 2147483647), axis=0)
+    return tl.where(broken, float("nan"), best), tl.where(broken, 0, first)
+
+
+@triton.jit
+def join_largest(tops, tokens, pieces, out_tokens, out_finite, PIECES: tl.constexpr):
+    """Join the parts of a row: out_tokens int64 [R], 0 where there is a NaN; out_finite bool [R] of `rows_finite`."""
+    row = tl.program_id(0)
+    best, token = largest_of_parts(tops, tokens, row, pieces, PIECES)
+    tl.store(out_tokens + row, token.to(tl.int64))
+    tl.store(out_finite + row, tl.abs(best) < float("inf"))
+
+
+@triton.jit
+def sum_parts(logits, stride, chosen, size, tops, sums, larger, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum e^(logit - the part's largest) over a part of a row, and count logits above the chosen one's: [R, parts]."""
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    lanes = tl.arange(0, BLOCK)
+    values = logits + row * stride
+    own = tl.load(values + tl.load(chosen + row))
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(piece * PART, (piece + 1) * PART, BLOCK):
+        x = tl.load(values + start + lanes, mask=start + lanes < size, other=float("-inf"))
+        new = tl.maximum(most, x)
+        known = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf is no number
+        total = total * tl.exp(most - known) + tl.exp(x - known)
+        most = new
+        count += (x > own).to(tl.int32)
+    top = tl.max(most, axis=0)
+    total *= tl.exp(most - tl.where(top == float("-inf"), 0.0, top))
+    tl.store(tops + row * pieces + piece, top)
+    tl.store(sums + row * pieces + piece, tl.sum(total, axis=0))
+    tl.store(larger + row * pieces + piece, tl.sum(count, axis=0))
+
+
+@triton.jit
+def join_sums(
+    logits, stride, chosen, keys, k, tops, sums, larger, pieces, out_ids, out_logprobs, out_ranks,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a row; write what `TopLogprobs` has, of the chosen token and those of `keys` int64 [R, k]."""
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
+    top = tl.load(tops + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
+    total = tl.load(sums + row * pieces + lanes, mask=lanes < pieces, other=0.0)
+    count = tl.load(larger + row * pieces + lanes, mask=lanes < pieces, other=0)
+    most = tl.max(top, axis=0)
+    total *= tl.exp(top - tl.where(most == float("-inf"), 0.0, most))
+    log = most + tl.log(tl.sum(total, axis=0))
+    tl.store(out_ranks + row, (1 + tl.sum(count, axis=0)).to(tl.int64))
+    token, values, first = tl.load(chosen + row), logits + row * stride, row * (k + 1)
+    tl.store(out_ids + first, token)
+    tl.store(out_logprobs + first, tl.load(values + token) - log)
+    for start in range(0, k, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        key = tl.load(keys + row * k + place, mask=place < k, other=0)
+        ids = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+        tl.store(out_ids + first + 1 + place, ids, mask=place < k)
+        tl.store(
+            out_logprobs + first + 1 + place, tl.load(values + ids, mask=place < k, other=0.0) - log, mask=place < k
+        )
+
+
+@triton.jit
+def order_keys(logits, stride, size, out, BLOCK: tl.constexpr):
+    """Write int64 keys [R, V] whose order is that of logits, and among equals the lower id is the larger."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + ids, mask=ids < size, other=0.0)
+    key = (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    tl.store(out + row * size + ids, key, mask=ids < size)
+
+
+@triton.jit
+def keep_bits(logits, stride, size, rows, bits, words, BLOCK: tl.constexpr):
+    """Write -inf where a bit is clear: rows int64 [P], bits int32 [P, words]; nothing is read of the logits."""
+    place = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits + place * words + ids // 32, mask=ids < size, other=-1)
+    barred = ((word >> (ids % 32)) & 1) == 0
+    row = tl.load(rows + place)
+    tl.store(logits + row * stride + ids, float("-inf"), mask=barred & (ids < size))
+
+
+@triton.jit
+def add_values(logits, stride, entries, count, BLOCK: tl.constexpr):
+    """Add to logits: entries int32 [3, count] are rows, tokens and the bits of values; no pair twice."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = e < count
+    row = tl.load(entries + e, mask=here, other=0).to(tl.int64)
+    token = tl.load(entries + count + e, mask=here, other=0)
+    value = tl.load(entries + 2 * count + e, mask=here, other=0).to(tl.float32, bitcast=True)
+    at = logits + row * stride + token
+    tl.store(at, tl.load(at, mask=here, other=0.0) + value, mask=here)
+
+
+@triton.jit
+def penalize(logits, stride, entries, count, places, BLOCK: tl.constexpr):
+    """See `Backend.apply_penalties`: entries int32 are [3, count], then [4, places].
+
+    The former are places among the rows, tokens (none of a row twice), and how often each was generated; the latter,
+    rows and the bits of their penalties.
+    """
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = e < count
+    place = tl.load(entries + e, mask=here, other=0)
+    token = tl.load(entries + count + e, mask=here, other=0)
+    times = tl.load(entries + 2 * count + e, mask=here, other=0).to(tl.float32)
+    options = entries + 3 * count + place
+    row = tl.load(options, mask=here, other=0).to(tl.int64)
+    repetition = tl.load(options + places, mask=here, other=0x3F800000).to(tl.float32, bitcast=True)  # 1.0
+    presence = tl.load(options + 2 * places, mask=here, other=0).to(tl.float32, bitcast=True)
+    frequency = tl.load(options + 3 * places, mask=here, other=0).to(tl.float32, bitcast=True)
+    at = logits + row * stride + token
+    x = tl.load(at, mask=here, other=0.0)
+    x = tl.where(x > 0, x / repetition, x * repetition)
+    tl.store(at, x - (frequency * times + tl.where(times > 0, presence, 0.0)), mask=here)

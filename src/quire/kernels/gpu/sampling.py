@@ -1,0 +1,178 @@
+"""Logits: what options do to them, and choosing tokens. The kernels are in `logits_kernels.py` and `sampling_draw.py`.
+
+Nothing here waits for the device. Numbers of the host go there in one copy of pinned memory an op, as few as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.kernels.backend import TopLogprobs
+from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.logits_kernels import (
+    add_values,
+    join_largest,
+    join_sums,
+    keep_bits,
+    largest_parts,
+    order_keys,
+    penalize,
+    sum_parts,
+)
+from quire.kernels.gpu.sampling_draw import draw
+
+READ = 4096  # logits that a program looks at together
+PART = 16384  # logits of one sum; fixed, so that sums do not depend on the batch
+ENTRIES = 256  # of a list, for each program
+DRAW = {"warps": 16, "weigh": 2048, "read": 2048}  # see `draw`
+PIECES = {"warps": 16, "weigh": 2048, "read": 2048, "rounds": 4}  # of rows that are cut
+MOST_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys' memory to 128 MB
+
+
+class SamplingOps(ArrayOps):
+    """Logits and sampling."""
+
+    def apply_penalties(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        repetition: np.ndarray,
+        presence: np.ndarray,
+        frequency: np.ndarray,
+    ) -> None:
+        """See `Backend.apply_penalties`; all that the device is told goes there in one copy."""
+        count, places = len(ids), len(rows)
+        if not count:
+            return
+        entries = np.empty(3 * count + 4 * places, np.int32)
+        lists, options = entries[: 3 * count].reshape(3, count), entries[3 * count :].reshape(4, places)
+        lists[0], lists[1], lists[2] = np.repeat(np.arange(places, dtype=np.int32), np.diff(starts)), ids, counts
+        options[0] = rows
+        for line, values in zip(options[1:], (repetition, presence, frequency), strict=True):
+            line[:] = np.asarray(values, np.float32).view(np.int32)
+        grid = (-(-count // ENTRIES),)
+        penalize[grid](logits, logits.stride(0), self.from_numpy(entries), count, places, ENTRIES)
+
+    def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.add_bias`; what is added to the same logit is added up before, so that the order is settled."""
+        pairs, where = np.unique(rows.astype(np.int64) * logits.shape[1] + tokens, return_inverse=True)
+        sums = np.zeros(len(pairs), np.float32)
+        np.add.at(sums, where, values)
+        count = len(pairs)
+        if count:
+            entries = np.empty((3, count), np.int32)
+            entries[0], entries[1] = np.divmod(pairs, logits.shape[1])
+            entries[2] = sums.view(np.int32)
+            grid = (-(-count // ENTRIES),)
+            add_values[grid](logits, logits.stride(0), self.from_numpy(entries), count, ENTRIES)
+
+    def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
+        """See `Backend.keep_only`; masks go to the device as bits."""
+        padded = np.pad(mask, ((0, 0), (0, -mask.shape[1] % 32)))
+        self.apply_bitmask(logits, rows, np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+
+    def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
+        """See `Backend.put_rows`."""
+        logits.index_copy_(0, self.from_numpy(rows.astype(np.int64)), self.from_numpy(values))
+
+    def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
+        """See `Backend.apply_bitmask`."""
+        size = logits.shape[1]
+        grid = (len(rows), -(-size // READ))
+        places, bits = self.from_numpy(rows.astype(np.int64)), self.from_numpy(bitmask)
+        keep_bits[grid](logits, logits.stride(0), size, places, bits, bitmask.shape[1], READ)
+
+    def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Backend.rows_finite`."""
+        return self._largest(logits)[1]
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Backend.greedy`."""
+        return self._largest(logits)[0]
+
+    def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first largest logit's token int64 [R], and whether the row is finite; two launches.
+
+        A row is cut so that there are two programs for each multiprocessor; a maximum is the same however it is cut.
+        """
+        rows, size = logits.shape
+        pieces = max(1, min(-(-size // READ), 2 * self.num_sms // max(1, rows)))
+        part = -(-size // (pieces * READ)) * READ
+        pieces = -(-size // part)
+        tops = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)
+        places = torch.empty((rows, pieces), dtype=torch.int32, device=logits.device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
+        if rows:
+            largest_parts[(rows, pieces)](logits, logits.stride(0), size, part, tops, places, READ)
+            width = 1 << (pieces - 1).bit_length()
+            join_largest[(rows,)](tops, places, pieces, tokens, finite, width, num_warps=1)
+        return tokens, finite
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        uniforms: np.ndarray,
+    ) -> torch.Tensor:
+        """See `Backend.sample`; three launches, six for few rows, or the two of `greedy` if no temperature is set."""
+        if not temperature.any():
+            return self.greedy(logits)
+        options = np.empty((5, len(temperature)))
+        options[0], options[1], options[2], options[4] = temperature, top_k, top_p, uniforms
+        with np.errstate(divide="ignore"):
+            np.log(min_p, out=options[3], dtype=np.float64)
+        rows, size = logits.shape
+        few = self.draw_key(rows) == "few rows"
+        choice = self.choices.choose("draw", self.draw_key(rows), PIECES if few else DRAW)
+        warps, weigh, read = choice["warps"], choice["weigh"], choice["read"]
+        given = self.from_numpy(options)
+        if not few or size <= weigh:
+            return draw(logits, given, PART, 1, warps, weigh, read)
+        part = -(-size * rows // (self.num_sms * weigh)) * weigh  # so that all pieces are looked at at once
+        return draw(logits, given, part, choice["rounds"], warps, weigh, read)
+
+    def draw_key(self, rows: int) -> str:
+        """Return what a choice for `draw` is stored by: whether rows are cut, as there are two processors for each."""
+        return "few rows" if 2 * rows <= self.num_sms else "more rows"
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
+        """See `Backend.top_logprobs`; sums are float32, in an order that does not depend on the batch."""
+        rows, size = logits.shape
+        k = min(int(k), size)
+        pieces = -(-size // PART)
+        parts = torch.empty((2, rows, pieces), dtype=torch.float32, device=logits.device)
+        larger = torch.empty((rows, pieces), dtype=torch.int32, device=logits.device)
+        ids = torch.empty((rows, 1 + k), dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty((rows, 1 + k), dtype=torch.float32, device=logits.device)
+        ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            keys = self._best(logits, k)
+            sum_parts[(rows, pieces)](logits, logits.stride(0), chosen, size, parts[0], parts[1], larger, PART, READ)
+            width = 1 << (pieces - 1).bit_length()
+            join_sums[(rows,)](
+                logits, logits.stride(0), chosen, keys, k, parts[0], parts[1], larger, pieces, ids, logprobs, ranks,
+                width, ENTRIES, num_warps=2,
+            )  # fmt: skip
+        return TopLogprobs(ids, logprobs, ranks)
+
+    def _best(self, logits: torch.Tensor, k: int) -> torch.Tensor:
+        """Return `order_keys` of the k largest logits of each row int64 [R, k], the lower id first among equals."""
+        rows, size = logits.shape
+        best = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
+        if k == 0:
+            return best
+        at_once = max(1, MOST_ORDERED // size)
+        for start in range(0, rows, at_once):
+            piece = logits[start : start + at_once]
+            keys = torch.empty(piece.shape, dtype=torch.int64, device=logits.device)
+            order_keys[(piece.shape[0], -(-size // READ))](piece, piece.stride(0), size, keys, READ)
+            best[start : start + at_once] = keys.topk(k, dim=1).values
+        return best

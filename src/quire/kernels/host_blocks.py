@@ -1,0 +1,143 @@
+"""`HostBlocks`: whole blocks of KV caches kept in the host's memory, and the ways between it and the device.
+
+Which block lies where is the scheduler's business. Backends whose arrays are in the host's memory anyway have
+`PlainHostBlocks`, where every copy is done when its call returns; a GPU has its own (`gpu/host_blocks.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from quire.errors import ConfigError
+from quire.kernels import memory
+
+if TYPE_CHECKING:
+    from quire.kernels.backend import Backend, KVCache
+    from quire.kernels.memory import DeviceMemory
+
+
+class HostBlocks(Protocol):
+    """A pool of `num_blocks` blocks, each one all layers' bytes of a device block, side by side.
+
+    Calls take effect in their order, and in the order of the ops that the backend is asked for: what a call reads is
+    what earlier ones have written, and it reads it before later ones write. That is all that is promised: when bytes
+    really move is the backend's business, and nobody waits for it. Ids are int64 numpy [n], none named twice.
+    """
+
+    block_nbytes: int
+
+    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Copy blocks of the device into slots of the pool."""
+
+    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
+        """Copy slots of the pool into blocks of the device."""
+
+    def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin to copy blocks of the device to memory of their own.
+
+        The function waits for it, in any thread, and returns uint8 [n, block_nbytes].
+        """
+
+    def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """Fill blocks of the device with uint8 [n, block_nbytes], which is free on return."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the memory back. Once more is no error."""
+
+
+class PlainHostBlocks:
+    """See `HostBlocks`. The system hands out the memory when a block is first written.
+
+    Args:
+        caches: of layers, none twice.
+
+    Raises:
+        ConfigError: the system does not promise so much memory.
+    """
+
+    def __init__(self, backend: Backend, caches: Sequence[KVCache], num_blocks: int) -> None:
+        self._backend = backend
+        self._spans: list[tuple[KVCache, int, int]] = []  # which bytes of a block are whose
+        start = 0
+        for cache in caches:
+            stop = start + backend.block_nbytes(cache)
+            self._spans.append((cache, start, stop))
+            start = stop
+        self.block_nbytes = start
+        self._data = new_pool(num_blocks, start)
+
+    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
+        """See `HostBlocks.copy_out`."""
+        for cache, start, stop in self._spans:
+            self._data[slots, start:stop] = self._backend.read_blocks(cache, block_ids)
+
+    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
+        """See `HostBlocks.copy_in`."""
+        for cache, start, stop in self._spans:
+            self._backend.write_blocks(cache, block_ids, self._data[slots, start:stop])
+
+    def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
+        """See `HostBlocks.read`."""
+        data = np.empty((len(block_ids), self.block_nbytes), np.uint8)
+        for cache, start, stop in self._spans:
+            data[:, start:stop] = self._backend.read_blocks(cache, block_ids)
+        return lambda: data
+
+    def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """See `HostBlocks.write`."""
+        for cache, start, stop in self._spans:
+            self._backend.write_blocks(cache, block_ids, data[:, start:stop])
+
+    def close(self) -> None:
+        """See `HostBlocks.close`."""
+        self._data = np.zeros((0, self.block_nbytes), np.uint8)
+
+
+class HostMemory:
+    """The part of a backend whose device is the host: its memory, and pools of blocks in it."""
+
+    def used_memory(self) -> int:
+        """See `Backend.used_memory`."""
+        return memory.resident_memory()
+
+    def release_memory(self) -> None:
+        """See `Backend.release_memory`."""
+        memory.release_memory()
+
+    def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
+        """See `Backend.measure`: what a step takes is known without running one."""
+        return None
+
+    def host_blocks(self, caches: Sequence[KVCache], num_blocks: int) -> HostBlocks:
+        """See `Backend.host_blocks`."""
+        backend: Backend = self  # type: ignore[assignment]  # the part of a whole
+        return PlainHostBlocks(backend, caches, num_blocks)
+
+
+def new_pool(num_blocks: int, block_nbytes: int) -> np.ndarray:
+    """Return zeroed uint8 [num_blocks, block_nbytes] that the system hands out piece by piece.
+
+    In large pages where it can: in small ones, the first write to a block takes several times as long as the copy.
+
+    Raises:
+        ConfigError: the system does not promise so much memory.
+    """
+    nbytes = num_blocks * block_nbytes
+    if nbytes == 0:
+        return np.zeros((num_blocks, block_nbytes), np.uint8)
+    try:
+        pages = mmap.mmap(-1, nbytes)
+    except (MemoryError, OSError, OverflowError) as error:
+        raise ConfigError(
+            f"swap_space: {num_blocks} blocks of {block_nbytes} bytes could not be allocated; ask for less",
+            param="swap_space",
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8).reshape(num_blocks, block_nbytes)
