@@ -1,13 +1,20 @@
-"""What holds for every test: logging is afterwards as it was, although commands configure it for their process."""
+"""What holds for every test: logging is afterwards as it was, although commands configure it for their process, and
+Triton's kernels run in its interpreter where there is no GPU.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from quire.kernels.gpu.probe import find_gpus
 from quire.logs import JsonFormatter, TextFormatter
+
+if not find_gpus():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from quire.step import (
     LayerKVSpec,
     ModelOutput,
     NewSequenceData,
+    Pending,
     SchedulerOutput,
     TransferKind,
 )
@@ -127,6 +128,19 @@ class RunnerDriver:
         self, counts: dict[str, int], forks: list[ForkData] | None = None, branches: dict[str, list[str]] | None = None
     ) -> ModelOutput:
         """Run one step; `branches` names forks of scheduled parents that sample with them, by parent."""
+        output = self.runner.execute(self._plan(counts, forks or [], branches or {}))
+        self._planned(counts)
+        for name, tokens in output.sampled_token_ids.items():
+            self.sequences[name].tokens += tokens
+        return output
+
+    def submit(self, counts: dict[str, int]) -> Pending:
+        """Begin a step, whose tokens are not taken down here."""
+        pending = self.runner.submit(self._plan(counts, [], {}))
+        self._planned(counts)
+        return pending
+
+    def _plan(self, counts: dict[str, int], forks: list[ForkData], branches: dict[str, list[str]]) -> SchedulerOutput:
         transfers: list[tuple[int, int, int]] = []
         news, continuing = [], []
         for name, count in counts.items():
@@ -135,28 +149,25 @@ class RunnerDriver:
             continuing += [] if data is None else [data]
         drawing = [
             self.fork(parent, name, seed=number, samples=True)
-            for parent, names in (branches or {}).items()
+            for parent, names in branches.items()
             for number, name in enumerate(names, start=1)
         ]
-        output = self.runner.execute(
-            SchedulerOutput(
-                new_sequences=news,
-                continuing=continuing,
-                num_scheduled_tokens=counts,
-                total_num_scheduled_tokens=sum(counts.values()),
-                finished_sequence_ids=self._left,
-                preempted_sequence_ids=[],
-                forks=[*(forks or []), *drawing],
-                transfers=transfers,
-            )
+        return SchedulerOutput(
+            new_sequences=news,
+            continuing=continuing,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            finished_sequence_ids=self._left,
+            preempted_sequence_ids=[],
+            forks=[*forks, *drawing],
+            transfers=transfers,
         )
+
+    def _planned(self, counts: dict[str, int]) -> None:
         self._left = []
         for name, count in counts.items():
             self.sequences[name].computed += count
             self._give_back(self.sequences[name])
-        for name, tokens in output.sampled_token_ids.items():
-            self.sequences[name].tokens += tokens
-        return output
 
     def _schedule(
         self, name: str, count: int, transfers: list[tuple[int, int, int]]

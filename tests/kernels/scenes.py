@@ -43,6 +43,13 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
+def as_lists(prompt: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return starts, ids and counts of `apply_penalties`: prompt bool [P, V], counts int32 [P, V]."""
+    seen = prompt | (counts > 0)
+    starts = np.concatenate([[0], seen.sum(axis=1).cumsum()])
+    return starts, np.nonzero(seen)[1].astype(np.int32), counts[seen]
+
+
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
     """Return float32 values rounded to `dtype`, by numpy and, for bfloat16, by arithmetic on exponents."""
     if dtype == "float32":

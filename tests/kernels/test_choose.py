@@ -168,22 +168,30 @@ def test_penalties_reach_through_a_view(launchers: list[Launcher], count: int) -
 
     def draw(seed: int) -> Results:
         rng = np.random.default_rng(seed)
-        mask, counts = rng.random((count, size)) < 0.1, rng.integers(0, 3, (count, size)).astype(np.int32)
+        seen = [rng.permutation(size)[: size // 3].astype(np.int32) for _ in range(count)]
+        starts = np.cumsum([0, *map(len, seen)])
+        counts = rng.integers(0, 3, starts[-1]).astype(np.int32)
         options = [rng.random(count).astype(np.float32) + 0.5 for _ in range(3)]
-        return normal(rng, 12, size + 3), rng.permutation(12)[:count], mask, counts, *options
+        return normal(rng, 12, size + 3), rng.permutation(12)[:count], starts, np.concatenate(seen), counts, *options
 
     def compute(launcher: Launcher, logits: np.ndarray, *rest: np.ndarray) -> Results:
         choose.penalize(launcher, logits[:, 1:-2], *rest)
         return (logits,)
 
     def expect(
-        logits: np.ndarray, rows: np.ndarray, mask: np.ndarray, counts: np.ndarray, *three: np.ndarray
+        logits: np.ndarray,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        *three: np.ndarray,
     ) -> Results:
-        repetition, presence, frequency = (option[:, None] for option in three)
-        own = logits[rows, 1:-2]
+        place = np.repeat(np.arange(count), np.diff(starts))
+        repetition, presence, frequency = (option[place] for option in three)
+        own = logits[rows[place], 1 + ids]
         touched = np.where(own > 0, own / repetition, own * repetition)
         touched -= (counts > 0) * (frequency * counts.astype(np.float32) + presence)
-        logits[rows, 1:-2] = np.where(mask | (counts > 0), touched, own)
+        logits[rows[place], 1 + ids] = touched
         return (logits,)
 
     both_ways(launchers, compute, draw, expect)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.backend import CPUBackend
-from tests.kernels.scenes import normal, pair
+from tests.kernels.scenes import as_lists, normal, pair
 
 
 def draw(
@@ -32,7 +32,7 @@ def draw(
             (uniforms, np.float64),
         )
     ]
-    return backend.sample(backend.from_numpy(logits.copy()), *options)  # type: ignore[attr-defined]
+    return backend.to_numpy(backend.sample(backend.from_numpy(logits.copy()), *options))  # type: ignore[attr-defined]
 
 
 def oracle(
@@ -177,7 +177,7 @@ def test_logprobs_sum_to_one_and_are_ranked() -> None:
     exact = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     for backend in pair():
         untouched = backend.from_numpy(logits.copy())
-        top = backend.top_logprobs(untouched, chosen, 1100)
+        top = backend.top_logprobs(untouched, backend.from_numpy(chosen), 1100).fetch(backend)()
         np.testing.assert_array_equal(backend.to_numpy(untouched), logits)
         np.testing.assert_array_equal(top.token_ids[:, 0], chosen)
         np.testing.assert_allclose(np.exp(top.logprobs[:, 1:].astype(np.float64)).sum(axis=1), 1, atol=1e-5)
@@ -192,7 +192,7 @@ def test_logprobs_sum_to_one_and_are_ranked() -> None:
 def test_as_many_alternatives_as_asked(k: int) -> None:
     logits = np.array([[1.0, 4.0, -np.inf, 4.0, 2.0, -0.0, 0.0]], np.float32)
     for backend in pair():
-        top = backend.top_logprobs(backend.from_numpy(logits), np.array([6]), k)
+        top = backend.top_logprobs(backend.from_numpy(logits), backend.from_numpy(np.array([6])), k).fetch(backend)()
         assert top.token_ids.tolist() == [[6, 1, 3, 4, 0, 5][: k + 1]]
         assert top.logprobs.shape == (1, k + 1)
         assert top.ranks.tolist() == [5]
@@ -214,9 +214,24 @@ def test_penalties() -> None:
             expected[row, i] = value - frequency[p] * counts[p, i] - presence[p] * (counts[p, i] > 0)
     for backend in pair():
         target = backend.from_numpy(logits.copy())
-        backend.apply_penalties(target, rows, prompt, counts, repetition, presence, frequency)
+        backend.apply_penalties(target, rows, *as_lists(prompt, counts), repetition, presence, frequency)
         np.testing.assert_allclose(backend.to_numpy(target), expected, atol=1e-6)
         np.testing.assert_array_equal(backend.to_numpy(target)[[0, 3, 5]], logits[[0, 3, 5]])
+
+
+def test_penalties_of_more_tokens_than_a_work_item_has() -> None:
+    rng = np.random.default_rng(16)
+    logits, size = normal(rng, 4, 9000), 9000
+    prompt, counts = np.zeros((4, size), bool), np.zeros((4, size), np.int32)
+    prompt[0], counts[2], counts[3, -1] = True, 2, 1  # the second row has none
+    options = [np.array(x, np.float32) for x in ([1.3, 2, 0.8, 1], [0, 1, -0.2, 0.5], [0.1, 1, 1.5, 0.25])]
+    expected = np.where(prompt | (counts > 0), logits * np.where(logits > 0, 1 / options[0][:, None], 1), logits)
+    expected = np.where((prompt | (counts > 0)) & (logits <= 0), logits * options[0][:, None], expected)
+    expected -= options[2][:, None] * counts + options[1][:, None] * (counts > 0)
+    for backend in pair():
+        target = backend.from_numpy(logits.copy())
+        backend.apply_penalties(target, np.arange(4), *as_lists(prompt, counts), *options)
+        np.testing.assert_allclose(backend.to_numpy(target), expected, atol=1e-6)
 
 
 def test_bias_adds_up_and_bars() -> None:
@@ -280,7 +295,7 @@ def test_no_way_of_sampling_takes_a_token_that_is_barred() -> None:
             target = backend.from_numpy(logits.copy())
             backend.apply_bitmask(target, np.arange(count), bits)
             options = np.full(count, 2.0), np.full(count, top_k), np.full(count, top_p), np.full(count, min_p)
-            drawn.append(backend.sample(target, *options, uniforms))
+            drawn.append(backend.to_numpy(backend.sample(target, *options, uniforms)))
             assert mask[np.arange(count), drawn[-1]].all()
         np.testing.assert_array_equal(drawn[0][20:], drawn[1][20:])  # the others' draws are at the very end
 
@@ -291,7 +306,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     logits[2] = -3.0
     logits[3, 5:] = -np.inf
     for backend in pair():
-        found = backend.greedy(backend.from_numpy(logits))
+        found = backend.fetch(backend.greedy(backend.from_numpy(logits)))()
         assert found.dtype == np.int64
         assert found.tolist() == logits.argmax(axis=1).tolist()
 

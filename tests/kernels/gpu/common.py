@@ -1,0 +1,19 @@
+"""Where tests of the GPU's kernels run: on the device if there is one, otherwise in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Types of activations. The interpreter multiplies matrices of bfloat16 wrongly.
+ACTS = ("float32", "float16", "bfloat16") if DEVICE == "cuda" else ("float32", "float16")
+
+
+def mostly_slow(values: Iterable[object], *quick: object) -> list[object]:
+    """Return parameters of which all but the quick ones are for slow runs: a program is milliseconds to interpret."""
+    values = list(values)
+    assert all(value in values for value in quick)
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -1,0 +1,28 @@
+"""Calls the ops on logits at real vocabularies, to be compiled for a GPU that is not there; see pretend_gpu.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.kernels.gpu.backend import GPUBackend
+
+
+def launch() -> None:
+    """Call every op on logits of Llama 3 and of Qwen 3: with few rows, which are cut, and with many."""
+    backend = GPUBackend(device="cpu")
+    for rows, size in ((1, 151936), (64, 128256)):
+        logits = torch.zeros(rows, size)
+        ones = np.ones(rows)
+        backend.sample(logits, ones, 50 * ones.astype(np.int64), 0.9 * ones, 0.1 * ones, 0.5 * ones)
+        backend.greedy(logits)
+        backend.rows_finite(logits)
+        backend.top_logprobs(logits, torch.zeros(rows, dtype=torch.int64), 5)
+    which = np.zeros(1, np.int64)
+    masks = np.zeros((1, size), bool)
+    masks[0, 0] = True
+    backend.keep_only(logits, which, masks)
+    backend.add_bias(logits, which, which, np.ones(1, np.float32))
+    numbers = np.ones(1, np.float32)
+    ids = np.zeros(300, np.int32)
+    backend.apply_penalties(logits, which, np.array([0, 300]), ids, ids, numbers, numbers, numbers)

@@ -1,0 +1,188 @@
+"""Experts on the GPU against the reference: all forms of weights, one token and many, and rows by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from quire.checkpoint.tensor import HostTensor
+from quire.errors import ModelError
+from quire.kernels.backend import Expert
+from quire.kernels.gpu.backend import GPUBackend
+from quire.kernels.gpu.experts import few_pairs
+from quire.kernels.gpu.experts_sort import sort_pairs
+from quire.kernels.reference.backend import ReferenceBackend
+from tests.kernels.gpu.common import ACTS, DEVICE, mostly_slow
+from tests.kernels.scenes import host
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+SIZES = {"three": (3, 2, 40, 24), "one": (1, 1, 16, 16), "many": (11, 3, 70, 35), "whole": (8, 1, 64, 64)}
+KINDS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "softplus", "swiglu_oai")
+
+
+def some_experts(number: int, hidden: int, inner: int, bias: bool, dtype: str = "float32") -> list[Expert]:
+    rng = np.random.default_rng(number + hidden)
+    shapes = [(inner, hidden), (inner, hidden), (hidden, inner)] + ([(inner,), (inner,), (hidden,)] if bias else [])
+    return [Expert(*(host(rng.standard_normal(shape) * 0.3, dtype) for shape in shapes)) for _ in range(number)]
+
+
+def draw(seed: int, tokens: int, number: int, top_k: int, hidden: int) -> tuple[torch.Tensor, ...]:
+    """Return x [T, H], ids and weights [T, k], on the host."""
+    rng = np.random.default_rng(seed + tokens)
+    ids = np.stack([rng.permutation(number)[:top_k] for _ in range(tokens)]) if tokens else np.zeros((0, top_k))
+    x, weights = rng.standard_normal((tokens, hidden)), rng.random((tokens, top_k))
+    return tuple(map(torch.from_numpy, (x.astype(np.float32), ids.astype(np.int64), weights.astype(np.float32))))
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: str) -> None:
+    assert got.shape == want.shape
+    assert float((got.float().cpu() - want).norm()) <= TOLERANCE[dtype] * float(want.norm())
+
+
+def check(dtype: str, sizes: tuple[int, int, int, int], tokens: int, kind: str, bias: bool = False) -> None:
+    number, top_k, hidden, inner = sizes
+    gpu, reference = GPUBackend(dtype, dtype, DEVICE), ReferenceBackend(dtype)
+    plain = some_experts(number, hidden, inner, bias)
+    x, ids, weights = draw(0, tokens, number, top_k, hidden)
+    x = x.to(gpu.act)
+    got = gpu.experts(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gpu.pack_experts(plain), kind)
+    assert got.dtype == gpu.act
+    close(got, reference.experts(x.float(), ids, weights, reference.pack_experts(plain), kind), dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(product(SIZES, ACTS), ("three", "float32"), ("one", "float16"), ("many", "float16")),
+)
+def test_experts_are_those_of_the_reference(case: tuple[str, str]) -> None:
+    sizes, dtype = case
+    for tokens in (0, 1, 5, 17) if sizes == "three" else (33,):
+        check(dtype, SIZES[sizes], tokens, "silu")
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "relu2", "swiglu_oai"))
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_every_kind_and_biases(tokens: int, kind: str) -> None:
+    check("float32", (3, 2, 20, 12), tokens, kind, bias=True)
+
+
+@pytest.mark.parametrize("size", mostly_slow([16, 32, 64, 128], 16, 128))
+def test_pairs_are_sorted_by_expert_and_stay_in_order(size: int) -> None:
+    for tokens, top_k, number in ((1, 1, 1), (5, 2, 3), (150, 4, 7)):
+        _, ids, _ = draw(1, tokens, number, top_k, 1)
+        ids[:, 0] = torch.where(ids[:, 0] == number - 1, 0, ids[:, 0]) if top_k == 1 else ids[:, 0]
+        blocks = sort_pairs(ids.to(DEVICE), number, size)
+        pairs, owners = [], []
+        for expert in range(number):
+            own = (ids.flatten() == expert).nonzero().flatten().tolist()
+            count = -(-len(own) // size)
+            pairs += own + [tokens * top_k] * (count * size - len(own))
+            owners += [expert] * count
+        assert blocks.pairs[: len(pairs)].tolist() == pairs
+        assert blocks.experts.tolist() == owners + [-1] * (len(blocks.experts) - len(owners))
+
+
+def test_many_pairs_are_sorted_in_several_turns() -> None:
+    _, ids, _ = draw(2, 1100, 9, 4, 1)
+    blocks = sort_pairs(ids.to(DEVICE), 9, 128)
+    real = blocks.pairs[: int((blocks.experts >= 0).sum()) * 128].cpu()
+    real = real[real < ids.numel()].long()
+    assert real.tolist() == torch.argsort(ids.flatten(), stable=True).tolist()
+
+
+def backend(invariant: bool = False) -> GPUBackend:
+    made = GPUBackend("float32", "float32", DEVICE)
+    made.batch_invariant = invariant
+    return made
+
+
+def test_few_tokens_and_many_give_the_same() -> None:
+    gpu = backend()
+    packed = gpu.pack_experts(some_experts(16, 40, 24, bias=True))
+    x, ids, weights = (array.to(DEVICE) for array in draw(3, 2, 16, 2, 40))
+    assert few_pairs(2, 2, 16) and not few_pairs(3, 2, 16)
+    close(gpu.experts(x, ids, weights, packed, "silu"), gpu._many(x, ids, weights, packed, 2).cpu(), "float32")
+
+
+@pytest.mark.parametrize("tokens", mostly_slow([2, 40, 70], 2, 40))
+def test_invariant_rows_have_the_same_bits_in_any_batch(tokens: int) -> None:
+    gpu = backend(invariant=True)
+    packed = gpu.pack_experts(some_experts(4, 24, 16, bias=True))
+    x, ids, weights = (array.to(DEVICE) for array in draw(4, tokens, 4, 2, 24))
+    together = gpu.experts(x, ids, weights, packed, "silu")
+    for row in (0, tokens // 2, tokens - 1):
+        own = slice(row, row + 1)
+        alone = gpu.experts(x[own], ids[own], weights[own], packed, "silu")
+        torch.testing.assert_close(alone, together[own], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_rows_of_nobody_disturb_no_other(tokens: int) -> None:
+    gpu = backend()
+    packed = gpu.pack_experts(some_experts(16, 24, 16, bias=False))
+    x, ids, weights = (array.to(DEVICE) for array in draw(5, tokens, 16, 2, 24))
+    before = gpu.experts(x, ids, weights, packed, "silu")
+    x[-1], weights[-1], ids[-1] = torch.nan, torch.nan, ids[0].clone()
+    after = gpu.experts(x, ids, weights, packed, "silu")
+    torch.testing.assert_close(after[:-1], before[:-1], rtol=1e-6, atol=1e-6)
+    assert after[-1].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
+    gpu = backend()
+    packed = gpu.pack_experts(some_experts(6, 24, 16, bias=True))
+    x, _, weights = (array.to(DEVICE) for array in draw(6, tokens, 6, 2, 24))
+    ids = torch.tensor([[4, 1]] * tokens, device=DEVICE)
+    before = gpu.experts(x, ids, weights, packed, "silu")
+    for array in (packed.w_in, packed.w_out, packed.bias_in, packed.bias_out):
+        assert array is not None
+        array[[0, 2, 3, 5]] = torch.nan
+    torch.testing.assert_close(gpu.experts(x, ids, weights, packed, "silu"), before, rtol=0, atol=0)
+
+
+def test_inputs_may_be_wide_and_be_views() -> None:
+    gpu = GPUBackend("float16", "float16", DEVICE)
+    packed = gpu.pack_experts(some_experts(3, 24, 16, bias=False))
+    x, ids, weights = (array.to(DEVICE) for array in draw(7, 5, 3, 2, 30))
+    want = gpu.experts(x[:, 3:27].contiguous().half(), ids, weights, packed, "silu")
+    for view in (x[:, 3:27], x.T.contiguous().T[:, 3:27]):
+        torch.testing.assert_close(gpu.experts(view, ids, weights, packed, "silu"), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_experts_are_packed_one_by_one_from_any_float(dtype: str) -> None:
+    plain = some_experts(3, 20, 12, bias=True, dtype=dtype)
+    turned = [expert._replace(down=HostTensor(expert.down.array.T.copy(), dtype).transposed()) for expert in plain]
+    gpu = backend()
+
+    def each() -> Iterator[Expert]:
+        yield from turned
+
+    for given in (plain, turned, each()):
+        packed = gpu.pack_experts(given)
+        for number, expert in enumerate(plain):
+            parts = [expert.gate, expert.up, expert.down, expert.gate_bias, expert.up_bias, expert.down_bias]
+            own = [*packed.w_in[number].chunk(2), packed.w_out[number]]
+            assert packed.bias_in is not None and packed.bias_out is not None
+            own += [*packed.bias_in[number].chunk(2), packed.bias_out[number]]
+            for part, made in zip(parts, own, strict=True):
+                assert part is not None
+                np.testing.assert_array_equal(made.cpu().numpy(), part.to_float32())
+
+
+def test_experts_that_differ_in_size_are_refused() -> None:
+    with pytest.raises(ModelError, match="the same for all"):
+        backend().pack_experts(some_experts(1, 16, 16, bias=False) + some_experts(1, 16, 32, bias=False))
+
+
+def test_ranks_beyond_the_first_have_no_bias_of_the_whole() -> None:
+    plain = [expert._replace(down_bias=None) for expert in some_experts(3, 20, 12, bias=True)]
+    gpu, reference = backend(), ReferenceBackend()
+    x, ids, weights = draw(8, 4, 3, 2, 20)
+    got = gpu.experts(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gpu.pack_experts(plain), "silu")
+    close(got, reference.experts(x, ids, weights, reference.pack_experts(plain), "silu"), "float32")
