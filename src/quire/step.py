@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+UNKNOWN_TOKEN = -1  # stands in a sequence for the token that a step under way is about to sample
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
 class ThinkingData(msgspec.Struct, frozen=True):
@@ -146,6 +149,9 @@ class SchedulerOutput(msgspec.Struct):
     4. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
        continuing ones are taken in. Forks that sample come last, for their parents may be new, or grow, in this step.
     5. The model runs.
+
+    A step may be planned before the result of the one before is known. Nothing of it, movements included, happens
+    before that one has computed; it may go on with sequences that have ended meanwhile, to nobody's use.
     """
 
     new_sequences: list[NewSequenceData]
@@ -212,7 +218,8 @@ class ModelOutput(msgspec.Struct):
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
     must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose load
     from disk ended whether the record was sound. `pooled` has what was asked for of each sequence with pooling
-    parameters whose prompt ended; it has no tokens.
+    parameters whose prompt ended; it has no tokens. `host_gap` are the seconds in which the device had nothing to do
+    before this step, since the one before had ended.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -225,6 +232,34 @@ class ModelOutput(msgspec.Struct):
     refused: list[str] = []
     sampler_states: dict[str, float] = {}
     pooled: dict[str, PooledData] = {}
+    host_gap: float = 0.0
+
+
+class Pending(Protocol):
+    """A step on its way.
+
+    Attributes:
+        overlaps: whether another step may be planned, and sent after this one, before its result is taken. That one's
+            comes after this one's.
+    """
+
+    overlaps: bool
+
+    def result(self) -> ModelOutput:
+        """Wait for the step; raises what goes wrong in it. May be called again."""
+
+
+class Done:
+    """A step that has been computed."""
+
+    overlaps = False
+
+    def __init__(self, output: ModelOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelOutput:
+        """See `Pending`."""
+        return self._output
 
 
 class LayerKVSpec(msgspec.Struct, frozen=True):
@@ -243,11 +278,10 @@ class LayerKVSpec(msgspec.Struct, frozen=True):
     latent: bool = False
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of `block_size` tokens; int8 has a float32 scale for each token and head."""
-        if self.latent:
-            return block_size * self.head_size * DTYPE_BYTES[self.dtype]
-        scale = DTYPE_BYTES["float32"] if self.dtype == "int8" else 0
-        return 2 * block_size * self.num_kv_heads * (self.head_size * DTYPE_BYTES[self.dtype] + scale)
+        """Bytes of one block: K and V of `block_size` tokens; int8 and fp8 have a float32 scale a token and head."""
+        scale = DTYPE_BYTES["float32"] if self.dtype in ("int8", "fp8") else 0
+        vectors = 1 if self.latent else 2 * self.num_kv_heads
+        return vectors * block_size * (self.head_size * DTYPE_BYTES[self.dtype] + scale)
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
@@ -372,6 +406,9 @@ STATS_COUNTERS = (
     "disk_cache_hits",
     "num_steps",
     "num_scheduled_tokens",
+    "num_discarded_tokens",
+    "step_seconds",
+    "host_gap_seconds",
 )
 
 
@@ -383,6 +420,9 @@ class SchedulerStats(msgspec.Struct):
     `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
     `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
+    `num_discarded_tokens`, of the scheduled ones, were computed for sequences that had ended before that was known.
+    `step_seconds` is the time from step to step while there was work; in `host_gap_seconds` of these, the device waited
+    for the host.
     """
 
     num_running: int = 0
@@ -401,6 +441,9 @@ class SchedulerStats(msgspec.Struct):
     disk_cache_hits: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_discarded_tokens: int = 0
+    step_seconds: float = 0.0
+    host_gap_seconds: float = 0.0
     num_deferred: int = 0
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []

@@ -28,6 +28,7 @@ from quire.kernels.cpu import (
     threads,
 )
 from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.steps import StepShape
 from quire.models.loader import load_model
 from quire.worker.footprint import Footprint, part_of
 from quire.worker.graphs import Shape, StepGraphs
@@ -81,6 +82,9 @@ def settled(folder: Path, family: str, **options: Any) -> tuple[EngineConfig, An
     info = load_model_info(folder)
     base = {"max_num_seqs": 24, "max_num_batched_tokens": 130, "max_model_len": 400, "load_format": "dummy"}
     return settle(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
+
+
+STEPS: list[Shape] = [(StepShape(130, 24, 24), False, False), (StepShape(24, 24, 24), False, False)]
 
 
 def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, int]:
@@ -140,7 +144,7 @@ def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, 
 def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, family: str) -> None:
     config, info = settled(tmp_path, family)
     footprint = Footprint(config, info)
-    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
+    weights, used = recorded(config, info, STEPS)
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
 
@@ -160,7 +164,7 @@ def test_weights_and_activations_are_what_the_cpu_backend_takes(tmp_path: Path, 
 def test_so_they_are_in_every_form_of_weights(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     config, info = settled(tmp_path, family, **options)
     footprint = Footprint(config, info)
-    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
+    weights, used = recorded(config, info, STEPS)
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
 
@@ -169,7 +173,7 @@ def test_so_they_are_in_every_form_of_weights(tmp_path: Path, family: str, optio
 def test_so_they_are_for_latent_attention(tmp_path: Path, options: dict[str, Any]) -> None:
     config, info = settled(tmp_path, "deepseek_v3", **options)
     footprint = Footprint(config, info)
-    weights, used = recorded(config, info, [(130, 24, 24, False, False), (24, 24, 24, False, False)])
+    weights, used = recorded(config, info, STEPS)
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
 

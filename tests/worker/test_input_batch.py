@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 
@@ -100,7 +101,9 @@ def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
     batch.append(np.array([parent]), np.array([33]))
     ours, theirs = (batch.extras[row] for row in rows)
     assert ours is not None and theirs is not None
-    assert (ours.output_counts[33], theirs.output_counts[33]) == (1, 0)
+    assert ours.seen is not None and theirs.seen is not None
+    assert (ours.seen.ids.tolist(), ours.seen.counts.tolist()) == ([1, 2, 33], [0, 0, 1])
+    assert (theirs.seen.ids.tolist(), theirs.seen.counts.tolist()) == ([1, 2], [0, 0])
     assert (ours.num_prompt_logprobs, theirs.num_prompt_logprobs) == (2, None)
 
 
@@ -219,8 +222,11 @@ class Traffic:
             for group, table in enumerate(row.tables):
                 assert batch.block_tables[group, at, : batch.num_blocks[group, at]].tolist() == table
             assert batch.seeds[at] == row.seed
-            counted = np.bincount(np.array(row.output, np.int64), minlength=100)
-            np.testing.assert_array_equal(batch.extras[at].output_counts, counted)  # type: ignore[union-attr]
+            seen = batch.extras[at].seen  # type: ignore[union-attr]
+            assert seen is not None and len(set(seen.ids.tolist())) == len(seen.ids)
+            output = Counter(row.output)
+            found = dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True))
+            assert found == {token: output[token] for token in row.tokens}
 
     def check_inputs(self, counts: dict[str, int]) -> None:
         inputs = self.batch.inputs(counts)

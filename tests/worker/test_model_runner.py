@@ -28,6 +28,7 @@ WINDOWED: dict[str, Any] = {
     "layer_types": KINDS,
 }
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
+PLAIN = SamplingParams(temperature=0.0)
 FANCY = SamplingParams(
     temperature=1.5, top_p=0.95, top_k=40, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3, logprobs=2
 )
@@ -218,6 +219,40 @@ def test_logits_that_are_not_finite_are_an_error_of_each_fork_alone(
     assert output.errors.keys() == ({"a"} if num_candidates else {"a", "b", "c"})
     assert output.sampled_token_ids.keys() == {"well"}
     assert output.candidates == {}
+
+
+def test_logits_that_are_not_finite_are_told_when_a_step_lands(folders: dict[str, Path]) -> None:
+    """The step after it was begun with some token in its place, and disturbs nobody."""
+    told = []
+    for spoilt in (False, True):
+        driver = make(folders["plain"])
+        for name in ("a", "well"):
+            driver.add(name, PROMPT, PLAIN)
+        driver.step({"a": 8, "well": 8})
+        if spoilt:
+            driver.spoil(driver.sequences["a"].tables[0])
+        first = driver.submit({"a": 2, "well": 2})
+        second = driver.submit({"a": 1, "well": 1})
+        assert first.overlaps and second.overlaps
+        outputs = first.result(), second.result()
+        assert [output.errors.keys() for output in outputs] == [{"a"} if spoilt else set()] * 2
+        told.append([output.sampled_token_ids["well"] for output in outputs])
+        assert first.result() is outputs[0]
+    assert told[0] == told[1]
+
+
+def test_what_the_host_must_see_to_is_computed_after_what_flies(folders: dict[str, Path]) -> None:
+    driver, other = make(folders["plain"]), make(folders["plain"])
+    penalized = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    for one in (driver, other):
+        one.add("a", PROMPT, PLAIN)
+        one.add("b", PROMPT, penalized)
+    first = driver.submit({"a": 10, "b": 4})
+    second = driver.submit({"a": 1, "b": 6})
+    assert first.overlaps and not second.overlaps
+    found = [second.result().sampled_token_ids, first.result().sampled_token_ids]
+    expected = [other.step(counts).sampled_token_ids for counts in ({"a": 10, "b": 4}, {"a": 1, "b": 6})]
+    assert found[::-1] == expected
 
 
 def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) -> None:

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import CPUBackend
+from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
 from quire.step import BlockLoad, BlockSave, SchedulerOutput, TransferKind
 from quire.worker import disk_threads
 from quire.worker.disk_store import DiskStore, StoreGeometry
 from quire.worker.transfers import BlockTransfers, order_transfers
+from tests.kernels.gpu.common import DEVICE, mostly_slow
 
 COPY, OUT, IN = TransferKind
 DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 5, 3, 2
@@ -77,9 +79,11 @@ class Scene:
             self.backend.write_blocks(cache, np.array([block_id]), data)
 
 
-def one_by_one(transfers: Transfers, device: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+def one_by_one(
+    transfers: Transfers, device: list[bytes], host: list[bytes] | None = None
+) -> tuple[list[bytes], list[bytes]]:
     """Return what device and host hold after the transfers, by the words of the contract."""
-    device, host = list(device), [b"\0" * len(device[0])] * HOST_BLOCKS
+    device, host = list(device), list(host or [b"\0" * len(device[0])] * HOST_BLOCKS)
     for kind, source, destination in transfers:
         content = host[source] if kind == IN else device[source]
         if kind == OUT:
@@ -98,6 +102,23 @@ def test_batches_do_what_single_transfers_would(transfers: Transfers) -> None:
     assert scene.content() == device
     scene.transfers.apply(step([(IN, block, block) for block in range(HOST_BLOCKS)]))
     assert scene.content() == host + device[HOST_BLOCKS:]
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(12), 0, 1, 2))
+def test_batches_do_so_on_a_gpu_whose_steps_do_not_wait_for_them(seed: int) -> None:
+    rng, scene = np.random.default_rng(seed), Scene(GPUBackend("float16", "int8", DEVICE))
+    device, host = scene.content(), [b"\0" * len(scene.content()[0])] * HOST_BLOCKS
+    for _ in range(3):  # several steps, between which nobody waits
+        transfers: Transfers = []
+        for kind in rng.integers(0, 3, 8).tolist():
+            most = (HOST_BLOCKS if kind == IN else DEVICE_BLOCKS, HOST_BLOCKS if kind == OUT else DEVICE_BLOCKS)
+            transfers.append((kind, int(rng.integers(most[0])), int(rng.integers(most[1]))))
+        device, host = one_by_one(transfers, device, host)
+        scene.transfers.apply(step(transfers))
+    assert scene.content() == device
+    scene.transfers.apply(step([(IN, block, block) for block in range(HOST_BLOCKS)]))
+    assert scene.content() == host + device[HOST_BLOCKS:]
+    scene.transfers.close()
 
 
 @pytest.mark.parametrize(
@@ -197,13 +218,18 @@ def test_what_is_overwritten_in_the_same_step_is_saved_as_it_was(scene: Scene) -
     assert scene.content() == [before[4], before[4], before[1], before[0], before[4]]
 
 
-@pytest.mark.parametrize("kind", [CPUBackend, ReferenceBackend])
-def test_blocks_outlive_the_engine(tmp_path: Path, kind: type[CPUBackend] | type[ReferenceBackend]) -> None:
-    first = open_scene(tmp_path, kind(kv_dtype="int8", num_threads=1))
+@pytest.mark.parametrize("kind", ["cpu", "reference", "cuda"])
+def test_blocks_outlive_the_engine(tmp_path: Path, kind: str) -> None:
+    def backend() -> Backend:
+        if kind == "cuda":
+            return GPUBackend("float16", "int8", DEVICE)
+        return (CPUBackend if kind == "cpu" else ReferenceBackend)(kv_dtype="int8", num_threads=1)
+
+    first = open_scene(tmp_path, backend())
     before = first.content()
     first.transfers.apply(step(saves=[BlockSave(block, block, bytes([block])) for block in range(DEVICE_BLOCKS)]))
     first.transfers.close()
-    second = open_scene(tmp_path, kind(kv_dtype="int8", num_threads=1))
+    second = open_scene(tmp_path, backend())
     loads = [BlockLoad(block, 4 - block, bytes([4 - block])) for block in range(DEVICE_BLOCKS)]
     assert load_all(second, loads) == dict.fromkeys(range(DEVICE_BLOCKS), True)
     assert second.content() == before[::-1]

@@ -186,6 +186,19 @@ class _InventedTensor(QuantizedTensor):
         """See `QuantizedTensor`."""
         return self._shape
 
+    @property
+    def repeated(self) -> tuple[np.ndarray, int]:
+        """The list twice in a row, bits of bfloat16, and where in it this tensor begins, modulo the list's length.
+
+        A device that has the list makes the tensor by itself.
+        """
+        return self._twice, self._first
+
+    def matrix(self, index: int) -> _InventedTensor:
+        """See `QuantizedTensor`."""
+        inner = self._shape[1:]
+        return _InventedTensor(self._twice, self._first + index * math.prod(inner), inner)
+
     def rows(self, start: int, stop: int) -> _InventedTensor:
         """See `QuantizedTensor`."""
         stop = min(stop, self._shape[0])
@@ -194,6 +207,8 @@ class _InventedTensor(QuantizedTensor):
 
     def columns(self, start: int, stop: int) -> Tensor:
         """See `QuantizedTensor`."""
+        if (start, stop) == (0, self._shape[-1]):
+            return self
         return HostTensor(self.array[..., start:stop], self.dtype)
 
     def to_float32(self) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
+from quire.layers.norm import HeadRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import LayerKVSpec
 
@@ -31,23 +32,34 @@ def wanted_rows(backend: Backend, x: Array, metadata: AttentionMetadata) -> Arra
 
 
 class Attention:
-    """One attention layer's constants and its three ops. Projections and per-head norms belong to the model.
+    """One attention layer's constants and its ops. Projections belong to the model.
 
-    `rotary` is None where positions enter otherwise.
+    `rotary` is None where positions enter otherwise. `norms` are those of each head of queries and of keys, before they
+    are rotated; what else is normed is so by the model.
     """
 
-    def __init__(self, backend: Backend, params: AttentionParams, rotary: RotaryEmbedding | None = None) -> None:
-        self.backend, self.params, self.rotary = backend, params, rotary
+    def __init__(
+        self,
+        backend: Backend,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None = None,
+        norms: tuple[HeadRMSNorm, HeadRMSNorm] | None = None,
+    ) -> None:
+        self.backend, self.params, self.rotary, self.norms = backend, params, rotary, norms
 
     def __call__(
         self, positions: Array, q: Array, k: Array, v: Array, kv_cache: LayerCache, metadata: AttentionMetadata
     ) -> Array:
         """q [T, Hq*D], k and v [T, Hkv*D] at `positions` [T] -> [T, Hq*D]. q and k may be changed in place."""
-        if self.rotary is not None:
-            self.rotary(positions, q, k)
         own = metadata.of_group(kv_cache.group)
-        self.backend.write_kv(k, v, kv_cache.cache, own.slot_mapping)
-        return self.backend.paged_attention(q, kv_cache.cache, own, self.params)
+        if self.rotary is not None:
+            norms = self.norms and (self.norms[0].weight, self.norms[1].weight, self.norms[0].eps)
+            q, k = self.rotary.write(positions, q, k, v, kv_cache.cache, own.slot_mapping, norms)
+        else:
+            if self.norms is not None:
+                q, k = self.norms[0](q), self.norms[1](k)
+            self.backend.write_kv(k, v, kv_cache.cache, own.slot_mapping)
+        return self.backend.paged_attention(q, kv_cache.cache, own, self.params, (k, v))
 
     def kv_spec(self) -> LayerKVSpec:
         """Say what this layer caches per token."""

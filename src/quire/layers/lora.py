@@ -43,6 +43,7 @@ class LoRATarget:
     cut: Callable[[LoRAChange], list[LoRAChange]]
 
 
+Put = Callable[[Array, np.ndarray], None]  # `Stager.put`
 PackedAdapter = dict[int, list[Any]]  # by number of the layer, what each of its parts gets, or None
 
 
@@ -69,20 +70,19 @@ class _Buffers:
     """Which slot each of some rows has: `LoRARows` whose arrays stay where they are."""
 
     def __init__(self, backend: Backend, num_rows: int, num_slots: int) -> None:
-        self._backend, self._num_slots = backend, num_slots
+        self._num_slots = num_slots
         self._rows = LoRARows(
             backend.zeros((num_rows,), "int64"),
             backend.zeros((num_rows,), "int64"),
             backend.zeros((num_slots + 1,), "int64"),
         )
 
-    def write(self, slots: np.ndarray) -> None:
-        count, order = len(slots), np.argsort(slots, kind="stable")
+    def write(self, slots: np.ndarray, put: Put) -> None:
+        order = np.argsort(slots, kind="stable")
         starts = np.searchsorted(slots[order], np.arange(self._num_slots + 1))
-        assign = self._backend.assign
-        assign(self._rows.slots[:count], slots)
-        assign(self._rows.order[: count - starts[0]], order[starts[0] :])
-        assign(self._rows.starts, starts - starts[0])
+        put(self._rows.slots, slots)
+        put(self._rows.order, order[starts[0] :])
+        put(self._rows.starts, starts - starts[0])
 
     def first(self, count: int) -> LoRARows:
         return LoRARows(self._rows.slots[:count], self._rows.order[:count], self._rows.starts)
@@ -211,16 +211,24 @@ class LoRASlots:
 
     # ---- in a step ----
 
-    def write(self, input_ids: np.ndarray, token_slots: np.ndarray, row_slots: np.ndarray) -> np.ndarray:
+    def write(
+        self, input_ids: np.ndarray, token_slots: np.ndarray, row_slots: np.ndarray, put: Put | None = None
+    ) -> np.ndarray:
         """Note the slots of a step's tokens and of the rows whose logits are wanted, int64, -1 for none.
 
-        Returns the ids with those that the model's own table lacks replaced.
+        There may be more slots than tokens or rows, for padding. `put` brings arrays where they stay, by default at
+        once. Returns the ids with those that the model's own table lacks replaced.
         """
-        self._tokens.write(token_slots)
-        self._write_rows(row_slots)
+        put = put or self._put
+        self._tokens.write(token_slots, put)
+        self._write_rows(row_slots, put)
         if self._ids is None:
             return input_ids
-        self.backend.assign(self._ids[: len(input_ids)], input_ids)
+        ids = input_ids
+        if len(token_slots) > len(ids):
+            ids = np.zeros(len(token_slots), np.int64)
+            ids[: len(input_ids)] = input_ids
+        put(self._ids, ids)
         return np.minimum(input_ids, self.base_vocab - 1)
 
     def begin(self, num_tokens: int, num_rows: int, active: bool) -> None:
@@ -229,13 +237,16 @@ class LoRASlots:
 
     def begin_rows(self, slots: np.ndarray) -> None:
         """Like `write` and `begin`, for rows of which nothing but logits is computed."""
-        self._write_rows(slots)
+        self._write_rows(slots, self._put)
         self.begin(0, len(slots), bool((slots >= 0).any()))
 
-    def _write_rows(self, slots: np.ndarray) -> None:
-        self._rows.write(slots)
+    def _write_rows(self, slots: np.ndarray, put: Put) -> None:
+        self._rows.write(slots, put)
         if self._limits is not None:
-            self.backend.assign(self._limits[: len(slots)], self._vocab_sizes[slots])
+            put(self._limits, self._vocab_sizes[slots])
+
+    def _put(self, target: Array, values: np.ndarray) -> None:
+        self.backend.assign(target[: len(values)], values)
 
     def rows_of(self, count: int) -> LoRARows | None:
         """Return the slots of the rows of an array of so many; None if none of the step has an adapter.

@@ -118,7 +118,7 @@ class LatentSpace:
         self.backend, self.num_heads = builder.backend, num_heads
         if self.backend.kv_dtype == "int8":
             raise ConfigError(
-                "kv_cache_dtype is int8; latent vectors are cached in float32, bfloat16 or float16. "
+                "kv_cache_dtype is int8; latent vectors are cached in float32, bfloat16, float16, or on a GPU in fp8. "
                 "With latent_cache off, keys and values of all heads can be cached in int8",
                 param="kv_cache_dtype",
             )

@@ -86,7 +86,7 @@ class MoE:
             bias = builder.get(names.correction, shape)
             bias = bias.matrix(0) if options.correction_is_row else bias
             self.routing = replace(self.routing, bias=self.backend.vector(bias))
-        self.experts = self.backend.pack_experts(read_experts(builder, hidden_size, options))
+        self.experts = self.backend.pack_experts(ReadExperts(builder, hidden_size, options))
         self.shared = SharedExpert(builder, hidden_size, options) if options.shared_size else None
 
     def __call__(self, x: Array) -> Array:
@@ -116,6 +116,21 @@ class SharedExpert:
         """[T, H] -> [T, H]."""
         out = self.down_proj.partial(self.gate_up_proj(x))
         return out if self.gate is None else out * self.backend.activation(self.gate(x), "sigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadExperts:
+    """What `read_experts` yields, with its length."""
+
+    builder: Builder
+    hidden_size: int
+    options: MoEOptions
+
+    def __len__(self) -> int:
+        return self.options.routing.num_experts
+
+    def __iter__(self) -> Iterator[Expert]:
+        return read_experts(self.builder, self.hidden_size, self.options)
 
 
 def read_experts(builder: Builder, hidden_size: int, options: MoEOptions) -> Iterator[Expert]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.checkpoint.rope import RopeParameters
-from quire.kernels.backend import Array, Backend
+from quire.kernels.backend import Array, Backend, HeadNorms, KVCache
 
 
 class RotaryEmbedding:
@@ -39,6 +39,26 @@ class RotaryEmbedding:
     def __call__(self, positions: Array, q: Array, k: Array) -> None:
         """Rotate q [T, Hq*D] and k [T, Hkv*D] in place."""
         self.backend.rotary_embedding(positions, q, k, self.cos_sin, self.head_size, self.interleaved)
+        self._scale(positions, q)
+
+    def write(
+        self,
+        positions: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: KVCache,
+        slot_mapping: Array,
+        norms: HeadNorms | None = None,
+    ) -> tuple[Array, Array]:
+        """Rotate q and k in place, after norms if there are any, store k and v in a layer's cache; return q and k."""
+        q, k = self.backend.rotary_write_kv(
+            positions, q, k, v, self.cos_sin, self.head_size, self.interleaved, cache, slot_mapping, norms
+        )
+        self._scale(positions, q)
+        return q, k
+
+    def _scale(self, positions: Array, q: Array) -> None:
         if self.query_scales is not None:
             q *= self.backend.take_rows(self.query_scales, positions)
 

@@ -194,7 +194,7 @@ class TransformersForCausalLM:
         import torch
 
         self._step = kv_caches, metadata
-        with torch.inference_mode():
+        with torch.no_grad():  # in inference mode, nobody could change what comes of it in place
             output = self._body(
                 input_ids=to_torch(input_ids)[None].long(), position_ids=to_torch(positions)[None], use_cache=False
             )
@@ -207,7 +207,7 @@ class TransformersForCausalLM:
             return self.backend.linear(hidden, self._planned[2])
         import torch
 
-        with torch.inference_mode():
+        with torch.no_grad():
             rows = to_torch(hidden)[None]
             return to_array(self.backend, self._top(inputs_embeds=rows, use_cache=False).logits[0])
 

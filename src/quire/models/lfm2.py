@@ -39,16 +39,16 @@ class Lfm2Attention(Mixer):
         self.qkv_proj = QKVParallelLinear(
             builder, names, hidden, num_heads=heads, num_kv_heads=kv_heads, head_size=size
         )
-        self.q_norm = HeadRMSNorm(builder, "q_layernorm", size, info.norm_eps)
-        self.k_norm = HeadRMSNorm(builder, "k_layernorm", size, info.norm_eps)
+        q_norm = HeadRMSNorm(builder, "q_layernorm", size, info.norm_eps)
+        k_norm = HeadRMSNorm(builder, "k_layernorm", size, info.norm_eps)
         params = AttentionParams(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, size, scale=size**-0.5)
-        self.attention = Attention(builder.backend, params, rotary)
+        self.attention = Attention(builder.backend, params, rotary, (q_norm, k_norm))
         self.out_proj = RowParallelLinear(builder, "out_proj", heads * size, hidden)
 
     def __call__(self, positions: Array, x: Array, cache: LayerCache, metadata: AttentionMetadata) -> Array:
         """See `Mixer`."""
         q, k, v = self.qkv_proj(x)
-        out = self.attention(positions, self.q_norm(q), self.k_norm(k), v, cache, metadata)
+        out = self.attention(positions, q, k, v, cache, metadata)
         return self.out_proj(self.wanted(out, metadata))
 
     def spec(self) -> LayerKVSpec:

@@ -98,10 +98,15 @@ class DecoderAttention:
         )
         self.q_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
         self.k_norm: HeadRMSNorm | ProjectionRMSNorm | None = None
+        head_norms = None
         q_name, k_name = options.qk_norm_names
         if options.qk_norm == "head":
-            self.q_norm = HeadRMSNorm(builder, q_name, head_dim, eps, offset=options.norm_offset)
-            self.k_norm = HeadRMSNorm(builder, k_name, head_dim, eps, offset=options.norm_offset)
+            q_norm = HeadRMSNorm(builder, q_name, head_dim, eps, offset=options.norm_offset)
+            k_norm = HeadRMSNorm(builder, k_name, head_dim, eps, offset=options.norm_offset)
+            if options.norm_rotated:
+                self.q_norm, self.k_norm = q_norm, k_norm
+            else:
+                head_norms = q_norm, k_norm
         elif options.qk_norm == "projection":
             self.q_norm = ProjectionRMSNorm(builder, q_name, heads, head_dim, eps, mine=self.qkv_proj.heads)
             self.k_norm = ProjectionRMSNorm(builder, k_name, kv_heads, head_dim, eps, mine=self.qkv_proj.kv_heads)
@@ -123,6 +128,7 @@ class DecoderAttention:
                 sinks=sinks,
             ),
             None if layer in options.unrotated_layers or options.norm_rotated else rotary,
+            head_norms,
         )
         self.o_proj = RowParallelLinear(builder, "o_proj", heads * head_dim, hidden, bias=options.output_bias)
 

@@ -168,7 +168,7 @@ class _ByteCounter:
             size = held_size(layout, outputs, inputs)
             self.num_bytes += size.data + size.rest + (outputs * DTYPE_BYTES["float32"] if biases else 0)
             return
-        if self.quantization is None or exact:
+        if self.quantization is None or exact or (table and self.quantization == "fp8"):
             row = inputs * DTYPE_BYTES[self.dtype]
         elif self.quantization == "int4" and not table:
             row = inputs // 2 + -(-inputs // GROUP) * DTYPE_BYTES["float16"] + DTYPE_BYTES["float32"]

@@ -38,16 +38,16 @@ class GatedAttention(Mixer):
         self.qkv_proj = GatedQKVParallelLinear(
             builder, hidden, num_heads=heads, num_kv_heads=info.num_key_value_heads, head_size=size, bias=bias
         )
-        self.q_norm = HeadRMSNorm(builder, "q_norm", size, eps, offset=offset)
-        self.k_norm = HeadRMSNorm(builder, "k_norm", size, eps, offset=offset)
+        q_norm = HeadRMSNorm(builder, "q_norm", size, eps, offset=offset)
+        k_norm = HeadRMSNorm(builder, "k_norm", size, eps, offset=offset)
         params = AttentionParams(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, size, scale=size**-0.5)
-        self.attention = Attention(builder.backend, params, rotary)
+        self.attention = Attention(builder.backend, params, rotary, (q_norm, k_norm))
         self.o_proj = RowParallelLinear(builder, "o_proj", heads * size, hidden, bias=bias)
 
     def __call__(self, positions: Array, x: Array, cache: LayerCache, metadata: AttentionMetadata) -> Array:
         """See `Mixer`."""
         q, k, v, gate = self.qkv_proj(x)
-        out = self.attention(positions, self.q_norm(q), self.k_norm(k), v, cache, metadata)
+        out = self.attention(positions, q, k, v, cache, metadata)
         out, gate = self.wanted(out, metadata), self.wanted(gate, metadata)
         return self.o_proj(out * self.backend.activation(gate, "sigmoid"))
 

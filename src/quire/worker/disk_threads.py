@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import Queue, SimpleQueue
 
 import numpy as np
@@ -23,7 +24,8 @@ READERS = 2
 WAITING_BYTES = 256 * 2**20  # of blocks on their way to the disk, and as many on their way from it
 PATIENCE_S = 1.0  # a step waits for a load, so that the engine hears of new requests and aborts even if a disk hangs
 
-Save = tuple[int, bytes, np.ndarray]  # slot, header, block
+Payload = Callable[[], np.ndarray]  # waits until the block, uint8 [block_nbytes], has come from the device
+Save = tuple[int, bytes, Payload]  # slot, header, block
 Load = tuple[int, int, bytes]  # device block, slot, header
 
 
@@ -49,8 +51,8 @@ class DiskThreads:
         for thread in (self._writer, *self._readers):
             thread.start()
 
-    def save(self, slot: int, header: bytes, payload: np.ndarray) -> None:
-        """Write uint8 [block_nbytes], which must not change any more; waits only while too much is unwritten."""
+    def save(self, slot: int, header: bytes, payload: Payload) -> None:
+        """Write a block, which must not change any more; waits only while too much is unwritten."""
         item = (slot, header, payload)
         with self._changed:
             self._unwritten[slot] = item
@@ -102,7 +104,8 @@ class DiskThreads:
     def _write_all(self) -> None:
         while (item := self._saves.get()) is not None:
             try:
-                self._store.save(*item)
+                slot, header, payload = item
+                self._store.save(slot, header, payload())
             except Exception as error:  # the thread's boundary: others wait for its queue to empty
                 logger.exception("saving a block failed")
                 self._store.stop_saving(repr(error))
@@ -132,4 +135,4 @@ class DiskThreads:
             unwritten = self._unwritten.get(slot)
         if unwritten is None:
             return self._store.load(slot, header)
-        return unwritten[2] if unwritten[1] == header else None
+        return unwritten[2]() if unwritten[1] == header else None

@@ -57,11 +57,28 @@ _PATTERNS = {
 }
 DRAWING_SHARES = 2  # of the vocabulary's keys, for each thread, while tokens are drawn
 KEY_BYTES = 8
+FLOAT_BYTES = 4
+DRAWING_COPIES = 2  # of all logits, in float32, while a GPU draws tokens
+GRAPHS_BYTES = 512 * 2**20  # at most, of all CUDA graphs of a model, beside the arrays that they compute in
+GRAPHS_PART = 32  # and no more than one part in so many of a GPU
 
 
 def part_of(name: str) -> str:
     """Return which of `PARTS` a tensor belongs to, by its name."""
     return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "other")
+
+
+def graph_bytes(config: EngineConfig, step: int, total: int) -> int:
+    """Return the bytes that CUDA graphs of a config may take of a GPU of `total` bytes; 0 without any.
+
+    They share a pool of arrays, as large as those of their largest step: its part of the `step` bytes that one of
+    `max_num_batched_tokens` takes. The driver keeps the launches themselves: some MiB for each size of batch.
+    """
+    limits = config.scheduler
+    if config.device.enforce_eager:
+        return 0
+    tokens = min(config.device.max_cudagraph_capture_size, limits.max_num_batched_tokens)
+    return step * tokens // limits.max_num_batched_tokens + min(GRAPHS_BYTES, total // GRAPHS_PART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +118,7 @@ class Footprint:
         assert config.model.max_model_len is not None, "settled before"
         self._info, self._settled_len = info, config.model.max_model_len
         self._threads = config.device.num_threads or _num_cores()
+        self._gpu = config.device.device == "cuda"
         checkpoint = None
         load_format = config.model.load_format
         if load_format != "dummy" and has_weights(info, load_format):
@@ -128,8 +146,8 @@ class Footprint:
     def step(self, config: EngineConfig) -> StepBytes:
         """Return what steps of this config take at most: a full prefill and a full batch of decodes.
 
-        What only some requests ask for is not in it: penalties (5 bytes for each token of the vocabulary) and
-        logprobs of prompts.
+        What only some requests ask for is not in it: penalties (some bytes for each different token of a text) and
+        logprobs of prompts; nor are CUDA graphs (`graph_bytes`).
         """
         limits, length = config.scheduler, config.model.max_model_len
         assert length is not None, "settled before"
@@ -146,6 +164,15 @@ class Footprint:
         for count in dict.fromkeys((tokens, rows)):
             last = np.broadcast_to(np.int64(0), 0 if pools else rows)
             graphs.run(_inputs(count, rows, groups), last, all_hidden=pools, adapter_slots=slots)
+        if self._gpu:
+            return StepBytes(
+                activations=backend.arena.touched,
+                inputs=backend.input_bytes - state_bytes,
+                sampling=DRAWING_COPIES * rows * self._model.vocab_size * FLOAT_BYTES,
+                programs=0,
+                threads=0,
+                states=state_bytes,
+            )
         return StepBytes(
             activations=backend.arena.touched,
             inputs=backend.input_bytes - state_bytes + self._batch_bytes(config, groups),
@@ -268,7 +295,7 @@ class _Counter(WorkCounter):
             config.cache.kv_cache_dtype,
             config.model.quantization,
             num_threads,
-            Processor.of_level(config.device.simd_level),
+            None if config.device.device == "cuda" else Processor.of_level(config.device.simd_level),
         )
         self._source, self._checkpoint = source, checkpoint
         self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)

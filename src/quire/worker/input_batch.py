@@ -27,7 +27,10 @@ class StepInputs:
 
     `input_ids` int32 and `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S];
     `block_tables` int32 [G, S, blocks] and `slot_mapping` int64 [G, T] are those of each group; `sampled` bool [S]
-    marks sequences whose last known token is computed in this step, so that a new one can be sampled.
+    marks sequences whose last token is computed in this step, so that a new one can be sampled.
+
+    With `sources` int64 [T] the ids are not all known here: where it is below the number of rows, it is the row whose
+    last token, on the device, takes the place of an id. Elsewhere it is the number of rows plus the id's own index.
     """
 
     sequence_ids: list[str]
@@ -40,6 +43,7 @@ class StepInputs:
     block_tables: np.ndarray
     slot_mapping: np.ndarray
     sampled: np.ndarray
+    sources: np.ndarray | None = None
 
 
 class InputBatch:
@@ -84,6 +88,9 @@ class InputBatch:
         self.num_guided = 0
         self._guide_of = guide_of
         self._processors = processors
+        # Of tokens that were sampled but are on the device only: their position, -1 where the last one is known here.
+        self.unknown = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.births = np.zeros(max_num_seqs, dtype=np.int64)  # grows with each sequence that takes the row
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -113,6 +120,8 @@ class InputBatch:
     def _add(self, new: NewSequenceData) -> None:
         row = self._free_rows.pop()
         self.row_of[new.sequence_id] = row
+        self.births[row] += 1
+        self.unknown[row] = -1
         params = new.sampling_params
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
@@ -148,6 +157,8 @@ class InputBatch:
     def _fork(self, fork: ForkData) -> None:
         parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
         self.row_of[fork.sequence_id] = row
+        self.births[row] += 1
+        self.unknown[row] = -1
         for column in (
             self.num_tokens,
             self.num_prompt_tokens,
@@ -252,3 +263,26 @@ class InputBatch:
             extras = self.extras[row]
             if extras is not None:
                 extras.count(token)
+
+    def source_of_ids(self, inputs: StepInputs) -> np.ndarray | None:
+        """Return `StepInputs.sources` of a step; None where all its ids are known here."""
+        late = inputs.sampled & (self.unknown[inputs.rows] >= 0)
+        if not late.any():
+            return None
+        sources = np.arange(len(inputs.input_ids)) + len(self.unknown)
+        sources[inputs.cu_query_lens[1:][late] - 1] = inputs.rows[late]
+        return sources
+
+    def append_unknown(self, rows: np.ndarray) -> np.ndarray:
+        """Add to each of these rows a token that the device knows; return the tokens' positions int64."""
+        positions = self.num_tokens[rows]
+        self.unknown[rows] = positions
+        self.num_tokens[rows] += 1
+        return positions
+
+    def fill(self, rows: np.ndarray, births: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Take down what tokens of `append_unknown` are, in rows that still have the sequence of these `births`."""
+        same = self.births[rows] == births
+        rows, positions, tokens = rows[same], positions[same], tokens[same]
+        self.token_ids[rows, positions] = tokens
+        self.unknown[rows[self.unknown[rows] == positions]] = -1

@@ -6,7 +6,7 @@ computed, the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,20 @@ from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import REFUSALS, Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
-from quire.step import ForkData, KVCacheGroup, LayerKVSpec, ModelOutput, SchedulerOutput, TokenTopLogprobs
+from quire.step import (
+    Done,
+    ForkData,
+    KVCacheGroup,
+    LayerKVSpec,
+    ModelOutput,
+    Pending,
+    SchedulerOutput,
+    TokenTopLogprobs,
+)
 from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, StepGraphs
 from quire.worker.guidance import Guidance, refuse
+from quire.worker.in_flight import NOT_FINITE, FlyingStep, PostponedStep, Tokens
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
 from quire.worker.states import SequenceStates
@@ -112,6 +122,9 @@ class ModelRunner:
             lora=None if adapters is None else adapters.slots,
         )
 
+        self._flying: list[FlyingStep] = []
+        self._ended = backend.mark()  # when the last step had been computed
+
     def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
         """Allocate one cache for each layer of the largest group; a smaller one's layers share the first of them."""
         layers = self.model.kv_cache_spec().layers
@@ -128,17 +141,110 @@ class ModelRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
+        output = self._take_in(step)
+        return self._compute(step, output) if step.num_scheduled_tokens else output
+
+    def submit(self, step: SchedulerOutput) -> Pending:
+        """Like `execute`, without waiting for the device: tokens stay there, and the next step begins with them.
+
+        What the host has a part in is computed when its result is wanted, after what was begun before.
+        """
+        output = self._take_in(step)
+        if not step.num_scheduled_tokens:
+            return Done(output)
+        inputs = self.batch.inputs(step.num_scheduled_tokens)
+        if self._needs_host(inputs, step.forks):
+            return PostponedStep(lambda: self._compute(step, output))
+        flying = self._fly(inputs, output)
+        self._flying = [*(other for other in self._flying if not other.landed), flying]
+        return flying
+
+    def _take_in(self, step: SchedulerOutput) -> ModelOutput:
+        """Apply the step's changes; return what is to be filled in."""
         output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(step))
         self.batch.update(step)
         if self.pooler is not None:
             self.pooler.apply(step)
         self.states.fork(step.forks, self.batch.row_of, samples=False)
-        if not step.num_scheduled_tokens:
-            return output
+        return output
+
+    def _needs_host(self, inputs: StepInputs, forks: list[ForkData]) -> bool:
+        """Whether the host must see logits or tokens of this step, or the tokens before it, to compute it.
+
+        What options beyond temperature, top-k, top-p and min-p do to logits depends on tokens so far; ids that an
+        adapter adds to the vocabulary are looked up on the host.
+        """
+        batch = self.batch
+        if self.pooler is not None or any(fork.samples for fork in forks):
+            return True
+        if self.adapters is not None and self.adapters.slots.extra_vocab:
+            return True
+        sampled = inputs.sampled.tolist()
+        for row, draws in zip(inputs.rows.tolist(), sampled, strict=True):
+            extras = batch.extras[row]
+            if extras is not None and (draws or extras.num_prompt_logprobs is not None):
+                return True
+            if draws and (batch.guides[row] is not None or batch.num_candidates[row]):
+                return True
+        return False
+
+    def _fly(self, inputs: StepInputs, output: ModelOutput) -> FlyingStep:
+        """Launch a step in which the host has no part."""
+        batch, backend = self.batch, self.backend
+        chosen = np.flatnonzero(inputs.sampled)
+        last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
+        slots = None if self.adapters is None else self.adapters.slots_of(batch.adapters[inputs.rows])
+        inputs.sources = batch.source_of_ids(inputs)
+        _, logits, finite = self.graphs.run(inputs, last, adapter_slots=slots)
+        rows, kept = inputs.rows[chosen], self.graphs.last_tokens
+        if logits is None:
+            fetched = backend.fetch(kept[:1])
+        else:
+            drawn = self.sampler.draw(logits, self._options(rows))
+            fetched = backend.fetch(backend.keep_tokens(kept, backend.from_numpy(rows), drawn, finite))
+        tokens = Tokens(
+            [inputs.sequence_ids[index] for index in chosen.tolist()],
+            rows,
+            batch.births[rows],
+            batch.append_unknown(rows),
+        )
+        return FlyingStep(output, batch, tokens, fetched, self._gap())
+
+    def _gap(self) -> Callable[[], float]:
+        """Note that a step was launched; return what says how long the device had to wait for it."""
+        before, began, backend = self._ended, self.graphs.began, self.backend
+        self._ended = backend.mark()
+        return lambda: max(0.0, backend.seconds_between(before, began))
+
+    def _options(self, rows: np.ndarray) -> SamplingBatch:
+        """Return the options of rows without extras or grammars."""
+        batch = self.batch
+        return SamplingBatch(
+            temperature=batch.temperature[rows],
+            top_k=batch.top_k[rows],
+            top_p=batch.top_p[rows],
+            min_p=batch.min_p[rows],
+            seeds=batch.seeds[rows],
+            positions=batch.num_tokens[rows],
+            extras=[None] * len(rows),
+            output_ids=[NO_IDS] * len(rows),
+        )
+
+    def _compute(self, step: SchedulerOutput, output: ModelOutput) -> ModelOutput:
+        """Compute a step whose changes were applied, after all that are in flight; return `output` with its results."""
+        for flying in self._flying:
+            flying.result()
+        self._flying = []
         inputs = self.batch.inputs(step.num_scheduled_tokens)
         if self.pooler is not None:
             self._pool(inputs, output)
-            return output
+        else:
+            self._generate(step, inputs, output)
+        output.host_gap = self._gap()()
+        return output
+
+    def _generate(self, step: SchedulerOutput, inputs: StepInputs, output: ModelOutput) -> None:
+        """Compute logits, and sample where a sequence's last token was computed."""
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
         extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
@@ -155,7 +261,6 @@ class ModelRunner:
             sequence_ids = [inputs.sequence_ids[index] for index in chosen.tolist()]
             ends = _Ends(sequence_ids, inputs.rows[chosen], logits, self.backend.to_numpy(finite))
             self._go_on(ends, step.forks, output)
-        return output
 
     def _pool(self, inputs: StepInputs, output: ModelOutput) -> None:
         """Compute hidden states in the place of logits, and make of them what was asked for."""
@@ -177,7 +282,7 @@ class ModelRunner:
             ends = self._with_forks(ends, drawing)
         if not ends.finite.all():
             for index in np.flatnonzero(~ends.finite).tolist():
-                output.errors[ends.sequence_ids[index]] = "the model produced logits that are not finite"
+                output.errors[ends.sequence_ids[index]] = NOT_FINITE
         if self.batch.num_guided:
             for index, error in self.guidance.finish(ends.rows, self.batch).items():
                 ends.finite[index] = False
@@ -215,9 +320,10 @@ class ModelRunner:
         numbers = np.minimum(self.batch.num_candidates[beams.rows], self.model.vocab_size).tolist()
         mask = self._mask(beams.rows)
         if mask is None:
-            top = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
+            best = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
         else:
-            top = masked_logprobs(self.backend, beams.logits, mask, max(numbers))
+            best = masked_logprobs(self.backend, beams.logits, mask, max(numbers))
+        top = best.fetch(self.backend)()
         for place, (sequence_id, number) in enumerate(zip(beams.sequence_ids, numbers, strict=True)):
             output.candidates[sequence_id] = pack_logprobs(top, place, number)
 
@@ -231,19 +337,11 @@ class ModelRunner:
         temperature = batch.temperature[rows]
         mask = self._mask(rows)
         if mask is None and not any(extras) and not temperature.any():
-            sampled = Sampled(self.backend.greedy(ends.logits), {})
+            sampled = Sampled(self.backend.to_numpy(self.backend.greedy(ends.logits)), {})
         else:
-            options = SamplingBatch(
-                temperature=temperature,
-                top_k=batch.top_k[rows],
-                top_p=batch.top_p[rows],
-                min_p=batch.min_p[rows],
-                seeds=batch.seeds[rows],
-                positions=batch.num_tokens[rows],
-                extras=extras,
-                output_ids=[NO_IDS if extras[i] is None else batch.output_ids(row) for i, row in enumerate(rows)],
-                mask=mask,
-            )
+            options = self._options(rows)
+            options.extras, options.mask = extras, mask
+            options.output_ids = [NO_IDS if own is None else batch.output_ids(row) for own, row in zip(extras, rows)]
             sampled = self.sampler.sample(ends.logits, options)
             for index, error in sampled.errors.items():
                 if ends.finite[index]:
@@ -299,6 +397,6 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden[start : start + len(piece)])
             if self.adapters is not None:
                 logits = self.adapters.slots.limit(logits)
-            top = self.backend.top_logprobs(logits, piece, k)
+            top = self.backend.top_logprobs(logits, self.backend.from_numpy(piece), k).fetch(self.backend)()
             scores.extend(pack_logprobs(top, row, k) for row in range(len(piece)))
         return scores

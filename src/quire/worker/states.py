@@ -19,13 +19,15 @@ from quire.step import ForkData, KVCacheSpec
 class SequenceStates:
     """The states of up to `max_num_seqs` sequences; memory is touched where rows are used, if the system allows.
 
-    `arrays` has for each layer with states, in order, its arrays [max_num_seqs, ...].
+    `arrays` has for each layer with states, in order, its arrays [max_num_seqs, ...], and one row more if the backend
+    pads steps: that of sequences that are none.
     """
 
     def __init__(self, spec: KVCacheSpec, backend: Backend, max_num_seqs: int) -> None:
         self._backend = backend
+        rows = max_num_seqs + backend.pads
         self.arrays: list[Arrays] = [
-            tuple(backend.zeros((max_num_seqs, *shape)) for shape in layer.shapes) for layer in spec.states
+            tuple(backend.zeros((rows, *shape)) for shape in layer.shapes) for layer in spec.states
         ]
 
     def fork(self, forks: Sequence[ForkData], row_of: Mapping[str, int], *, samples: bool) -> None:

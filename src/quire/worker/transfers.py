@@ -1,13 +1,16 @@
 """`BlockTransfers`: moves whole blocks between device, host and disk as `SchedulerOutput` says (points 1 to 3).
 
 It runs on the engine's thread and is the only one that touches the KV caches between two runs of the model; files are
-read and written by the threads of `disk_threads.py`. Why a block moves is the scheduler's business.
+read and written by the threads of `disk_threads.py`. A device may be several steps behind that thread: blocks move when
+their turn comes there (`kernels/host_blocks.py`), and only the disk's threads wait for it. Why a block moves is the
+scheduler's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +18,6 @@ from quire.kernels.backend import Backend, KVCache
 from quire.step import BlockSave, SchedulerOutput, TransferKind
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_threads import DiskThreads
-from quire.worker.host_pool import HostPool
 
 # Batches of a group run in this order: blocks are moved out before they are used for something else.
 ORDER = (TransferKind.OUT, TransferKind.COPY, TransferKind.IN)
@@ -77,15 +79,10 @@ class BlockTransfers:
         self, backend: Backend, kv_caches: Sequence[KVCache], num_host_blocks: int, store: DiskStore | None = None
     ) -> None:
         self._backend = backend
-        self._spans: list[tuple[KVCache, int, int]] = []  # which bytes of a block are whose
-        start = 0
-        for cache in {id(cache): cache for cache in kv_caches}.values():
-            stop = start + backend.block_nbytes(cache)
-            self._spans.append((cache, start, stop))
-            start = stop
-        self._block_nbytes = start
-        self._host = HostPool(num_host_blocks, start)
-        assert store is None or store.block_nbytes == start, "the store was opened for other blocks"
+        self._caches = list({id(cache): cache for cache in kv_caches}.values())
+        self._host = backend.host_blocks(self._caches, num_host_blocks)
+        self._num_host_blocks = num_host_blocks
+        assert store is None or store.block_nbytes == self._host.block_nbytes, "the store was opened for other blocks"
         self._disk = None if store is None else DiskThreads(store)
 
     def apply(self, step: SchedulerOutput) -> dict[int, bool]:
@@ -109,8 +106,14 @@ class BlockTransfers:
         sound = [(block_id, payload) for block_id, payload in done if payload is not None]
         for first in range(0, len(sound), BLOCKS_AT_ONCE):
             block_ids, payloads = zip(*sound[first : first + BLOCKS_AT_ONCE])
-            self._write(np.array(block_ids, np.int64), np.stack(payloads))
+            self._host.write(np.array(block_ids, np.int64), np.stack(payloads))
         return {block_id: payload is not None for block_id, payload in done}
+
+    def warm_up(self) -> None:
+        """Have block 0, which belongs to nobody yet, leave the device and come back, if blocks ever will."""
+        if self._num_host_blocks or self._disk is not None:
+            first = np.zeros(1, np.int64)
+            self._host.write(first, self._host.read(first)())
 
     def flush(self) -> None:
         """Return when all saves so far are in the files."""
@@ -118,32 +121,29 @@ class BlockTransfers:
             self._disk.flush()
 
     def close(self) -> None:
-        """Finish saves, give up loads, and close the store. Once more is no error."""
+        """Finish saves, give up loads, close the store, and give up the host's blocks. Once more is no error."""
         if self._disk is not None:
             self._disk.close()
+        self._host.close()
 
     def _save(self, saves: Sequence[BlockSave]) -> None:
-        """Copy blocks out at once, for later steps overwrite them, and hand them to the disk's thread."""
+        """Have blocks copied out before later steps overwrite them, and hand the copies to the disk's thread."""
         if self._disk is None:
             return
         block_ids = np.array([save.block_id for save in saves], np.int64)
-        data = np.empty((len(saves), self._block_nbytes), np.uint8)
-        for cache, start, stop in self._spans:
-            data[:, start:stop] = self._backend.read_blocks(cache, block_ids)
-        for save, payload in zip(saves, data, strict=True):
-            self._disk.save(save.slot, save.header, payload)
+        data = self._host.read(block_ids)
+        for index, save in enumerate(saves):
+            self._disk.save(save.slot, save.header, partial(_row, data, index))
 
     def _move(self, kind: TransferKind, pairs: np.ndarray) -> None:
-        sources, destinations = pairs[:, 0], pairs[:, 1]
-        for cache, start, stop in self._spans:
-            if kind is TransferKind.COPY:
+        if kind is TransferKind.COPY:
+            for cache in self._caches:
                 self._backend.copy_blocks(cache, pairs)
-            elif kind is TransferKind.OUT:
-                self._host.write(destinations, start, stop, self._backend.read_blocks(cache, sources))
-            else:
-                self._backend.write_blocks(cache, destinations, self._host.read(sources, start, stop))
+        elif kind is TransferKind.OUT:
+            self._host.copy_out(pairs[:, 0], pairs[:, 1])
+        else:
+            self._host.copy_in(pairs[:, 0], pairs[:, 1])
 
-    def _write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """Fill device blocks with uint8 [n, bytes of a block]."""
-        for cache, start, stop in self._spans:
-            self._backend.write_blocks(cache, block_ids, data[:, start:stop])
+
+def _row(data: Callable[[], np.ndarray], index: int) -> np.ndarray:
+    return data()[index]

@@ -174,8 +174,8 @@ class WorkCounter(ShapeBackend):
         return super().gated_delta(q, k, v, decay, beta, state, metadata)
 
     def paged_attention(
-        self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams
+        self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams, fresh: Any = None
     ) -> np.ndarray:
         """Note what comparing a query with a key, and adding its value, takes in all heads."""
         self._pair_flops += 2.0 * params.num_heads * (params.head_size + params.out_size)
-        return super().paged_attention(q, cache, metadata, params)
+        return super().paged_attention(q, cache, metadata, params, fresh)

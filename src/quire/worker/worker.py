@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from contextlib import ExitStack
@@ -11,20 +12,22 @@ from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend
-from quire.kernels.create import create_backend
-from quire.kernels.memory import release_memory, resident_memory
+from quire.kernels.create import GPUOptions, create_backend
+from quire.kernels.memory import DeviceMemory, as_memory_error
 from quire.layers.lora import LoRASlots
 from quire.lora.store import AdapterStore
 from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
-from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.adapters import check_adaptable, new_slots
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
+from quire.worker.footprint import graph_bytes
 from quire.worker.model_runner import ModelRunner, new_cache
+from quire.worker.profile import PROFILE_BLOCKS, largest_step
 from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class Worker:
             model.quantization,
             device.simd_level,
             batch_invariant=device.batch_invariant,
+            gpu=GPUOptions(device.enforce_eager, device.max_cudagraph_capture_size, device.attention_backend),
         )
 
     def _load(self) -> Model:
@@ -107,8 +111,32 @@ class Worker:
         return self._spec
 
     def available_memory(self) -> int:
-        """Return the bytes that are free for the KV cache, weights being loaded."""
+        """Return the bytes that are free now, weights being loaded."""
         return self.backend.available_memory()
+
+    def device_memory(self) -> DeviceMemory:
+        """See `Executor`: a GPU's is measured while the largest step runs, with a cache of a block and no graphs yet.
+
+        Raises:
+            MemoryError: such a step does not fit beside the weights.
+        """
+        measured = self.backend.measure(self._run_largest_step)
+        if measured is None:
+            return DeviceMemory(self.available_memory())
+        assert measured.step is not None
+        graphs = graph_bytes(self.config, measured.step, measured.total)
+        logger.info("measured: %s, of them %d bytes for graphs", measured, graphs)
+        return dataclasses.replace(measured, used=measured.used + graphs)
+
+    def _run_largest_step(self) -> None:
+        limits, length = self.config.scheduler, self.config.model.max_model_len
+        assert length is not None, "settled by the engine"
+        with as_memory_error():
+            runner = self._new_runner(PROFILE_BLOCKS, length, 0 if self.config.cache.swap_space == 0 else 1)
+            try:
+                runner.execute(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens))
+            finally:
+                runner.close()
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Allocate KV cache and persistent batch, open the disk tier, compile what the first step would have to.
@@ -125,22 +153,8 @@ class Worker:
             self._store = self._open_store(max_model_len)
             if self._store is not None:
                 undo.callback(self._store.close)
-            self.runner = ModelRunner(
-                self.model,
-                self.backend,
-                num_blocks=num_blocks,
-                block_size=self.config.cache.block_size,
-                max_num_seqs=self.config.scheduler.max_num_seqs,
-                max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
-                max_model_len=max_model_len,
-                groups=self._groups(),
-                num_host_blocks=num_host_blocks,
-                store=self._store,
-                grammars=self.grammars,
-                jump_forward=self.config.scheduler.jump_forward,
-                processors=self._processors,
-                adapters=self.adapters,
-            )
+            with as_memory_error():
+                self.runner = self._new_runner(num_blocks, max_model_len, num_host_blocks, self._store)
             undo.callback(self.runner.close)
             started = time.perf_counter()
             warm_up(self.runner)
@@ -148,6 +162,27 @@ class Worker:
                 self.adapters.slots.warm_up()
             undo.pop_all()
         logger.info("kernels ready in %.2f s", time.perf_counter() - started)
+
+    def _new_runner(
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int, store: DiskStore | None = None
+    ) -> ModelRunner:
+        assert self.model is not None
+        return ModelRunner(
+            self.model,
+            self.backend,
+            num_blocks=num_blocks,
+            block_size=self.config.cache.block_size,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            groups=self._groups(),
+            num_host_blocks=num_host_blocks,
+            store=store,
+            grammars=self.grammars,
+            jump_forward=self.config.scheduler.jump_forward,
+            processors=self._processors,
+            adapters=self.adapters,
+        )
 
     def num_disk_blocks(self) -> int:
         """Return how many slots the disk tier has; 0 without one."""
@@ -182,9 +217,18 @@ class Worker:
         assert self.runner is not None, "allocate() comes before execute()"
         return self.runner.execute(step)
 
+    def submit(self, step: SchedulerOutput) -> Pending:
+        """Begin a step; see `Executor`."""
+        assert self.runner is not None, "allocate() comes before submit()"
+        return self.runner.submit(step)
+
+    def idle(self) -> bool:
+        """Record a step that is likely to come; see `StepGraphs.rehearse`."""
+        return self.runner is not None and self.runner.graphs.rehearse()
+
     def sleep(self, level: int) -> int:
         """Let go of the KV cache and all that steps use, and at level 2 of the weights; return how many bytes."""
-        before = resident_memory()
+        before = self.backend.used_memory()
         if self.runner is not None:
             self.runner.close()
         self.runner = self._store = None
@@ -192,8 +236,8 @@ class Worker:
             self.model = None
             self._close_adapters()
             self.backend = self._create_backend()  # the one before may keep the memory of weights for others
-        release_memory()
-        return max(0, before - resident_memory())
+        self.backend.release_memory()
+        return max(0, before - self.backend.used_memory())
 
     def close(self) -> None:
         """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
@@ -202,6 +246,8 @@ class Worker:
         if self.runner is not None:
             self.runner.close()
         self.runner = self.model = None
+        if self.backend.name == "cuda":  # PyTorch keeps memory for later that others wait for
+            self.backend.release_memory()
 
     def _close_adapters(self) -> None:
         if self.adapters is not None:

@@ -171,5 +171,7 @@ def test_the_option_must_name_what_the_folder_holds(tmp_path: Path, caplog: pyte
     with pytest.raises(ConfigError, match="awq names what a checkpoint holds; this one is quantized with gptq"):
         settle(EngineConfig.from_kwargs(model=str(tmp_path), quantization="awq"), info)
     path.write_text(json.dumps(PLAIN_CONFIG))
-    with pytest.raises(ConfigError, match="fp8 names what a checkpoint holds; this one is not quantized"):
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU .* not quantized, as these"):
         settle(EngineConfig.from_kwargs(model=str(tmp_path), quantization="fp8"), load_model_info(tmp_path))
+    on_gpu = EngineConfig.from_kwargs(model=str(tmp_path), quantization="fp8", device="cuda")
+    assert settle(on_gpu, load_model_info(tmp_path)).model.quantization == "fp8"
