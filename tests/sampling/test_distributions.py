@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from quire.errors import RequestError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
+from quire.kernels.gpu.backend import GPUBackend
+from quire.kernels.gpu.interpreter import repair_interpreter
 from quire.sampling.extras import Extras
 from quire.sampling.sampler import Bitmask, Sampled, Sampler, SamplingBatch
 from quire.sampling_params import SamplingParams
 from tests.helpers.sampling_truth import chi_square, distribution
+from tests.kernels.gpu.common import DEVICE
 
 VOCAB = 48
 ROWS = 512
@@ -23,7 +27,13 @@ OUTPUT = [8, 2, 4, 5, 6, 7, 2, 4, 5, 6]
 STOP_IDS = [1]
 BREAKERS = [([8, 30], []), ([2], [17])]  # as the worker gets them
 SPELLED = [[8], [30], [2, 17]]
-BACKENDS = {device: create_backend(device, "float32", "float32", 1) for device in ("cpu", "reference")}
+BACKENDS: dict[str, Backend] = {
+    device: create_backend(device, "float32", "float32", 1) for device in ("cpu", "reference")
+}
+BACKENDS["cuda"] = GPUBackend("float32", "float32", DEVICE)
+
+if DEVICE == "cpu":
+    repair_interpreter()
 
 # Each option alone, with settings that change this distribution.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -137,6 +147,30 @@ def test_both_backends_draw_the_same_tokens_and_so_does_a_row_by_itself(name: st
     assert sample(params, seeds, device="reference").token_ids.tolist() == tokens.tolist()
     for row in range(0, 64, 9):
         assert sample(params, seeds[row : row + 1]).token_ids.tolist() == [tokens[row]]
+
+
+# A pair for each option, so that all are drawn on a GPU with another one. Triton's interpreter takes ms for each row.
+GPU_PAIRS = list(zip(SETTINGS, [*list(SETTINGS)[5:], *list(SETTINGS)[:5]], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), [*((name, name) for name in SETTINGS), *GPU_PAIRS])
+def test_a_gpu_draws_the_same_tokens(one: str, other: str) -> None:
+    try:
+        params = SamplingParams(**{**SETTINGS[one], **SETTINGS[other]}, max_tokens=32)
+    except RequestError as error:
+        assert "contradicts" in error.message
+        return
+    seeds = np.arange(16) * 7919
+    expected_tokens = sample(params, seeds).token_ids
+    assert sample(params, seeds, device="cuda").token_ids.tolist() == expected_tokens.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+def test_one_option_alone_on_a_gpu(name: str) -> None:
+    params = SamplingParams(**SETTINGS[name], max_tokens=32)
+    assert chi_square(draws(params, ROWS, device="cuda"), expected(params)) > LEAST_P
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -23,6 +23,7 @@ from quire.scheduler.policy import make_policy
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.step import (
+    UNKNOWN_TOKEN,
     BeamOutput,
     BlockLoad,
     ModelOutput,
@@ -167,6 +168,8 @@ class FakeWorker:
                     self._draw(output, fork.sequence_id, child)
             if name not in failed:
                 self._answer(output, name, row, start, end)
+            elif end == len(row.token_ids):
+                row.token_ids.append(0)  # of no meaning, but a step may have been planned that goes on from it
         return output
 
     def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
@@ -214,6 +217,7 @@ class FakeWorker:
         assert min(plan.num_scheduled_tokens.values(), default=1) > 0
         for new in plan.new_sequences:
             assert new.sequence_id not in self.rows
+            assert UNKNOWN_TOKEN not in new.token_ids
             version = self.version
             if self.restored.intersection(*new.block_ids[:1]):  # it may have been swapped, and goes on with what it had
                 request_id = new.sequence_id.split("#")[0]  # a beam may have been swapped before it was heard of
@@ -399,9 +403,15 @@ def make_scheduler(kind: type[BaseScheduler] = Scheduler, **options: object) -> 
 
 
 class Run:
-    """A scheduler and a fake worker, stepped together, with all outputs collected and every step checked."""
+    """A scheduler and a fake worker, stepped together, with all outputs collected and every step checked.
 
-    def __init__(self, kind: type[BaseScheduler] = Scheduler, **options: object) -> None:
+    With `ahead` a step is planned, and executed, before the result of the last one is taken in, wherever that may be.
+    """
+
+    def __init__(self, kind: type[BaseScheduler] = Scheduler, *, ahead: bool = False, **options: object) -> None:
+        self.ahead = ahead
+        self.flying: tuple[SchedulerOutput, ModelOutput, bool] | None = None
+        self.num_ahead = self.num_preempted_ahead = 0
         self.scheduler = make_scheduler(kind, **options)
         self.worker = FakeWorker(self.scheduler)
         self.requests: dict[str, Request] = {}
@@ -425,10 +435,27 @@ class Run:
             self.scheduler.add_request(request)
 
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
+        flying, self.flying = self.flying, None
+        if flying is not None and not (flying[2] and self.scheduler.has_room_ahead()):
+            return self.land(flying)
         plan = self.scheduler.schedule()
         self.plans.append(plan)
         self.most_blocks = max(self.most_blocks, self.scheduler.kv.pool.num_blocks - self.scheduler.kv.pool.num_free)
         output = self.worker.execute(plan, broken(plan))
+        if flying is not None:
+            self.num_ahead += not plan.is_empty
+            self.num_preempted_ahead += len(plan.preempted_sequence_ids)
+            self.land(flying)
+        if self.ahead and not plan.is_empty:
+            is_open = self.scheduler.launch(plan)
+            if is_open or flying is not None:
+                self.flying = (plan, output, is_open)
+                return plan
+        return self.land((plan, output, False))
+
+    def land(self, flying: tuple[SchedulerOutput, ModelOutput, bool]) -> SchedulerOutput:
+        """Take in the result of a step."""
+        plan, output, _ = flying
         for news in self.scheduler.update_from_output(plan, output):
             name = news.sequence_id
             assert self.last.get(name) is None or self.last[name].finish_reason is None
@@ -439,12 +466,14 @@ class Run:
             if news.beams is not None:
                 self.beams[name] = news.beams
         self.scheduler.check_integrity()
+        for request in self.scheduler.live_requests():
+            assert all(UNKNOWN_TOKEN not in sequence.token_ids for sequence in request.sequences)
         return plan
 
     def finish(self, limit: int = 5000) -> None:
         """Step until nothing is left to do, which must free every block and empty the worker."""
         for _ in range(limit):
-            if not self.scheduler.has_unfinished():
+            if not self.scheduler.has_unfinished() and self.flying is None:
                 break
             self.step()
         assert not self.scheduler.has_unfinished(), "requests starve"

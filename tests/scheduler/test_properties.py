@@ -212,6 +212,19 @@ class RandomLoad:
         assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.cache_salt)
 
 
+class FlyingLoad(RandomLoad):
+    """Random operations beside flying steps. Who is served in which step is not what it would be otherwise."""
+
+    def __init__(self, run, request_of, kind: type, seed: int) -> None:
+        super().__init__(lambda *args, **options: run(*args, ahead=True, **options), request_of, kind, seed)
+
+    def step(self) -> None:
+        scheduler = self.run.scheduler
+        plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
+        assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+        assert len(plan.num_scheduled_tokens) <= scheduler.max_num_seqs
+
+
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=() if group < 2 else (pytest.mark.slow,)) for group in range(GROUPS)]
 )
@@ -237,6 +250,32 @@ def test_random_load_yields_what_each_request_yields_alone(run, request_of, alon
         f"the load is too light to show anything: {counts}"
     )
     assert num_infeasible < 150, "too much fails"
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=() if group < 1 else (pytest.mark.slow,)) for group in range(GROUPS)]
+)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_random_load_with_a_step_in_flight_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
+    counts = dict.fromkeys(("ahead", "preempted ahead", "discarded", "preempted", "hits", "copies", "host", "disk"), 0)
+    for seed in range(group * SEEDS_PER_GROUP, (group + 1) * SEEDS_PER_GROUP):
+        load = FlyingLoad(run, request_of, kind, seed)
+        for _ in range(OPERATIONS):
+            load.operate()
+        load.run.finish()
+        load.check_outputs(alone)
+        stats = load.run.scheduler.stats()
+        counts["ahead"] += load.run.num_ahead
+        counts["preempted ahead"] += load.run.num_preempted_ahead
+        counts["discarded"] += stats.num_discarded_tokens
+        counts["preempted"] += stats.num_preemptions
+        counts["hits"] += stats.prefix_cache_hits
+        counts["copies"] += load.run.worker.num_copies
+        counts["host"] += stats.host_cache_hits
+        counts["disk"] += stats.disk_cache_hits
+    if kind is PrefillFirstScheduler or group:  # only priorities preempt there, and seldom
+        del counts["preempted ahead"]
+    assert min(counts.values()) > 0 and counts["ahead"] > 300, f"the load is too light to show anything: {counts}"
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -136,6 +136,16 @@ def test_counters_go_on_when_another_engine_begins_at_zero() -> None:
     assert counted() == (4, 12, 79)
 
 
+def test_what_steps_cost_is_counted() -> None:
+    metrics = Metrics()
+    stats = SchedulerStats(num_steps=4, step_seconds=2.5, host_gap_seconds=0.125, num_discarded_tokens=7)
+    metrics.model("m").on_step(stats, 0, 0)
+    labels = {"model_name": "m", "engine": "0"}
+    names = ("step_seconds", "step_host_gap_seconds", "discarded_tokens")
+    found = [metrics.registry.get_sample_value(f"quire:{name}_total", labels) for name in names]
+    assert found == [2.5, 0.125, 7]
+
+
 def test_models_of_one_server_have_values_of_their_own() -> None:
     metrics = Metrics()
     for name, tokens in (("one", 5), ("two", 7)):
@@ -278,3 +288,6 @@ def test_the_line_of_the_log() -> None:
         "host KV cache 25.0%, prefix cache hits 25.0%"
     )
     assert log.line(SchedulerStats()) is None
+    now[0] = 20.0
+    line = log.line(SchedulerStats(num_running=1, num_blocks=10, step_seconds=8.0, host_gap_seconds=0.2))
+    assert line is not None and line.endswith(", prefix cache hits 0.0%, host gap 2.5%")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,8 +20,18 @@ from quire.engine.adapting import Adapting, LoadLoRA, OfLoRA
 from quire.engine.advice import size_text
 from quire.engine.compiling import Compiling
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
-from quire.engine.recorder import FlightRecorder, ShowTimeline
-from quire.engine.settle import Scratch, allocation_refused, fit, load_info, no_scratch, settle
+from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
+from quire.engine.settle import (
+    HOST_DEVICES,
+    Scratch,
+    allocation_refused,
+    beside_blocks,
+    fit,
+    load_info,
+    no_scratch,
+    settle,
+    step_refused,
+)
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor.base import Executor
 from quire.kernels.memory import resident_memory
@@ -30,13 +41,23 @@ from quire.scheduler.base import BaseScheduler
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import ModelOutput, SchedulerOutput, SchedulerStats, SequenceOutput
+from quire.step import Done, ModelOutput, Pending, SchedulerOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
 GRAMMAR_WAIT_SECONDS = 0.05  # how long a step waits for a grammar when there is nothing else to do
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Flying:
+    """A step that was begun. `is_open`: the next one may be planned before its result is taken."""
+
+    plan: SchedulerOutput
+    pending: Pending
+    record: StepRecord
+    is_open: bool
 
 
 class EngineCore:
@@ -72,7 +93,12 @@ class EngineCore:
             executor = create_executor(config, info)
         self.executor = executor
         self._asked = asked
-        self._fitted = fit(asked, config, executor.kv_cache_spec(), executor.available_memory(), scratch)
+        try:
+            memory = executor.device_memory()
+        except MemoryError as error:
+            raise step_refused(asked, config, executor.available_memory()) from error
+        beside = beside_blocks(memory, scratch, config)
+        self._fitted = fit(asked, config, executor.kv_cache_spec(), memory.total, beside)
         num_blocks, max_model_len = self._fitted.num_blocks, self._fitted.max_model_len
         self._allocate()
         self.clock = clock
@@ -82,7 +108,11 @@ class EngineCore:
         self.sleep_level = 0  # of 0 (awake), 1 and 2
         self._compiling = Compiling(executor)
         self._adapting = Adapting(executor)
-        self.on_plan: Callable[[SchedulerOutput], None] | None = None  # told of each plan before it is executed
+        # Told of each plan before it is executed, with the one in flight if there is one.
+        self.on_plan: Callable[[SchedulerOutput, SchedulerOutput | None], None] | None = None
+        self._flying: Flying | None = None
+        self._landed: list[tuple[StepRecord, float]] = []  # steps that ended in this one, with their host gaps
+        self._landed_at: float | None = None  # when the last one ended, if there was work ever since
         self.recorder = FlightRecorder(
             clock,
             block_size=config.cache.block_size,
@@ -184,7 +214,15 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return len(self._compiling) + len(self._adapting) > 0 or self.scheduler.has_unfinished()
+        return (
+            self._flying is not None
+            or len(self._compiling) + len(self._adapting) > 0
+            or self.scheduler.has_unfinished()
+        )
+
+    def idle(self) -> bool:
+        """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
+        return self.sleep_level == 0 and self.executor.idle()
 
     @property
     def compiling(self) -> list[str]:
@@ -197,28 +235,69 @@ class EngineCore:
         self._adapting.release(self.scheduler, self._compiling.request_ids)
 
     def step(self) -> EngineOutputs:
-        """Plan, compute, and take note of one step; empty outputs when there was nothing to do."""
+        """Plan, compute, and take note of one step; empty outputs when there was nothing to do.
+
+        With `async_scheduling` a step is planned and begun while the one before runs, and that one's news are returned.
+        """
         refused = self._admit_adapted() if self._adapting else []
         if self._compiling:
             refused += self._admit_compiled()
-        plan = self.scheduler.schedule()
-        if self.on_plan is not None:
-            self.on_plan(plan)
-        if plan.is_empty:
-            outputs = self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
-            self._release()
-            return self.snapshot(refused + outputs)
-        record = self.recorder.begin(plan, self.scheduler)
+        flying, self._flying = self._flying, None
         try:
-            result = self.executor.execute(plan)
-            outputs = self.scheduler.update_from_output(plan, result)
+            if flying is not None and not (flying.is_open and self.scheduler.has_room_ahead()):
+                self._announce(flying.plan, None)
+                outputs = self._land(flying)
+            else:
+                outputs = self._begin(flying)
         except Exception:
             logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._release()
         news = self.snapshot(refused + outputs)
-        self.recorder.end(record, news.stats)
+        for record, gap in self._landed:
+            self.recorder.end(record, news.stats, gap)
+        self._landed.clear()
+        if not self.has_unfinished():
+            self._landed_at = None  # what comes now is nobody's wait
         return news
+
+    def _begin(self, flying: Flying | None) -> list[SequenceOutput]:
+        """Plan a step and begin it; return the news of `flying`, which runs meanwhile.
+
+        If there is none, those of the new step, unless it may fly itself.
+        """
+        plan = self.scheduler.schedule()
+        self._announce(plan, flying)
+        if plan.is_empty:
+            outputs = [] if flying is None else self._land(flying)
+            return outputs + self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
+        record = self.recorder.begin(plan, self.scheduler)
+        if not self.config.scheduler.async_scheduling:
+            return self._land(Flying(plan, Done(self.executor.execute(plan)), record, is_open=False))
+        pending = self.executor.submit(plan)
+        outputs = [] if flying is None else self._land(flying)
+        begun = Flying(plan, pending, record, is_open=pending.overlaps and self.scheduler.launch(plan))
+        if begun.is_open or (flying is not None and plan.num_scheduled_tokens):
+            self._flying = begun
+        else:
+            outputs += self._land(begun)
+        return outputs
+
+    def _announce(self, plan: SchedulerOutput, flying: Flying | None) -> None:
+        if self.on_plan is not None:
+            self.on_plan(plan, None if flying is None else flying.plan)
+
+    def _land(self, flying: Flying) -> list[SequenceOutput]:
+        """Wait for a step and take note of what it has made."""
+        result = flying.pending.result()
+        outputs = self.scheduler.update_from_output(flying.plan, result)
+        now, gap = self.clock(), 0.0
+        if self._landed_at is not None:
+            gap = result.host_gap
+            self.scheduler.note_step(now - self._landed_at, gap)
+        self._landed_at = now
+        self._landed.append((flying.record, gap))
+        return outputs
 
     def _admit_adapted(self) -> list[SequenceOutput]:
         """Let requests go on whose adapter is there; return news of those that cannot run."""
@@ -297,6 +376,9 @@ class EngineCore:
         """
         if self._compiling or self._adapting or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
+        if self._flying is not None:  # for requests that were aborted
+            flying, self._flying = self._flying, None
+            self._land(flying)
         freed = 0
         if level > self.sleep_level:
             if not self.sleep_level:
@@ -326,7 +408,8 @@ class EngineCore:
         """Raise `ConfigError` if others have taken the memory meanwhile."""
         fitted, available = self._fitted, self.executor.available_memory()
         block_bytes = self.executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
-        needed = (fitted.num_blocks + fitted.num_host_blocks) * block_bytes
+        shared = self.config.device.device in HOST_DEVICES
+        needed = (fitted.num_blocks + (fitted.num_host_blocks if shared else 0)) * block_bytes
         needed += self.config.scheduler.max_num_seqs * self.executor.kv_cache_spec().state_bytes
         if needed > available:
             raise ConfigError(

@@ -163,6 +163,9 @@ class Unwatched:
     def idle(self) -> None:
         """Nothing is left to do."""
 
+    def preparing(self) -> None:
+        """Nothing is left to do but what makes later steps faster."""
+
     def waiting(self) -> None:
         """The front has nothing to say, or does not listen; called every second or so."""
 
@@ -210,6 +213,10 @@ class LifeSigns(Unwatched):
         if self._planned or self._come or self._names:
             self._forget()
         self._memory.rest(self._clock())
+
+    def preparing(self) -> None:
+        """See `Unwatched`; something may have to be compiled."""
+        self._memory.work(self._clock(), UNKNOWN_SECONDS, 0)
 
     def waiting(self) -> None:
         """See `Unwatched`."""

@@ -72,6 +72,8 @@ def run(
     while True:
         idle = not core.has_unfinished()
         if idle:
+            signs.preparing()
+            idle = not core.idle()
             signs.idle()
         message = receive(idle)
         while message is not None:
@@ -100,15 +102,21 @@ def run(
             return
 
 
-def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[SchedulerOutput], None]:
-    def announce(plan: SchedulerOutput) -> None:
+def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[SchedulerOutput, SchedulerOutput | None], None]:
+    def announce(plan: SchedulerOutput, flying: SchedulerOutput | None) -> None:
         if plan.is_empty:
-            return
-        scheduled, compiling = plan.num_scheduled_tokens, core.compiling
+            if flying is None:
+                return
+            plan, flying = flying, None
+        scheduled, compiling, num_tokens = plan.num_scheduled_tokens, core.compiling, plan.total_num_scheduled_tokens
+        if flying is not None:  # it ends first, and either may be the one that is to blame
+            num_tokens = max(num_tokens, flying.total_num_scheduled_tokens)
+            if flying.num_scheduled_tokens.keys() != scheduled.keys():
+                scheduled = {**flying.num_scheduled_tokens, **scheduled}
         signs.planned(
             [*scheduled, *compiling],
             lambda: [*core.scheduler.request_ids(scheduled), *compiling],
-            plan.total_num_scheduled_tokens,
+            num_tokens,
             known=not plan.wait_for_loads,  # how long a disk takes has nothing to do with tokens
         )
 

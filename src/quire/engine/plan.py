@@ -16,19 +16,32 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import has_weights
 from quire.config import EngineConfig
 from quire.engine.advice import changed, command_line, size_text
-from quire.engine.settle import Fit, NothingHelpsError, Scratch, blocks_of, budget_of, fit, settle
+from quire.engine.settle import (
+    HOST_DEVICES,
+    Fit,
+    NothingHelpsError,
+    Scratch,
+    beside_blocks,
+    blocks_of,
+    budget_of,
+    fit,
+    settle,
+)
 from quire.errors import ConfigError
-from quire.kernels.memory import available_memory
+from quire.kernels.gpu.driver import gpu_memory
+from quire.kernels.memory import DeviceMemory, available_memory
 from quire.step import KVCacheSpec
-from quire.worker.footprint import Footprint, StepBytes
+from quire.worker.footprint import Footprint, StepBytes, graph_bytes
 
 RUNTIME_BYTES = 155 * 2**20  # Python, numpy, Numba and its compiled kernels; measured, see benchmarks/plan_accuracy.py
+GPU_RUNTIME_BYTES = 600 * 2**20  # of a GPU: CUDA's context, cuBLAS, kernels; what is measured later counts in its place
 LENGTHS = (1024, 4096)  # tokens of the requests that are counted, beside the longest
 SMALLER_WEIGHTS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16"},
     {"quantization": "int8"},
     {"quantization": "int4"},
 )
+SMALLER_GPU_WEIGHTS: tuple[dict[str, Any], ...] = ({"dtype": "bfloat16"}, {"quantization": "fp8"})
 SMALL_STEPS = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
 
 
@@ -57,7 +70,8 @@ class Plan:
     Attributes:
         on_disk: weights by part as the files hold them; None where the folder has none. in_memory: as packed.
         quantization: of the weights in memory. uncounted: what config.json says of weights that are not there.
-        tables: what is computed from the context length. runtime: the interpreter and its libraries.
+        tables: what is computed from the context length. runtime: the interpreter and its libraries, on a GPU those
+            that take its memory. graphs: what CUDA graphs may take.
         block_bytes: of all layers a block serves. token_bytes: one more token of one sequence, in all layers.
         state_bytes: of one sequence whatever its length, in layers that keep a state.
         step: beside weights and KV cache. available: free memory of the machine now.
@@ -95,6 +109,7 @@ class Plan:
     limit: str = ""
     problem: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    graphs: int = 0
 
     @property
     def weights(self) -> int:
@@ -103,9 +118,14 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Most bytes of the engine's process: while loading, or with every block written and the largest step."""
-        blocks = 0 if self.fit is None else self.fit.num_blocks + self.fit.num_host_blocks
-        running = self.weights + self.tables + self.step.total + blocks * self.block_bytes
+        """Most bytes of the engine's process: while loading, or with every block written and the largest step.
+
+        Of one that runs on a GPU, those on the GPU.
+        """
+        blocks = 0 if self.fit is None else self.fit.num_blocks
+        if self.fit is not None and self.settings["device"] in HOST_DEVICES:
+            blocks += self.fit.num_host_blocks
+        running = self.weights + self.tables + self.step.total + self.graphs + blocks * self.block_bytes
         return self.runtime + max(running, self.loading + self.tables)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +141,7 @@ def make_plan(
 
     Args:
         asked: options as the user gave them. info: the model's config.json.
-        available: bytes to plan for; what the machine has free now if None.
+        available: bytes to plan for; what the machine, or its GPU, has free now if None.
         lengths: of requests to count, in place of the usual ones [tokens].
 
     Raises:
@@ -130,13 +150,13 @@ def make_plan(
     config = settle(asked, info)
     assert config.model.max_model_len is not None
     footprint = Footprint(config, info)
-    free = available_memory() if available is None else available
+    memory = _memory_now(config) if available is None else DeviceMemory(available)
     fitted, problem = None, None
     try:
-        fitted = _check(asked, config, info, footprint, free)
+        fitted = _check(asked, config, info, footprint, memory)
     except ConfigError as error:
         problem = error.message
-    scratch = footprint.step(config).total
+    room, scratch = _room(config, footprint, memory)
     final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
@@ -152,7 +172,7 @@ def make_plan(
         on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
         in_memory=dict(footprint.in_memory),
         tables=footprint.tables(config.model.max_model_len),
-        runtime=RUNTIME_BYTES,
+        runtime=_runtime(config),
         loading=footprint.loading,
         block_size=size,
         block_bytes=spec.block_bytes(size, config.model.max_model_len),
@@ -160,8 +180,8 @@ def make_plan(
         state_bytes=spec.state_bytes,
         groups=_groups(spec, config.model.max_model_len),
         step=step,
-        available=free,
-        budget=budget_of(config, _left(config, footprint, free), scratch),
+        available=memory.free,
+        budget=budget_of(config, room, scratch(config)),
         fit=fitted,
         wanted_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -170,6 +190,7 @@ def make_plan(
         limit="" if fitted is None else _limit(config, spec, fitted),
         problem=problem,
         settings=_settings(final, fitted),
+        graphs=_graphs(final, step.total, memory),
     )
 
 
@@ -180,30 +201,37 @@ def check_before_loading(asked: EngineConfig, config: EngineConfig, info: ModelI
         ConfigError: the weights, or what was asked for beside them, cannot fit into the memory that is free now.
     """
     footprint = Footprint(config, info)
-    _check(asked, config, info, footprint, available_memory())
+    _check(asked, config, info, footprint, _memory_now(config))
     return _scratch(footprint)
 
 
-def _check(asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, available: int) -> Fit:
+def _memory_now(config: EngineConfig) -> DeviceMemory:
+    if config.device.device in HOST_DEVICES:
+        return DeviceMemory(available_memory())
+    return gpu_memory()
+
+
+def _check(
+    asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, memory: DeviceMemory
+) -> Fit:
     """Return what fits beside the weights, or raise `ConfigError` with a command that works."""
-    needed = footprint.weights + RUNTIME_BYTES
+    needed, available = footprint.weights + _runtime(config), memory.free
     if needed <= available:
+        room, scratch = _room(config, footprint, memory)
         try:
-            return fit(
-                asked, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True
-            )
+            return fit(asked, config, footprint.spec, room, scratch, quiet=True)
         except NothingHelpsError as error:
             problem, option = error.text, error.param
     else:
         problem, option = (
             (
-                f"model: the weights need {size_text(needed)} in {_form(config)}, Python's own memory included, "
+                f"model: the weights need {size_text(needed)} in {_form(config)}, {_own(config)} memory included, "
                 f"{size_text(available)} are available"
             ),
             "model",
         )
-    found, smallest = _smaller_weights(asked, info, available, footprint.weights, _form(config))
-    size = size_text(smallest + RUNTIME_BYTES)
+    found, smallest = _smaller_weights(asked, info, memory, footprint.weights, _form(config))
+    size = size_text(smallest + _runtime(config))
     if found is None:
         raise ConfigError(
             f"{problem}; even the smallest form of the weights, with {size}, leaves too little, so that only a "
@@ -218,7 +246,7 @@ def _check(asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint
 
 
 def _smaller_weights(
-    asked: EngineConfig, info: ModelInfo, available: int, most: int, form: str
+    asked: EngineConfig, info: ModelInfo, memory: DeviceMemory, most: int, form: str
 ) -> tuple[dict[str, Any] | None, int]:
     """Return options with which weights fit, if there are any, and their bytes.
 
@@ -226,7 +254,8 @@ def _smaller_weights(
     """
     limits = asked.scheduler
     steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
-    for changes in SMALLER_WEIGHTS:
+    on_gpu = settle(asked, info).device.device == "cuda"
+    for changes in SMALLER_GPU_WEIGHTS if on_gpu else SMALLER_WEIGHTS:
         smaller = settle(changed(asked, changes), info)
         if _form(smaller) == form:
             continue
@@ -237,8 +266,9 @@ def _smaller_weights(
         for found in (changes, changes | steps):
             now = changed(asked, found)
             config = settle(now, info)
+            room, scratch = _room(config, footprint, memory)
             try:
-                fit(now, config, footprint.spec, _left(config, footprint, available), _scratch(footprint), quiet=True)
+                fit(now, config, footprint.spec, room, scratch, quiet=True)
             except ConfigError:
                 continue
             return found, most
@@ -249,10 +279,33 @@ def _form(config: EngineConfig) -> str:
     return config.model.quantization or config.model.dtype
 
 
-def _left(config: EngineConfig, footprint: Footprint, available: int) -> int:
-    """Return the bytes that will be free once the model is loaded."""
+def _runtime(config: EngineConfig) -> int:
+    return RUNTIME_BYTES if config.device.device in HOST_DEVICES else GPU_RUNTIME_BYTES
+
+
+def _own(config: EngineConfig) -> str:
+    return "Python's own" if config.device.device in HOST_DEVICES else "CUDA's own"
+
+
+def _room(config: EngineConfig, footprint: Footprint, memory: DeviceMemory) -> tuple[int, Scratch]:
+    """Return what `fit` takes: the bytes of which blocks get a share, and what of them is not for blocks.
+
+    On a host it is a share of what will be free once the model is loaded, on a GPU of all that it has.
+    """
     assert config.model.max_model_len is not None
-    return max(0, available - RUNTIME_BYTES - footprint.weights - footprint.tables(config.model.max_model_len))
+    loaded = _runtime(config) + footprint.weights + footprint.tables(config.model.max_model_len)
+    if config.device.device in HOST_DEVICES:
+        return max(0, memory.total - loaded), _scratch(footprint)
+
+    def scratch(now: EngineConfig) -> int:
+        step = footprint.step(now).total
+        return step + _graphs(now, step, memory)
+
+    return memory.total, beside_blocks(DeviceMemory(memory.total, memory.used + loaded), scratch, config)
+
+
+def _graphs(config: EngineConfig, step: int, memory: DeviceMemory) -> int:
+    return 0 if config.device.device in HOST_DEVICES else graph_bytes(config, step, memory.total)
 
 
 def _scratch(footprint: Footprint) -> Scratch:

@@ -26,6 +26,7 @@ MAX_CHUNKS = 32
 MAX_EVENTS = 32
 NUM_SLOWEST = 5
 MICROSECONDS = 1e6
+SHOWN_GAP = 1e-4  # seconds
 _SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # what names of sequences have behind that of their request
 
 
@@ -77,11 +78,16 @@ class Preemption(NamedTuple):
 
 
 class StepRecord:
-    """One step. `seconds` and `stats` are None while it runs, and for ever if the engine died in it."""
+    """One step. `seconds` and `stats` are None while it runs, and for ever if the engine died in it.
+
+    `started` is when it was planned, or when the step before had ended, if that was later. For `host_gap` seconds
+    before it the device waited for the host.
+    """
 
     __slots__ = (
         "admitted",
         "forked",
+        "host_gap",
         "num_in",
         "num_loads",
         "num_out",
@@ -102,6 +108,7 @@ class StepRecord:
         self.admitted: list[Admission] | None = None
         self.preempted: list[Preemption] | None = None
         self.forked: list[str] | None = None
+        self.host_gap = 0.0
         self.seconds: float | None = None
         self.stats: SchedulerStats | None = None
 
@@ -123,7 +130,8 @@ class StepRecord:
     def __str__(self) -> str:
         took = "not finished" if self.seconds is None else f"{1000 * self.seconds:.1f} ms"
         shape = ", ".join(f"{name} {count}" for name, count in self.shape().items() if count)
-        return f"at {self.started:.3f} s: {took}; {shape or 'nothing to compute'}"
+        gap = f"; {1000 * self.host_gap:.1f} ms after the one before" if self.host_gap > SHOWN_GAP else ""
+        return f"at {self.started:.3f} s: {took}; {shape or 'nothing to compute'}{gap}"
 
 
 class FlightRecorder:
@@ -144,6 +152,7 @@ class FlightRecorder:
         self._ring: list[StepRecord | None] = [None] * MAX_STEPS
         self._first = self._next = 0  # numbers of steps; number n is at n % MAX_STEPS
         self._num_entries = 0
+        self._ended = 0.0  # when the last step did
         self._waits: deque[tuple[str, float]] = deque(maxlen=MAX_WAITS)
 
     def __len__(self) -> int:
@@ -179,10 +188,12 @@ class FlightRecorder:
             self._drop()
         return record
 
-    def end(self, record: StepRecord, stats: SchedulerStats) -> None:
-        """Note that a step is over."""
-        record.seconds = self._clock() - record.started
-        record.stats = stats
+    def end(self, record: StepRecord, stats: SchedulerStats, host_gap: float = 0.0) -> None:
+        """Note that a step is over; the steps before it are."""
+        now = self._clock()
+        record.started = max(record.started, self._ended)
+        record.seconds = now - record.started
+        record.stats, record.host_gap, self._ended = stats, host_gap, now
 
     def note_grammar(self, request_id: str, seconds: float) -> None:
         """Note that a request had to wait so long for its grammar."""

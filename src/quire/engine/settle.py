@@ -14,11 +14,15 @@ from typing import Any
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.checkpoint.open import is_packed
 from quire.checkpoint.packed import packed_quantization
 from quire.checkpoint.pooling import with_runner
 from quire.config import STORED_QUANTIZATIONS, CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.errors import ConfigError
+from quire.kernels.backend import QUANTIZATIONS
+from quire.kernels.gpu.probe import usable_gpu
+from quire.kernels.memory import DeviceMemory
 from quire.kvcache.growth import longest_length, most_blocks
 from quire.step import KVCacheSpec
 
@@ -40,6 +44,20 @@ def no_scratch(config: EngineConfig) -> int:
     return 0
 
 
+def beside_blocks(memory: DeviceMemory, scratch: Scratch, config: EngineConfig) -> Scratch:
+    """Return what of `memory.total` is not for blocks, by the config: what is taken, and what steps take.
+
+    A step that was measured, with `config`, counts as measured; those of other configs in proportion to `scratch`.
+    """
+    measured = memory.step
+    if measured is None:
+        return lambda now: memory.used + scratch(now)
+    counted = scratch(config)
+    if not counted:
+        return lambda now: memory.used + measured
+    return lambda now: memory.used + measured * scratch(now) // counted
+
+
 def load_info(config: EngineConfig) -> ModelInfo:
     """Find the model folder and read its config.json. Raises `ModelError` naming the file at fault."""
     path = resolve_model(config.model.model, revision=config.model.revision, download_dir=config.model.download_dir)
@@ -57,7 +75,7 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         config = _without_copies(config, STATES)
     if not info.causal:
         config = _without_copies(config, BOTH_WAYS)
-    device = "cpu" if config.device.device == "auto" else config.device.device
+    device = _device(config, info)
     dtype = info.dtype if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     max_model_len = config.model.max_model_len
@@ -70,6 +88,8 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             param="max_model_len",
         )
     scheduler = config.scheduler
+    if scheduler.async_scheduling is None:
+        scheduler = dataclasses.replace(scheduler, async_scheduling=device == "cuda")
     if not info.causal:
         if scheduler.long_prefill_token_threshold:
             raise ConfigError(f"long_prefill_token_threshold: {BOTH_WAYS}", param="long_prefill_token_threshold")
@@ -78,7 +98,7 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            config.model, dtype=dtype, max_model_len=max_model_len, quantization=_quantization(config, info)
+            config.model, dtype=dtype, max_model_len=max_model_len, quantization=_quantization(config, info, device)
         ),
         scheduler=scheduler,
         cache=dataclasses.replace(
@@ -90,16 +110,36 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     )
 
 
-def _quantization(config: EngineConfig, info: ModelInfo) -> str | None:
+def _device(config: EngineConfig, info: ModelInfo) -> str:
+    """Return where the model runs; packed weights are the CPU's."""
+    if config.device.device != "auto":
+        return config.device.device
+    packed = config.model.load_format == "auto" and is_packed(info)
+    gpu = None if packed else usable_gpu()
+    if gpu is None:
+        return "cpu"
+    logger.info("device: cuda, %s with %s", gpu.name, size_text(gpu.total_memory))
+    return "cuda"
+
+
+def _quantization(config: EngineConfig, info: ModelInfo, device: str) -> str | None:
     """Return what weights are turned into; a name of what the checkpoint holds is checked, and turns them into nothing.
 
     Raises:
-        ConfigError: the checkpoint holds something else.
+        ConfigError: the checkpoint holds something else, or the device cannot make that of it.
     """
     asked = config.model.quantization
     if asked not in STORED_QUANTIZATIONS:
         return asked or packed_quantization(info)
     stored = info.stored_format
+    if stored is None and asked in QUANTIZATIONS:  # fp8: what a checkpoint may hold, and what a GPU makes of another
+        if device == "cpu":
+            raise ConfigError(
+                f"quantization: {asked} needs a GPU (--device cuda) to make it of weights that are not quantized, as "
+                "these are",
+                param="quantization",
+            )
+        return asked
     if stored is None or stored.name != asked:
         found = "is not quantized" if stored is None else f"is quantized with {stored.name}"
         raise ConfigError(
@@ -172,8 +212,9 @@ def fit(
     Args:
         asked: the options as the user gave them; config: the same, settled.
         spec: what the model's layers cache.
-        available: free bytes, weights being loaded.
-        scratch: bytes that steps take beside weights and KV cache, by the config.
+        available: free bytes, weights being loaded; on a GPU all that it has.
+        scratch: bytes of these that are not for blocks, by the config: what steps take beside weights and KV cache, and
+            on a GPU what is taken already (`beside_blocks`).
         quiet: say nothing where the context is made shorter.
 
     Raises:
@@ -282,11 +323,16 @@ def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available:
         most = min(most, limits.max_num_batched_tokens // cache.block_size + limits.max_num_seqs)
     num_blocks = min((budget - host) // block_bytes, most)
     if num_blocks < 1:
+        share = size_text(available * cache.gpu_memory_utilization)
+        taken = (
+            f"and a step {size_text(scratch)}, {share} are available beside the weights"
+            if config.device.device in HOST_DEVICES
+            else f"while weights, a step, and others on the GPU need {size_text(scratch)}; {share} may be used in all"
+        )
         raise _Misfit(
             "gpu_memory_utilization",
-            f"no room for the KV cache: a block of {cache.block_size} tokens needs {size_text(block_bytes)} and a step "
-            f"{size_text(scratch)}, {size_text(available * cache.gpu_memory_utilization)} are available beside the "
-            "weights, so that 0 blocks would fit",
+            f"no room for the KV cache: a block of {cache.block_size} tokens needs {size_text(block_bytes)} {taken}, "
+            "so that 0 blocks would fit",
             **_smaller(config, spec),
         )
     return num_blocks
@@ -371,6 +417,19 @@ def allocation_refused(asked: EngineConfig, fitted: Fit, block_bytes: int, avail
         f"allocated, though {size_text(available)} seemed free; half of them, {size_text(half * block_bytes)}, may "
         f"fit; this works: {command_line(asked, changes)}",
         param="kv_cache_memory_bytes",
+    )
+
+
+def step_refused(asked: EngineConfig, config: EngineConfig, available: int) -> ConfigError:
+    """Return the error for a largest step, of `config`, that did not fit beside the weights when it was tried."""
+    limits = config.scheduler
+    tokens = max(1, min(limits.max_num_batched_tokens // 2, max(LEAST_STEP, limits.max_num_batched_tokens // 4)))
+    changes = {"max_num_batched_tokens": tokens, "max_num_seqs": min(limits.max_num_seqs, tokens)}
+    return ConfigError(
+        f"max_num_batched_tokens: a step of {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences "
+        f"did not fit beside the weights, with {size_text(available)} free; one of {tokens} may; this works: "
+        f"{command_line(asked, changes)}",
+        param="max_num_batched_tokens",
     )
 
 

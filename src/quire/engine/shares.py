@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.engine.advice import MIB, changed, size_text
-from quire.engine.plan import RUNTIME_BYTES
+from quire.engine.plan import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from quire.engine.settle import HOST_PART, fit, load_info, settle
 from quire.errors import ConfigError, QuireError
+from quire.kernels.gpu.driver import gpu_memory
 from quire.kernels.memory import available_memory
-from quire.worker.footprint import Footprint
+from quire.worker.footprint import Footprint, graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | No
     Raises:
         ConfigError: they do not fit; the message has numbers. ModelError: one cannot be served at all.
     """
-    free = available_memory() if available is None else available
     needs = [_need(tenant) for tenant in tenants]
+    free = _free(needs) if available is None else available
     room = int(free * min(tenant.config.cache.gpu_memory_utilization for tenant in tenants))
     together = _largest(needs, max_loaded)
     left = room - sum(need.least for need in together)
@@ -83,8 +84,18 @@ def _need(tenant: Tenant) -> _Need:
         raise
     assert settled.model.max_model_len is not None
     scratch = footprint.step(settled).total
-    fixed = RUNTIME_BYTES + footprint.weights + footprint.tables(settled.model.max_model_len) + scratch
+    own = RUNTIME_BYTES
+    if settled.device.device == "cuda":
+        own = GPU_RUNTIME_BYTES + graph_bytes(settled, scratch, gpu_memory().total)
+    fixed = own + footprint.weights + footprint.tables(settled.model.max_model_len) + scratch
     return _Need(tenant, settled, footprint, fixed, scratch, _asked_caches(settled, footprint))
+
+
+def _free(needs: Sequence[_Need]) -> int:
+    """Return what is free of the memory that the models share: a GPU's if all of them run there, or the host's."""
+    if all(need.settled.device.device == "cuda" for need in needs):
+        return gpu_memory().free
+    return available_memory()
 
 
 def _asked_caches(config: EngineConfig, footprint: Footprint) -> int | None:

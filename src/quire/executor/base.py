@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.kernels.memory import DeviceMemory
 from quire.lora.request import LoRARequest
-from quire.step import AdapterNews, KVCacheSpec, ModelOutput, SchedulerOutput
+from quire.step import AdapterNews, Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 
 
 class Adapters(Protocol):
@@ -25,7 +26,7 @@ class Adapters(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps. The engine calls `kv_cache_spec` and `available_memory`, then `allocate`, then the rest."""
+    """Runs steps. The engine calls `kv_cache_spec` and `device_memory`, then `allocate`, then the rest."""
 
     @property
     def adapters(self) -> Adapters | None:
@@ -36,6 +37,12 @@ class Executor(Protocol):
 
     def available_memory(self) -> int:
         """Return the bytes free for the KV cache."""
+
+    def device_memory(self) -> DeviceMemory:
+        """Say what the device has, and what of it is not for the KV cache; may run the largest step to see.
+
+        To be called once, before `allocate`.
+        """
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache, and as many blocks of host memory, and open the disk tier if the config asks for it.
@@ -81,17 +88,41 @@ class Executor(Protocol):
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step and return its result."""
 
+    def submit(self, step: SchedulerOutput) -> Pending:
+        """Begin a step. One that does not overlap must be waited for before the next is begun."""
+
+    def idle(self) -> bool:
+        """With nothing to compute, do one small thing that makes later steps faster; say whether there was any."""
+
     def close(self) -> None:
         """Release model and memory."""
 
 
+class _InTurn(Protocol):
+    """What executes a step before it returns."""
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """See `Executor`."""
+
+
 class NoGrammars:
-    """For executors that pay no heed to grammars: all of them are ready at once. Adapters they have none."""
+    """For executors that pay no heed to grammars: all of them are ready at once. Adapters they have none.
+
+    They compute one step at a time.
+    """
 
     adapters: Adapters | None = None
 
     def __init__(self) -> None:
         self._prepared: dict[str, str | None] = {}
+
+    def submit(self: _InTurn, step: SchedulerOutput) -> Pending:
+        """See `Executor`; the step is computed before this returns."""
+        return Done(self.execute(step))
+
+    def idle(self) -> bool:
+        """See `Executor`; there is nothing."""
+        return False
 
     def prepare_grammar(self, grammar: str) -> None:
         """See `Executor`."""

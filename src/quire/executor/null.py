@@ -7,6 +7,7 @@ import struct
 from dataclasses import dataclass
 
 from quire.executor.base import NoGrammars
+from quire.kernels.memory import DeviceMemory
 from quire.step import (
     ForkData,
     KVCacheSpec,
@@ -49,6 +50,10 @@ class NullExecutor(NoGrammars):
     def available_memory(self) -> int:
         """One GiB."""
         return 2**30
+
+    def device_memory(self) -> DeviceMemory:
+        """All of it is free."""
+        return DeviceMemory(self.available_memory())
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing to allocate."""

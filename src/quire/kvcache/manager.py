@@ -24,6 +24,7 @@ from quire.kvcache.loading import Loading
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
 from quire.kvcache.tiers import DiskTier, HostTier, Movements
+from quire.step import UNKNOWN_TOKEN
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
 
@@ -334,6 +335,8 @@ class KVCacheManager:
         """Let the blocks that become full with tokens start .. end - 1 be found."""
         size = self.block_size
         first, last = start // size, end // size
+        if end % size == 0 and sequence.token_ids[end - 1] == UNKNOWN_TOKEN:
+            last -= 1  # `name_known` follows
         if first >= last or not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
             return
         parent = self._parent(sequence, first)
@@ -349,6 +352,12 @@ class KVCacheManager:
                     above = _of_group(parent, group) if index else parent
                     self.pool.register(block, _of_group(name, group), above, token_ids, self._step)
             parent = name
+
+    def name_known(self, sequence: CachedSequence) -> None:
+        """Take note that the last token of `sequence` is known now, for which slots were given when it was not."""
+        end = len(sequence.token_ids)
+        if end % self.block_size == 0:
+            self._register(sequence, self._tables[sequence.sequence_id], end - 1, end)
 
     def _release_passed(self, tables: list[list[Block]], position: int) -> None:
         """Give back blocks that no query from `position` on sees."""

@@ -13,6 +13,7 @@ import numpy as np
 from quire.kernels.backend import NEG_INF
 from quire.sampling.dry import Breakers, Dry
 from quire.sampling.processors import LogitsProcessorFactory, Processors
+from quire.sampling.seen import SeenTokens
 from quire.sampling.truncation import Truncation
 from quire.sampling_params import SamplingParams
 
@@ -25,7 +26,7 @@ class Extras:
         logprob_ids: int64 ids whose log-probabilities are given instead of the likeliest ones', or None.
         prompt_logprob_start: first prompt position that is scored.
         allowed: bool [V] mask of the only tokens that may be sampled, or None.
-        has_penalties: whether `prompt_mask` (bool [V]) and `output_counts` (int32 [V]) are kept.
+        seen: the tokens that penalties go by, or None without penalties.
         dry, processors, truncation: those of rows that ask for them.
     """
 
@@ -61,13 +62,9 @@ class Extras:
         self.repetition = params.repetition_penalty
         self.presence = params.presence_penalty
         self.frequency = params.frequency_penalty
-        self.has_penalties = self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
-        if self.has_penalties:
-            self.prompt_mask = np.zeros(vocab_size, dtype=bool)
-            self.prompt_mask[token_ids[:num_prompt_tokens]] = True
-            self.output_counts = np.bincount(
-                np.array(token_ids[num_prompt_tokens:], dtype=np.int64), minlength=vocab_size
-            ).astype(np.int32)
+        self.seen: SeenTokens | None = None
+        if self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0:
+            self.seen = SeenTokens(token_ids, num_prompt_tokens, vocab_size)
         self.truncation = Truncation.of(params, sampler_state)
         self.dry: Dry | None = None
         if params.dry_multiplier > 0.0:
@@ -123,8 +120,8 @@ class Extras:
         """Return what a copy of the sequence has: counts of its own, and no log-probabilities of the prompt again."""
         twin = copy.copy(self)
         twin.num_prompt_logprobs = None
-        if self.has_penalties:
-            twin.output_counts = self.output_counts.copy()
+        if self.seen is not None:
+            twin.seen = self.seen.copy()
         if self.dry is not None:
             twin.dry = self.dry.copy()
         if self.processors is not None:
@@ -152,7 +149,7 @@ class Extras:
     def changes_logits(self) -> bool:
         """Whether anything here alters the logits."""
         return bool(
-            self.has_penalties
+            self.seen is not None
             or self.min_tokens
             or self.bad_words
             or self.bias_ids.size
@@ -164,8 +161,8 @@ class Extras:
 
     def count(self, token_id: int) -> None:
         """Note a generated token, for the penalties."""
-        if self.has_penalties:
-            self.output_counts[token_id] += 1
+        if self.seen is not None:
+            self.seen.add(token_id)
         if self.dry is not None:
             self.dry.add(token_id)
 

@@ -12,6 +12,7 @@ The order:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,18 +84,16 @@ class Sampler:
 
     def sample(self, logits: Array, batch: SamplingBatch) -> Sampled:
         """Sample from `logits` float32 [R, V], which may be overwritten."""
-        wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.wants_logprobs]
-        raw = logits[self.backend.from_numpy(_ids(wanting))] if wanting else None
-        if batch.mask is not None:
-            self.backend.apply_bitmask(logits, batch.mask.rows, batch.mask.bits)
-        changing = [
-            (r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits
-        ]
-        errors = self._apply_extras(logits, batch, changing)
-        temperature, lessons = self._truncate(logits, batch, changing)
-        checked = batch.mask is not None or bool(changing)
-        empty = ~self.backend.to_numpy(self.backend.rows_finite(logits)) if checked else None
-        tokens = self.backend.sample(
+        return self.start(logits, batch).finish()
+
+    def draw(self, logits: Array, batch: SamplingBatch) -> Array:
+        """Return tokens int64 [R], which stay on the device, of rows without extras or mask."""
+        if not batch.temperature.any():
+            return self.backend.greedy(logits)
+        return self._draw(logits, batch.temperature, batch)
+
+    def _draw(self, logits: Array, temperature: np.ndarray, batch: SamplingBatch) -> Array:
+        return self.backend.sample(
             logits,
             temperature,
             batch.top_k,
@@ -102,26 +101,42 @@ class Sampler:
             batch.min_p,
             uniforms(batch.seeds, batch.positions) if temperature.any() else np.zeros(len(batch.seeds)),
         )
-        for lesson in lessons:
-            lesson.learn(int(tokens[lesson.row]))
-        if empty is not None and empty.any():
-            tokens = self._without_choice(tokens, empty, batch.mask, errors)
-        if errors:
-            tokens = tokens.copy()
-            tokens[list(errors)] = -1
-        return Sampled(tokens, self._logprobs(raw, wanting, np.maximum(tokens, 0), batch.extras), errors)
 
-    def _without_choice(
-        self, tokens: np.ndarray, empty: np.ndarray, mask: Bitmask | None, errors: dict[int, str]
-    ) -> np.ndarray:
-        """Return `tokens` with those that end a text in rows whose logits are all -inf; the others get an error."""
-        ends = {} if mask is None else dict(zip(mask.rows.tolist(), mask.ends.tolist(), strict=True))
-        tokens = tokens.copy()
-        for r in np.flatnonzero(empty).tolist():
-            tokens[r] = ends.get(r, -1)
-            if tokens[r] < 0:
-                errors.setdefault(r, NO_TOKEN_IN_GRAMMAR if r in ends else NO_TOKEN_LEFT)
-        return tokens
+    def start(self, logits: Array, batch: SamplingBatch) -> Drawing:
+        """Do what `sample` does, without waiting for the device, unless rows have processors or `Truncation`s."""
+        backend = self.backend
+        wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.wants_logprobs]
+        raw = logits[backend.from_numpy(_ids(wanting))] if wanting else None
+        if batch.mask is not None:
+            backend.apply_bitmask(logits, batch.mask.rows, batch.mask.bits)
+        changing = [
+            (r, extras) for r, extras in enumerate(batch.extras) if extras is not None and extras.changes_logits
+        ]
+        errors = self._apply_extras(logits, batch, changing)
+        temperature, lessons = self._truncate(logits, batch, changing)
+        checked = batch.mask is not None or bool(changing)
+        finite = backend.rows_finite(logits) if checked else None
+        tokens = self._draw(logits, temperature, batch)
+        drawn = backend.fetch(tokens) if lessons else None
+        if finite is not None and batch.mask is not None:
+            tokens = self._or_ends(tokens, finite, batch.mask)
+        return Drawing(
+            tokens=tokens,
+            errors=errors,
+            mask=batch.mask,
+            lessons=lessons,
+            drawn=drawn,
+            fetched=backend.fetch(tokens),
+            finite=None if finite is None else backend.fetch(finite),
+            logprobs=[] if raw is None else self._logprobs(raw, wanting, tokens, batch.extras),
+        )
+
+    def _or_ends(self, tokens: Array, finite: Array, mask: Bitmask) -> Array:
+        """Return `tokens` with those that end a text in rows whose logits are all -inf, where it may end."""
+        ends, may_end = (np.zeros(tokens.shape[0], dtype=np.int64) for _ in range(2))
+        ends[mask.rows], may_end[mask.rows] = mask.ends, mask.ends >= 0
+        ends, may_end = self.backend.from_numpy(ends), self.backend.from_numpy(may_end)
+        return tokens + (may_end - finite * may_end) * (ends - tokens)
 
     def _apply_extras(self, logits: Array, batch: SamplingBatch, rows: list[tuple[int, Extras]]) -> dict[int, str]:
         """Do step 2 on `rows`; return what went wrong in which."""
@@ -132,13 +147,15 @@ class Sampler:
             self.backend.keep_only(logits, _ids([r for r, _ in masked]), np.stack([mask for _, mask in masked]))
         self._add(logits, [(r, *extras.biases(batch.output_ids[r])) for r, extras in rows])
         errors = self._process(logits, batch, rows)
-        penalized = [(r, extras) for r, extras in rows if extras.has_penalties]
+        penalized = [(r, extras) for r, extras in rows if extras.seen is not None]
         if penalized:
+            seen = [extras.seen for _, extras in penalized if extras.seen is not None]
             self.backend.apply_penalties(
                 logits,
                 _ids([r for r, _ in penalized]),
-                np.stack([extras.prompt_mask for _, extras in penalized]),
-                np.stack([extras.output_counts for _, extras in penalized]),
+                np.cumsum([0, *(len(tokens.ids) for tokens in seen)], dtype=np.int64),
+                np.concatenate([tokens.ids for tokens in seen]),
+                np.concatenate([tokens.counts for tokens in seen]),
                 np.array([extras.repetition for _, extras in penalized], dtype=np.float32),
                 np.array([extras.presence for _, extras in penalized], dtype=np.float32),
                 np.array([extras.frequency for _, extras in penalized], dtype=np.float32),
@@ -200,29 +217,98 @@ class Sampler:
         return np.array(self.backend.to_numpy(logits[self.backend.from_numpy(ids)]), dtype=np.float32)
 
     def _logprobs(
-        self, raw: Array | None, wanting: list[int], tokens: np.ndarray, extras: list[Extras | None]
-    ) -> dict[int, TokenTopLogprobs]:
-        if raw is None:
-            return {}
-        found: dict[int, TokenTopLogprobs] = {}
+        self, raw: Array, wanting: list[int], tokens: Array, extras: list[Extras | None]
+    ) -> list[_Best | _Named]:
+        """Start what `Drawing.logprobs` is to hold, for rows `wanting`, whose logits are `raw`."""
+        begun: list[_Best | _Named] = []
         groups: dict[bool, list[tuple[int, int]]] = {}  # so that those who want all do not make the others sort
         for place, r in enumerate(wanting):
             own = extras[r]
             assert own is not None
             if own.logprob_ids is not None:
-                row = self.backend.to_numpy(raw[place])
-                found[r] = logprobs_of_ids(row, int(tokens[r]), own.logprob_ids)
+                begun.append(_Named(r, own.logprob_ids, self.backend.fetch(raw[place])))
             else:
                 groups.setdefault(own.num_logprobs == -1, []).append((place, own.num_logprobs or 0))
         for members in groups.values():
             places = _ids([place for place, _ in members])
             numbers = [raw.shape[1] if number < 0 else min(number, raw.shape[1]) for _, number in members]
             rows = raw if len(members) == len(wanting) else raw[self.backend.from_numpy(places)]
-            chosen = tokens[np.array(wanting)[places]]
-            top = self.backend.top_logprobs(rows, chosen, max(numbers))
-            for i, number in enumerate(numbers):
-                found[wanting[places[i]]] = pack_logprobs(top, i, number)
-        return found
+            ids = _ids(wanting)[places]
+            top = self.backend.top_logprobs(rows, tokens[self.backend.from_numpy(ids)], max(numbers))
+            begun.append(_Best(ids.tolist(), numbers, top.fetch(self.backend)))
+        return begun
+
+
+class _Best(NamedTuple):
+    """Log-probabilities on their way: of the token and the `numbers[i]` likeliest ones of row `rows[i]`."""
+
+    rows: list[int]
+    numbers: list[int]
+    fetched: Callable[[], TopLogprobs]
+
+    def take(self, tokens: np.ndarray, found: dict[int, TokenTopLogprobs]) -> None:
+        top = self.fetched()
+        for i, (r, number) in enumerate(zip(self.rows, self.numbers, strict=True)):
+            found[r] = pack_logprobs(top, i, number)
+
+
+class _Named(NamedTuple):
+    """Log-probabilities of the token and of tokens `ids` of row `row`, by its logits, which are on their way."""
+
+    row: int
+    ids: np.ndarray
+    fetched: Callable[[], np.ndarray]
+
+    def take(self, tokens: np.ndarray, found: dict[int, TokenTopLogprobs]) -> None:
+        found[self.row] = logprobs_of_ids(self.fetched(), int(tokens[self.row]), self.ids)
+
+
+@dataclass(slots=True)
+class Drawing:
+    """Tokens that are being drawn; `Sampler.start` has launched all of it.
+
+    Attributes:
+        tokens: int64 [R] of the backend, what the next step can read before the host knows it; where rows turn out to
+            have an error, of no meaning, but in the vocabulary.
+        errors, mask: of the rows, as `Sampled` and `SamplingBatch` have them; errors that are known so far.
+        lessons: what mirostat is to learn of `drawn`, the tokens as they were drawn.
+        fetched, finite, logprobs: what is on its way to the host: the tokens; bool [R], of rows that were checked.
+    """
+
+    tokens: Array
+    errors: dict[int, str]
+    mask: Bitmask | None
+    lessons: list[Lesson]
+    drawn: Callable[[], np.ndarray] | None
+    fetched: Callable[[], np.ndarray]
+    finite: Callable[[], np.ndarray] | None
+    logprobs: Sequence[_Best | _Named]
+
+    def finish(self) -> Sampled:
+        """Wait for the device; to be called once."""
+        tokens = self.fetched()
+        if self.drawn is not None:
+            drawn = self.drawn()
+            for lesson in self.lessons:
+                lesson.learn(int(drawn[lesson.row]))
+        if self.finite is not None:
+            self._check(self.finite())
+        found: dict[int, TokenTopLogprobs] = {}
+        for begun in self.logprobs:
+            begun.take(tokens, found)
+        if self.errors:
+            tokens = tokens.copy()
+            tokens[list(self.errors)] = -1
+        return Sampled(tokens, found, self.errors)
+
+    def _check(self, finite: np.ndarray) -> None:
+        """Note an error for rows whose logits are all -inf, and whose text may not end."""
+        if finite.all():
+            return
+        ends = {} if self.mask is None else dict(zip(self.mask.rows.tolist(), self.mask.ends.tolist(), strict=True))
+        for r in np.flatnonzero(~finite).tolist():
+            if ends.get(r, -1) < 0:
+                self.errors.setdefault(r, NO_TOKEN_IN_GRAMMAR if r in ends else NO_TOKEN_LEFT)
 
 
 def pack_logprobs(top: TopLogprobs, row: int, k: int) -> TokenTopLogprobs:

@@ -1,6 +1,7 @@
 """`BaseScheduler`: the two halves of a step that all schedulers share: sending off a plan, and taking in its results.
 
-`schedule` and `update_from_output` alternate. What goes into a plan is decided in the subclasses:
+`schedule` and `update_from_output` alternate, or, where a step may be planned before the one before has ended, are one
+step apart (`flight.py`). What goes into a plan is decided in the subclasses:
 `scheduler.Scheduler` and `prefill_first.PrefillFirstScheduler`.
 """
 
@@ -12,24 +13,35 @@ from copy import copy
 
 from quire.errors import QuireError
 from quire.scheduler.beam import place
-from quire.scheduler.lives import RequestLives
+from quire.scheduler.flight import Flight, Flights
 from quire.scheduler.plan import Plan
 from quire.scheduler.policy import BY_ORDER
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.scheduler.stop import check_stop, stop_reason
-from quire.step import ForkData, ModelOutput, SchedulerOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
+from quire.step import (
+    UNKNOWN_TOKEN,
+    ForkData,
+    ModelOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceOutput,
+    TokenTopLogprobs,
+)
 
 _RUNNING = RequestStatus.RUNNING  # looked up once: enum attributes are slow, and these are on the path of every token
 _STOPPED = RequestStatus.FINISHED_STOPPED
 
 
-class BaseScheduler(RequestLives, ABC):
+class BaseScheduler(Flights, ABC):
     """Plans steps and takes in their results; see `RequestLives` for the arguments."""
 
     # ---- sending off ----
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. One that is not empty must reach the worker."""
+        """Plan the next step, beside the one in flight if there is one. One that is not empty must reach the worker."""
+        flight = self._flight
+        if flight is not None:
+            self._take_off()
         self.kv.start_step()
         plan = Plan(self.max_num_batched_tokens)
         self._plan(plan)
@@ -38,7 +50,13 @@ class BaseScheduler(RequestLives, ABC):
         self._stats.num_scheduled_tokens += total
         finished_ids, self._finished_ids = self._finished_ids, []
         forks, self._forks = self._forks, []
-        return plan.finish(finished_ids, forks, self.kv.movements, loading=self.kv.num_loading > 0)
+        # Nobody waits for the disk while a step is in flight: its own result comes first.
+        waits = flight is None and self.kv.num_loading > 0
+        output = plan.finish(finished_ids, forks, self.kv.movements, loading=waits)
+        if flight is not None:
+            flight.ahead = output
+        self._num_under_way += 1
+        return output
 
     @abstractmethod
     def _plan(self, plan: Plan) -> None:
@@ -57,21 +75,63 @@ class BaseScheduler(RequestLives, ABC):
 
         Results of requests aborted meanwhile are dropped. Raises `QuireError` if the model left out a token it owed.
         """
+        self._num_under_way -= 1
         if output.loaded:
             self._finish_loads(output.loaded)
         news: list[SequenceOutput] = []
+        flight = self._flight
+        if flight is not None and flight.plan is plan:
+            self._flight = None
+        if flight is not None and flight.plan is plan and flight.ahead is not None:
+            self._land(flight, output, news)
+        else:
+            self._take_results(plan, output, news)
+        if self._news:
+            news, self._news = self._news + news, []
+        return news
+
+    def _take_results(self, plan: SchedulerOutput, output: ModelOutput, news: list[SequenceOutput]) -> None:
         for sequence_id, num_scheduled in plan.num_scheduled_tokens.items():
             sequence = self._sequences.get(sequence_id)
             if sequence is not None and sequence.request.status is _RUNNING:
                 self._advance(sequence, num_scheduled, output, news)
+            else:
+                self._stats.num_discarded_tokens += num_scheduled
         for fork in plan.forks:
             if fork.samples:
                 sequence = self._sequences.get(fork.sequence_id)
                 if sequence is not None and sequence.request.status is _RUNNING:
                     self._advance(sequence, 0, output, news)
-        if self._news:
-            news, self._news = self._news + news, []
-        return news
+
+    def _land(self, flight: Flight, output: ModelOutput, news: list[SequenceOutput]) -> None:
+        """Take in the results of a step beside which the next one was planned."""
+        for sequence_id in flight.plan.num_scheduled_tokens:
+            sequence = flight.flown.get(sequence_id)
+            if sequence is None or self._sequences.get(sequence_id) is not sequence:
+                self._stats.num_discarded_tokens += flight.plan.num_scheduled_tokens[sequence_id]
+                continue
+            self._settle(sequence, flight, output, news)
+
+    def _settle(self, sequence: Sequence, flight: Flight, output: ModelOutput, news: list[SequenceOutput]) -> None:
+        """Put the token where `UNKNOWN_TOKEN` stands, and see whether it ends the sequence.
+
+        That may have been preempted when the next step was planned, and then waits with what it has.
+        """
+        sequence_id, token_ids = sequence.sequence_id, sequence.token_ids
+        if token_ids[-1] == UNKNOWN_TOKEN:
+            token_ids.pop()
+        failed = sequence_id in output.errors
+        if failed and sequence_id not in output.refused and sequence.request.status is not _RUNNING:
+            self.kv.reset_prefix_cache()  # its blocks were given back with their names, and may be bad
+        num_sampled = len(output.sampled_token_ids.get(sequence_id, ()))
+        if not failed and num_sampled != (sequence_id in flight.sampling):
+            raise QuireError(f"the model returned {num_sampled} tokens for {sequence!r}")
+        if not failed and not num_sampled:
+            return
+        self._advance(sequence, 0, output, news)
+        ahead, lives = flight.ahead, self._sequences.get(sequence_id) is sequence
+        if lives and ahead is not None and sequence_id in ahead.num_scheduled_tokens:
+            self.kv.name_known(sequence)
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
         for block_id, sound in loaded.items():
@@ -102,7 +162,7 @@ class BaseScheduler(RequestLives, ABC):
         if request.wants_prompt_logprobs and sequence_id in output.prompt_logprobs:
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
         sampled = output.sampled_token_ids.get(sequence_id, [])
-        if bool(sampled) != (sequence.num_computed_tokens == len(sequence.token_ids)):
+        if bool(sampled) != (sequence.num_computed_tokens == len(sequence.token_ids)) and request.status is _RUNNING:
             raise QuireError(f"the model returned {len(sampled)} tokens for {sequence!r}")
         status = None
         num_taken = 0
@@ -272,6 +332,11 @@ class BaseScheduler(RequestLives, ABC):
             stats.waiting_adapters = _adapters([*self._waiting, *self._loading])
         return copy(stats)
 
+    def note_step(self, seconds: float, host_gap: float) -> None:
+        """Count the time that a step took, and for how much of it the device waited for the host."""
+        self._stats.step_seconds += seconds
+        self._stats.host_gap_seconds += host_gap
+
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant, between steps; costs O(blocks + requests)."""
         running, waiting = self._running, list(self._waiting)
@@ -294,7 +359,7 @@ class BaseScheduler(RequestLives, ABC):
                 num_tables += num_slots > 0
                 if num_slots < sequence.num_computed_tokens:
                     raise QuireError(f"{sequence!r} has {num_slots} slots")
-            if request.num_left == 0:
+            if request.num_left == 0 and not self._num_under_way:
                 raise QuireError(f"{request!r} has nothing to compute")
         for request in waiting:
             if request.status is not RequestStatus.SWAPPED and any(s.num_computed_tokens for s in request.sequences):

@@ -148,8 +148,9 @@ class RequestLives:
         return request_id in self._requests
 
     def request_ids(self, sequence_ids: Iterable[str]) -> list[str]:
-        """Return the ids of the requests that live sequences belong to, each once."""
-        return list(dict.fromkeys(self._sequences[name].request.request_id for name in sequence_ids))
+        """Return the ids of the requests that those of these sequences belong to which are live, each once."""
+        found = [self._sequences[name] for name in sequence_ids if name in self._sequences]
+        return list(dict.fromkeys(sequence.request.request_id for sequence in found))
 
     def _refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""

@@ -10,6 +10,7 @@ status.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 from typing import Any
 
@@ -56,7 +57,9 @@ class PrefillFirstScheduler(BaseScheduler):
             raise ConfigError("scheduling_policy lpm needs scheduler unified", param="scheduling_policy")
         self.delay_factor = delay_factor
         self.prompt_limit = min(self.max_model_len, self.max_num_batched_tokens)
-        self._prompts_began: float | None = None  # when the step under way was planned, if it computes prompts
+        # The steps under way, at most two: when each was planned, if it computes prompts.
+        self._under_way: deque[tuple[SchedulerOutput, float | None]] = deque(maxlen=2)
+        self._computes_prompts = False  # the step that was planned last
         self._prompts_took = 0.0
 
     def _refusal(self, request: Request) -> str | None:
@@ -78,23 +81,34 @@ class PrefillFirstScheduler(BaseScheduler):
             )
         return None
 
+    def schedule(self) -> SchedulerOutput:
+        """See `BaseScheduler`."""
+        now = self.clock()
+        output = super().schedule()
+        self._under_way.append((output, now if self._computes_prompts else None))
+        return output
+
     def _plan(self, plan: Plan) -> None:
         self._schedule_prefills(plan)
-        self._prompts_began = self.clock() if plan.num_scheduled else None
+        self._computes_prompts = bool(plan.num_scheduled)
         if not plan.num_scheduled:
             self._schedule_decodes(plan)
             if not plan.left:
                 self._schedule_swapped(plan)
-            if not plan.num_scheduled and self._running and self._is_alone(self._running[0]):
+            in_flight = self._flight is not None  # then its sequences may be about to end
+            if not (plan.num_scheduled or in_flight) and self._running and self._is_alone(self._running[0]):
                 stuck = self._running[0]  # only some of its sequences could be computed again, and these have ended
                 self._infeasible(stuck, sum(self.kv.num_blocks_for(sequence.num_left) for sequence in stuck.sequences))
         assert plan.budget >= 0 and self._num_seats <= self.max_num_seqs
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[SequenceOutput]:
         """See `BaseScheduler`. Notes how long a step of prompts took, which `delay_factor` refers to."""
-        if self._prompts_began is not None:
-            self._prompts_took = self.clock() - self._prompts_began
-            self._prompts_began = None
+        while self._under_way:
+            planned, began = self._under_way.popleft()
+            if planned is plan:
+                if began is not None:
+                    self._prompts_took = self.clock() - began
+                break
         return super().update_from_output(plan, output)
 
     # ---- prompts ----

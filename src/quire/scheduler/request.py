@@ -166,6 +166,7 @@ class Request:
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
         adapter_digest: names the content of its LoRA adapter, once that was read.
+        is_plain: whether a step gives each of its sequences just one token, or none while its prompt is computed.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
     """
 
@@ -182,6 +183,7 @@ class Request:
         "first_scheduled_time",
         "forked",
         "grammar",
+        "is_plain",
         "loaded",
         "loading",
         "lora",
@@ -257,6 +259,11 @@ class Request:
         self.dry_breakers = dry_breakers or []
         self.pooling = pooling
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
+        self.is_plain = (
+            (beam is None and pooling is None and grammar is None and thinking is None)
+            and not self.wants_prompt_logprobs
+            and sampling_params.repetition_detection is None
+        )
         self._begin()
         self.forked = len(self.sequence_ids) == 1
         self.num_forks = 0

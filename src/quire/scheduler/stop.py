@@ -29,6 +29,12 @@ def check_stop(sequence: Sequence, token_id: int, length_limit: int) -> RequestS
     return None
 
 
+def ends_by_count(sequence: Sequence, length_limit: int) -> bool:
+    """Whether `sequence` ends with its next token, whatever that is. See `check_stop`."""
+    num_tokens = len(sequence.token_ids) + 1
+    return num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens or num_tokens >= length_limit
+
+
 def stop_reason(sequence: Sequence) -> int | None:
     """Return the last token id if the caller asked to stop at it; None for an EOS of the model."""
     last = sequence.token_ids[-1]

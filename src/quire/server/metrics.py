@@ -155,9 +155,12 @@ class StatsLog:
             return None
         queries = latest.prefix_cache_queries - before.prefix_cache_queries
         hits = latest.prefix_cache_hits - before.prefix_cache_hits
+        step_seconds = latest.step_seconds - before.step_seconds
+        gap = latest.host_gap_seconds - before.host_gap_seconds
+        waits = f", host gap {100 * gap / step_seconds:.1f}%" if step_seconds > 0.0 else ""
         return (
             f"prompt {prompt / seconds:.1f} tokens/s, generation {generation / seconds:.1f} tokens/s, "
             f"running {latest.num_running}, waiting {latest.num_waiting}, swapped {latest.num_swapped}, "
             f"KV cache {100 * latest.kv_cache_usage:.1f}%, host KV cache {100 * latest.host_cache_usage:.1f}%, "
-            f"prefix cache hits {100 * hits / max(queries, 1):.1f}%"
+            f"prefix cache hits {100 * hits / max(queries, 1):.1f}%{waits}"
         )

@@ -353,7 +353,20 @@ class ModelMetrics:
             "kind",
             {"recompute": total["num_preemptions"] - swapped, "swap": swapped},
         )
-        yield self._counter_by("quire:engine_steps", "Steps of the engine.", None, {"": total["num_steps"]})
+        counters = {
+            "engine_steps": ("Steps of the engine.", total["num_steps"]),
+            "step_seconds": ("Time from step to step while there was work.", total["step_seconds"]),
+            "step_host_gap_seconds": (
+                "Of quire:step_seconds, time in which the device waited for the host.",
+                total["host_gap_seconds"],
+            ),
+            "discarded_tokens": (
+                "Tokens computed for sequences that had ended before that was known.",
+                total["num_discarded_tokens"],
+            ),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter_by(f"quire:{name}", text, None, {"": value})
 
     def _cache_info(self, config: EngineConfig, stats: SchedulerStats, prefixes: bool) -> Metric:
         info = {
@@ -372,7 +385,7 @@ class _Total:
     """The counters of all engines that a model has had, one after the other; each began at zero."""
 
     def __init__(self) -> None:
-        self._before = dict.fromkeys(STATS_COUNTERS, 0)
+        self._before: dict[str, float] = dict.fromkeys(STATS_COUNTERS, 0)
         self._latest = SchedulerStats()
 
     def take(self, stats: SchedulerStats) -> bool:
@@ -384,7 +397,7 @@ class _Total:
             self._before[name] += getattr(latest, name)
         return True
 
-    def values(self) -> dict[str, int]:
+    def values(self) -> dict[str, float]:
         """Return the sums."""
         return {name: before + getattr(self._latest, name) for name, before in self._before.items()}
 

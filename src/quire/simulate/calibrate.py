@@ -22,6 +22,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine.settle import load_info
 from quire.executor.base import Executor, NoGrammars
+from quire.kernels.memory import DeviceMemory
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
@@ -232,6 +233,10 @@ class TimedExecutor(NoGrammars):
     def available_memory(self) -> int:
         """Enough for any number of blocks: they are allocated."""
         return 2**62
+
+    def device_memory(self) -> DeviceMemory:
+        """All of it is free."""
+        return DeviceMemory(self.available_memory())
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing: that was done."""

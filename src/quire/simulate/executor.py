@@ -7,6 +7,7 @@ from collections.abc import Callable
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.executor.base import NoGrammars
+from quire.kernels.memory import DeviceMemory
 from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
@@ -68,6 +69,10 @@ class SimulatedExecutor(NoGrammars):
     def available_memory(self) -> int:
         """The bytes given."""
         return self._memory
+
+    def device_memory(self) -> DeviceMemory:
+        """All of it is free."""
+        return DeviceMemory(self._memory)
 
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
         """Nothing to allocate."""

@@ -12,6 +12,7 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.errors import ModelError
+from quire.kernels.gpu.probe import check_gpu
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.verify.compare import LayerErrors, first_difference, layer_errors, relative_error
 from quire.verify.oracle import LayerTrace, Oracle
@@ -93,8 +94,11 @@ def verify(
         all_layers: look at layers even if nothing differs.
 
     Raises:
-        ConfigError: transformers is not installed. ModelError: either side cannot load the model.
+        ConfigError: transformers is not installed, or there is no GPU although one is asked for.
+        ModelError: either side cannot load the model.
     """
+    if config.device.device == "cuda":
+        check_gpu()  # before memory and time are spent on the other side
     prompts = prompts_of(info, tokenizer, length, config.model.seed)
     oracle = Oracle(info, config.model.load_format, config.model.hf_overrides)
     longest = max(map(len, prompts)) + (num_tokens if info.pooling is None else 0)

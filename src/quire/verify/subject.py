@@ -11,6 +11,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, Backend, KVCache
 from quire.kernels.create import create_backend
+from quire.kernels.one_by_one import OneByOne
 from quire.models.loader import load_model
 from quire.models.pooling import PoolingModel
 from quire.sampling_params import SamplingParams
@@ -118,7 +119,7 @@ class Subject:
         return added
 
 
-class _Tracer:
+class _Tracer(OneByOne):
     """A backend that notes what attention layers are given while `seen` is a list; then nothing is recorded."""
 
     def __init__(self, backend: Backend) -> None:
@@ -131,14 +132,21 @@ class _Tracer:
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """Record, unless values are to be seen as they come."""
-        recorded: Callable[[], Arrays] | None = None
+        return self._unless_seen(build, self._backend.graph)
 
-        def run() -> Arrays:
+    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+        """The same in pieces."""
+        return self._unless_seen(build, self._backend.graph_pieces)
+
+    def _unless_seen(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
+        recorded: Callable[..., Arrays] | None = None
+
+        def run(*metadata: AttentionMetadata) -> Arrays:
             nonlocal recorded
             if self.seen is not None:
-                return build()
-            recorded = recorded or self._backend.graph(build)
-            return recorded()
+                return build(*metadata)
+            recorded = recorded or record(build)
+            return recorded(*metadata)
 
         return run
 
@@ -148,10 +156,17 @@ class _Tracer:
             self._written = self._copy(k), self._copy(v)
         self._backend.write_kv(k, v, cache, slot_mapping)
 
-    def paged_attention(self, q: Array, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> Array:
+    def paged_attention(
+        self,
+        q: Array,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[Array, Array] | None = None,
+    ) -> Array:
         """Note queries and the result."""
         queries = self._copy(q) if self.seen is not None else None
-        output = self._backend.paged_attention(q, cache, metadata, params)
+        output = self._backend.paged_attention(q, cache, metadata, params, fresh)
         if queries is not None and self.seen is not None and self._written is not None:
             keys, values = (x.reshape(len(x), params.num_kv_heads, -1) for x in self._written)
             queries, out = (x.reshape(len(x), params.num_heads, -1) for x in (queries, self._copy(output)))
