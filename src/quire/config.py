@@ -135,8 +135,9 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = option(None, "Number of blocks, whatever memory there is.", low=1)
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys and values; auto takes the weights', int8 has a scale per token and head.",
-        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        "Type of cached keys and values; auto takes the weights', int8 and fp8 (e4m3, on GPUs) have a scale per token "
+        "and head.",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     )
     latent_cache: bool = option(
         True,
@@ -238,6 +239,7 @@ class SchedulerConfig:
         low=0,
         metavar="TOKENS",
     )
+    async_scheduling: bool | None = option(None, "Plan the next step while the last one still runs; default: on GPUs.")
     max_num_queued_reqs: int | None = option(
         None, "Most unfinished requests the server accepts before it answers 503; default: 4 x max-num-seqs.", low=1
     )
@@ -271,8 +273,22 @@ class DeviceConfig:
 
     device: str = option(
         "auto",
-        "Where the model runs; reference is plain PyTorch, slow and readable.",
-        choices=("auto", "cpu", "reference"),
+        "Where the model runs: auto takes an NVIDIA GPU (cuda) if there is one and PyTorch and Triton are installed; "
+        "reference is plain PyTorch, slow and readable.",
+        choices=("auto", "cpu", "cuda", "reference"),
+    )
+    enforce_eager: bool = option(
+        False,
+        "On a GPU, launch every kernel from Python and record no CUDA graphs: slower steps, a little more memory.",
+    )
+    max_cudagraph_capture_size: int = option(
+        512, "Steps of up to so many tokens are recorded as CUDA graphs.", low=1, high=65536, metavar="TOKENS"
+    )
+    attention_backend: str = option(
+        "auto",
+        "Whose attention kernels run on a GPU: ours (triton); PyTorch's for prompts that begin here and ours for the "
+        "rest (torch); FlashInfer's, if installed (flashinfer); auto: what is fastest where both can do it.",
+        choices=("auto", "triton", "torch", "flashinfer"),
     )
     num_threads: int | None = option(None, "Threads of the CPU kernels; default: all cores.", low=1, high=1024)
     simd_level: str = option(

@@ -22,6 +22,7 @@ def test_it_says_what_is_installed_and_what_the_machine_is(quire: Any, monkeypat
     assert platform.python_version() in found["system"]["python"]
     assert "generic" in found["processor"]["instructions of kernels"]
     assert found["memory"]["total"].endswith("GiB")
+    assert "C compilers" in found["gpus"] and len(found["gpus"]) > 1
     assert found["variables"]["OMP_NUM_THREADS"] == "3"
     assert found["packages"]["torch"].startswith("2.")
     assert "hf_secret" not in told.out and os.path.expanduser("~") not in told.out

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quire.version import __version__
 
 EXTRAS = ("torch", "triton", "transformers", "safetensors", "opentelemetry-sdk", "uvloop", "httptools")
 VARIABLES = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+COMPILERS = ("cc", "gcc", "clang")
 GIB = 2**30
 
 
@@ -59,6 +61,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "container": _container(),
         },
         "processor": _processor(),
+        "gpus": _gpus(),
         "memory": _memory(),
         "limits": _limits(),
         "packages": _packages(),
@@ -91,6 +94,20 @@ def _processor() -> dict[str, Any]:
         "cores": f"{usable} of {os.cpu_count()} usable",
         "instructions of kernels": ", ".join(levels.available_levels()),
     }
+
+
+def _gpus() -> dict[str, Any]:
+    from quire.kernels.gpu.probe import find_gpus
+
+    found: dict[str, Any] = {
+        str(
+            gpu.index
+        ): f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        for gpu in find_gpus()
+    }
+    # Triton has the little program that launches a kernel compiled by one of these.
+    compilers = [name for name in COMPILERS if shutil.which(name)]
+    return {**(found or {"found": "none"}), "C compilers": ", ".join(compilers) or "none"}
 
 
 def _memory() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -81,6 +82,14 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.settle import load_info, settle
 
     info = load_info(config)
+    if options.format == "packed" and config.device.device == "auto":  # packed weights are the CPU's
+        config = dataclasses.replace(config, device=dataclasses.replace(config.device, device="cpu"))
+    if options.format == "safetensors" and config.model.quantization == "fp8" and info.stored_format is None:
+        raise ConfigError(
+            "quantization: fp8 cannot be written (allowed: int8, int8-weight-only, int4); on a GPU, weights are "
+            "turned into it while they are loaded",
+            param="quantization",
+        )
     settled = settle(config, info)
     inside = info.path if info.path.is_dir() else info.path.parent
     if out.exists() and out.resolve() == inside.resolve():

@@ -18,6 +18,7 @@ from quire.cli.model import MODEL_HELP
 from quire.cli.model_file import check_room, read_entries
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
+from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.server.model_entry import ModelEntry
 
 if TYPE_CHECKING:
@@ -90,10 +91,11 @@ def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
 
 
 def check_server(config: EngineConfig) -> None:
-    """Check names, files and the address.
+    """Check names, files, the address, and that there is a driver if a GPU is asked for.
 
     Raises:
-        ConfigError: a repeated model name, a file that cannot be read, an address that is not this machine's.
+        ConfigError: a repeated model name, a file that cannot be read, no driver of a GPU, an address that is not
+            this machine's.
         AddressInUseError: the port is taken.
     """
     names = config.model.served_model_name
@@ -108,6 +110,8 @@ def check_server(config: EngineConfig) -> None:
         "chat_template": config.model.chat_template,
     }
     check_readable(files)
+    if config.device.device == "cuda" and (missing_packages() or not has_driver()):
+        check_gpu()  # the engine, which takes longer to start, would find the same
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
     if config.server.api_key_file is not None:
