@@ -316,7 +316,7 @@ def test_the_rows_of_a_batch_are_computed_as_if_alone(both_threads: None, device
         for first, last in ((0, 1), (7, 8), (36, 37), (5, 20)):
             apart = backend.to_numpy(op(backend.from_numpy(rows[first:last].copy())))
             assert np.array_equal(apart, together[first:last]), name
-    found = backend.top_logprobs(backend.from_numpy(rows), np.arange(37), 5)
+    found = backend.top_logprobs(backend.from_numpy(rows), backend.from_numpy(np.arange(37)), 5)
     for row in range(37):
-        one = backend.top_logprobs(backend.from_numpy(rows[row : row + 1]), np.array([row]), 5)
+        one = backend.top_logprobs(backend.from_numpy(rows[row : row + 1]), backend.from_numpy(np.array([row])), 5)
         assert np.array_equal(one.logprobs[0], found.logprobs[row])

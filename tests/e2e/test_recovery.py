@@ -15,10 +15,14 @@ from tests.helpers.server import Server, serve
 KILLER = "killer=tests.helpers.logits_processors:killer"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module",
+    params=["--no-async-scheduling", pytest.param("--async-scheduling", marks=pytest.mark.slow)],
+    ids=["in-turn", "ahead"],
+)
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serve(log, "--logits-processors", KILLER, "--max-engine-restarts", "10") as running:
+    with serve(log, "--logits-processors", KILLER, "--max-engine-restarts", "10", request.param) as running:
         yield running
 
 

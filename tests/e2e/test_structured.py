@@ -129,6 +129,7 @@ def check_texts(tokenizer: Tokenizer, asked: list[Ask], told: dict[str, Told]) -
 ROADS: dict[str, dict[str, object]] = {
     "plain": {},
     "chunks": {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 5, "max_num_seqs": 6},
+    "ahead": {"async_scheduling": True, "max_num_batched_tokens": 40},
     "recompute": {"num_gpu_blocks_override": 56, "preemption_mode": "recompute", "max_num_seqs": 12},
     "swap": {"num_gpu_blocks_override": 56, "preemption_mode": "swap", "swap_space": 2**24, "max_num_seqs": 12},
     "prefill_first": {"scheduler": "prefill-first", "max_num_batched_tokens": 128},

@@ -28,20 +28,23 @@ def container() -> dict[str, Any]:
 
 
 def commands() -> dict[str, list[str]]:
-    dockerfile = (DEPLOY / "docker/Dockerfile").read_text("utf-8")
-    entry = re.search(r"^ENTRYPOINT (\[.*\])$", dockerfile, re.MULTILINE)
+    entry, cuda = (
+        re.search(r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "docker" / name).read_text("utf-8"), re.MULTILINE)
+        for name in ("Dockerfile", "Dockerfile.cuda")
+    )
     unit = re.search(r"^ExecStart=(.*)$", (DEPLOY / "systemd/quire.service").read_text("utf-8"), re.MULTILINE)
-    assert entry and unit
+    assert entry and cuda and unit
     compose = documents("docker/compose.yaml")[0]["services"]["quire"]["command"]
     return {
         "docker": yaml.safe_load(entry.group(1))[2:],
+        "docker-cuda": yaml.safe_load(cuda.group(1))[2:],
         "compose": compose,
         "systemd": shlex.split(unit.group(1))[2:],
         "kubernetes": container()["args"],
     }
 
 
-@pytest.mark.parametrize("name", ["docker", "compose", "systemd", "kubernetes"])
+@pytest.mark.parametrize("name", ["docker", "docker-cuda", "compose", "systemd", "kubernetes"])
 def test_every_flag_of_a_deployment_exists(name: str) -> None:
     given = [word for word in commands()[name] if word.startswith("--")]
     assert given

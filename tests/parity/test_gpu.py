@@ -1,0 +1,50 @@
+"""Every family on a GPU: its logits are transformers', and the engine's greedy text is that of the reference backend,
+eager or from CUDA graphs. Without a GPU the kernels run in Triton's interpreter, which records no graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.sampling_params import SamplingParams
+from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.parity.cases.every import EVERY
+from tests.parity.harness import check_logits, tokens
+
+QUICK = ("qwen3-tied-bias",)
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def parameters(quick: tuple[str, ...] = ()) -> list[Any]:
+    """Return all cases; those that are not quick are slow."""
+    return [pytest.param(case, marks=() if case in quick else (pytest.mark.slow,)) for case in EVERY]
+
+
+def texts(folder: Any, device: str, **options: object) -> list[list[int]]:
+    """Return what four requests of different lengths say side by side, in an engine that computes prompts in parts."""
+    driver = EngineDriver(folder, device, dtype="float32", max_num_batched_tokens=24, **options)
+    for number, length in enumerate((5, 19, 33, 2)):
+        driver.add(f"request-{number}", Ask(tokens(length, seed=number), PARAMS, max_tokens=9, stop_ids=()))
+    driver.run()
+    return [driver.told[f"request-{number}"].tokens for number in range(4)]
+
+
+@pytest.mark.parametrize("case", parameters(QUICK))
+def test_logits_match_transformers_however_the_prompt_is_fed(case: str, checkpoint: Any) -> None:
+    check_logits(checkpoint(case), "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", parameters())
+def test_greedy_texts_are_those_of_the_reference(case: str, checkpoint: Any) -> None:
+    folder = checkpoint(case)
+    assert texts(folder, "cuda", enforce_eager=True) == texts(folder, "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters())
+def test_greedy_texts_are_the_same_from_graphs(case: str, checkpoint: Any) -> None:
+    folder = checkpoint(case)
+    assert texts(folder, "cuda") == texts(folder, "cuda", enforce_eager=True)
