@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quire.kernels.flying import LateTokens
 from quire.kernels.gpu.backend import GPUBackend
 
 
@@ -25,4 +26,6 @@ def launch() -> None:
     backend.add_bias(logits, which, which, np.ones(1, np.float32))
     numbers = np.ones(1, np.float32)
     ids = np.zeros(300, np.int32)
-    backend.apply_penalties(logits, which, np.array([0, 300]), ids, ids, numbers, numbers, numbers)
+    late = LateTokens(torch.zeros(4, dtype=torch.int64), which)
+    backend.apply_penalties(logits, which, np.array([0, 300]), ids, ids, numbers, numbers, numbers, late)
+    backend.bar_after(logits, which, which, late, which)

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
 from quire.kernels.cpu import activations, choose, linear, linear_coded, linear_int, norms, rotary, rows
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
@@ -36,7 +36,8 @@ from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
-from quire.kernels.flying import InOrder
+from quire.kernels.experts import Expert, RoutingParams
+from quire.kernels.flying import InOrder, LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
@@ -449,9 +450,12 @@ class CPUBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
+        late: LateTokens | None = None,
     ) -> None:
         """See `Backend.apply_penalties`."""
         self._known = None
+        if late is not None:
+            starts, ids, counts = count_late(late.tokens, late.places, starts, ids, counts)
         choose.penalize(
             self._launcher,
             logits,

@@ -126,19 +126,35 @@ def add_values(logits, stride, entries, count, BLOCK: tl.constexpr):
     tl.store(at, tl.load(at, mask=here, other=0.0) + value, mask=here)
 
 
-@triton.jit
-def penalize(logits, stride, entries, count, places, BLOCK: tl.constexpr):
-    """See `Backend.apply_penalties`: entries int32 are [3, count], then [4, places].
+@triton.jit(do_not_specialize=["count", "places"])
+def penalize(logits, stride, entries, count, places, late, BLOCK: tl.constexpr):
+    """See `Backend.apply_penalties`: entries int32 are [3, count], then [7, places].
 
     The former are places among the rows, tokens (none of a row twice), and how often each was generated; the latter,
-    rows and the bits of their penalties.
+    rows, the bits of their penalties, where in `late` int64 their last token is (-1: nowhere), and their first entry
+    and the one after their last. Programs beyond those of entries are for a place each, whose late token they take if
+    it is no entry; one that is counts once more there.
     """
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = e < count
-    place = tl.load(entries + e, mask=here, other=0)
-    token = tl.load(entries + count + e, mask=here, other=0)
-    times = tl.load(entries + 2 * count + e, mask=here, other=0).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    e = tl.program_id(0) * BLOCK + lanes
+    beyond = tl.program_id(0) - tl.cdiv(count, BLOCK)
+    here = (e < count) | ((beyond >= 0) & (lanes == 0))
+    place = tl.load(entries + e, mask=e < count, other=tl.maximum(beyond, 0))
     options = entries + 3 * count + place
+    source = tl.load(options + 4 * places, mask=here, other=-1)
+    last = tl.load(late + source, mask=source >= 0, other=-1).to(tl.int32)
+    token = tl.load(entries + count + e, mask=e < count, other=0)
+    times = tl.load(entries + 2 * count + e, mask=e < count, other=0)
+    if beyond >= 0:
+        known = tl.sum(tl.where(lanes == 0, last, 0), axis=0)  # a scalar; -1 is no entry's token
+        own = entries + 3 * count + beyond
+        found = tl.zeros([BLOCK], tl.int32)
+        for start in range(tl.load(own + 5 * places), tl.load(own + 6 * places), BLOCK):
+            rest = start + lanes < tl.load(own + 6 * places)
+            found |= (tl.load(entries + count + start + lanes, mask=rest, other=-1) == known).to(tl.int32)
+        here &= (known >= 0) & (tl.sum(found, axis=0) == 0)
+        token = tl.where(here, last, 0)
+    times = (times + ((source >= 0) & (token == last)).to(tl.int32)).to(tl.float32)
     row = tl.load(options, mask=here, other=0).to(tl.int64)
     repetition = tl.load(options + places, mask=here, other=0x3F800000).to(tl.float32, bitcast=True)  # 1.0
     presence = tl.load(options + 2 * places, mask=here, other=0).to(tl.float32, bitcast=True)
@@ -147,3 +163,15 @@ def penalize(logits, stride, entries, count, places, BLOCK: tl.constexpr):
     x = tl.load(at, mask=here, other=0.0)
     x = tl.where(x > 0, x / repetition, x * repetition)
     tl.store(at, x - (frequency * times + tl.where(times > 0, presence, 0.0)), mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def bar_where(logits, stride, entries, count, late, BLOCK: tl.constexpr):
+    """See `Backend.bar_after`: entries int32 [4, count] are rows, tokens, places in `late` int64, tokens there."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = e < count
+    row = tl.load(entries + e, mask=here, other=0).to(tl.int64)
+    token = tl.load(entries + count + e, mask=here, other=0)
+    last = tl.load(late + tl.load(entries + 2 * count + e, mask=here, other=0), mask=here, other=0)
+    hit = here & (last == tl.load(entries + 3 * count + e, mask=here, other=-1))
+    tl.store(logits + row * stride + token, float("-inf"), mask=hit)

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from quire.kernels.backend import TopLogprobs
+from quire.kernels.flying import LateTokens
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.logits_kernels import (
     add_values,
+    bar_where,
     join_largest,
     join_sums,
     keep_bits,
@@ -43,19 +45,33 @@ class SamplingOps(ArrayOps):
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
+        late: LateTokens | None = None,
     ) -> None:
         """See `Backend.apply_penalties`; all that the device is told goes there in one copy."""
         count, places = len(ids), len(rows)
-        if not count:
+        if not count and late is None:
             return
-        entries = np.empty(3 * count + 4 * places, np.int32)
-        lists, options = entries[: 3 * count].reshape(3, count), entries[3 * count :].reshape(4, places)
+        entries = np.empty(3 * count + 7 * places, np.int32)
+        lists, options = entries[: 3 * count].reshape(3, count), entries[3 * count :].reshape(7, places)
         lists[0], lists[1], lists[2] = np.repeat(np.arange(places, dtype=np.int32), np.diff(starts)), ids, counts
         options[0] = rows
-        for line, values in zip(options[1:], (repetition, presence, frequency), strict=True):
+        for line, values in zip(options[1:4], (repetition, presence, frequency), strict=True):
             line[:] = np.asarray(values, np.float32).view(np.int32)
+        options[4] = -1 if late is None else late.places
+        options[5], options[6] = starts[:-1], starts[1:]
+        # The same kernel with and without late tokens: what it rounds must not depend on when a token is known.
+        tokens = torch.empty(1, dtype=torch.int64, device=logits.device) if late is None else late.tokens
+        grid = (-(-count // ENTRIES) + (0 if late is None else places),)
+        penalize[grid](logits, logits.stride(0), self.from_numpy(entries), count, places, tokens, ENTRIES)
+
+    def bar_after(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
+    ) -> None:
+        """See `Backend.bar_after`."""
+        count = len(rows)
+        entries = np.stack([rows, tokens, late.places, before]).astype(np.int32)
         grid = (-(-count // ENTRIES),)
-        penalize[grid](logits, logits.stride(0), self.from_numpy(entries), count, places, ENTRIES)
+        bar_where[grid](logits, logits.stride(0), self.from_numpy(entries), count, late.tokens, ENTRIES)
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """See `Backend.add_bias`; what is added to the same logit is added up before, so that the order is settled."""
