@@ -165,6 +165,14 @@ class CacheConfig:
         gib=True,
         metavar="SIZE",
     )
+    kv_resident_layers: int = option(
+        0,
+        "On a GPU, let requests in beyond its memory, with the KV of so many layers there and that of the others in "
+        "host memory (swap-space), from where each step brings it; 0: all layers are on the GPU.",
+        low=0,
+        high=1024,
+        metavar="LAYERS",
+    )
     kv_disk_space: int = option(
         0,
         "Disk space for evicted prefixes, which also survive a restart there, such as 20GiB; a bare number is GiB, 0 "
@@ -372,6 +380,7 @@ class EngineConfig:
             raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
         if cache.kv_disk_space and cache.enable_prefix_caching is False:
             raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
+        self._check_resident_layers()
         self._check_scheduler()
         self._check_lora()
         for tenant, weight in self.scheduler.tenant_weights.items():
@@ -383,6 +392,17 @@ class EngineConfig:
         if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
         server.check()
+
+    def _check_resident_layers(self) -> None:
+        cache, name = self.cache, "kv_resident_layers"
+        if not cache.kv_resident_layers:
+            return
+        if self.scheduler.preemption_mode == "swap":
+            raise ConfigError(f"{name} contradicts preemption_mode swap: the host's memory is the layers'", param=name)
+        if cache.kv_disk_space:
+            raise ConfigError(f"{name} contradicts kv_disk_space; give one of them", param=name)
+        if cache.swap_space == 0:
+            raise ConfigError(f"{name} needs swap_space, such as 4GiB: host memory for the other layers", param=name)
 
     def _check_scheduler(self) -> None:
         options = self.scheduler

@@ -19,6 +19,7 @@ from quire.checkpoint.packed import packed_quantization
 from quire.checkpoint.pooling import with_runner
 from quire.config import STORED_QUANTIZATIONS, CacheConfig, EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
+from quire.engine.thin import LayerSplit, split_of, with_thin_blocks
 from quire.errors import ConfigError
 from quire.kernels.backend import QUANTIZATIONS
 from quire.kernels.gpu.probe import usable_gpu
@@ -71,11 +72,12 @@ def settle(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     Raises:
         ConfigError: max_model_len exceeds what the model was made for, or an option cannot work with the model.
     """
+    device = _device(config, info)
+    config = with_thin_blocks(config, info, device)
     if info.keeps_states:
         config = _without_copies(config, STATES)
     if not info.causal:
         config = _without_copies(config, BOTH_WAYS)
-    device = _device(config, info)
     dtype = info.dtype if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     max_model_len = config.model.max_model_len
@@ -177,11 +179,15 @@ def _without_copies(config: EngineConfig, why: str) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What there is room for: blocks on the device and in the host's pool, and the context length [tokens]."""
+    """What there is room for: blocks on the device and in the host's pool, and the context length [tokens].
+
+    Of the device's blocks the last `num_thin_blocks` are thin (`engine/thin.py`).
+    """
 
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
+    num_thin_blocks: int = 0
 
 
 class NothingHelpsError(ConfigError):
@@ -267,13 +273,18 @@ def _fit(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, available
     limit = config.model.max_model_len
     assert limit is not None, "settled before"
     block_bytes = spec.block_bytes(config.cache.block_size, limit)
-    num_blocks = _count(config, spec, block_bytes, available, scratch)
+    split = split_of(config, spec)
+    num_blocks = _count(config, spec, block_bytes, available, scratch, split)
+    if split is not None:
+        num_blocks, num_thin = _count_thin(config, spec, split, num_blocks, budget_of(config, available, scratch))
+        taken = split.device_bytes(num_blocks, num_thin)
+        return Fit(num_blocks, 0, _context(asked, config, spec, block_bytes, num_blocks, taken), num_thin)
     taken = num_blocks * block_bytes
     share = min(_host_share(config, spec, budget_of(config, available, scratch)), available - scratch - taken)
     return Fit(
         num_blocks,
         _count_host(config, block_bytes, available - scratch - taken, share, num_blocks),
-        _context(asked, config, spec, block_bytes, num_blocks),
+        _context(asked, config, spec, block_bytes, num_blocks, taken),
     )
 
 
@@ -295,12 +306,22 @@ def _host_share(config: EngineConfig, spec: KVCacheSpec, budget: int) -> int:
     return max(0, min(SWAP_SPACE, budget // HOST_PART, budget - longest))
 
 
-def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available: int, scratch: int) -> int:
+def _count(
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    block_bytes: int,
+    available: int,
+    scratch: int,
+    split: LayerSplit | None = None,
+) -> int:
     cache = config.cache
     room, budget = max(0, available - scratch), budget_of(config, available, scratch)
     if cache.num_gpu_blocks_override is not None:
         fits = budget // block_bytes
         needed = cache.num_gpu_blocks_override * block_bytes
+        if split is not None:
+            num_blocks, num_thin = _count_thin(config, spec, split, cache.num_gpu_blocks_override, budget)
+            needed = split.device_bytes(num_blocks, num_thin)
         if needed > room:
             changes = {"num_gpu_blocks_override": fits} if fits else _smaller(config, spec)
             raise _too_large("num_gpu_blocks_override", needed, room, fits * cache.block_size, **changes)
@@ -338,6 +359,29 @@ def _count(config: EngineConfig, spec: KVCacheSpec, block_bytes: int, available:
     return num_blocks
 
 
+def _count_thin(
+    config: EngineConfig, spec: KVCacheSpec, split: LayerSplit, num_blocks: int, budget: int
+) -> tuple[int, int]:
+    """Return how many blocks there are, and how many of them are thin, where `num_blocks` whole ones fit."""
+    cache, limit = config.cache, config.model.max_model_len
+    assert limit is not None
+    asked, longest = cache.swap_space is not None, blocks_of(config, spec, limit)
+    most_thin = (SWAP_SPACE if cache.swap_space is None else cache.swap_space) // split.host_bytes
+    if not most_thin:
+        raise _Misfit(
+            "swap_space",
+            f"swap_space: the layers of a thin block that are not on the GPU need {size_text(split.host_bytes)}, "
+            f"{size_text(cache.swap_space or 0)} are given",
+            swap_space=_rounded_up(longest * split.host_bytes),
+        )
+    if cache.num_gpu_blocks_override is not None:
+        return num_blocks, max(0, min(most_thin, num_blocks - (1 if asked else longest)))
+    if cache.kv_cache_memory_bytes is not None:
+        return split.count(cache.kv_cache_memory_bytes, most_thin, longest=longest, most=None, asked=asked)
+    most = config.scheduler.max_num_seqs * longest
+    return split.count(budget, most_thin, longest=longest, most=most, asked=asked)
+
+
 def _count_in_bytes(
     cache: CacheConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, room: int, budget: int
 ) -> int:
@@ -373,6 +417,11 @@ def _too_large(option: str, needed: int, room: int, tokens: int, **changes: Any)
 def _rounded(size: int, block_bytes: int) -> int:
     """Return a number of bytes that reads well, at most `size` and at least a block."""
     return size // MIB * MIB if size // MIB * MIB >= block_bytes else size
+
+
+def _rounded_up(size: int) -> int:
+    """Return a number of bytes that reads well, at least `size`."""
+    return -(-size // MIB) * MIB
 
 
 def _smaller(config: EngineConfig, spec: KVCacheSpec) -> dict[str, Any]:
@@ -480,8 +529,13 @@ def longest_context(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) ->
     return longest_length(config.model.max_model_len, lambda length: blocks_of(config, spec, length) <= num_blocks)
 
 
-def _context(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, num_blocks: int) -> int:
-    """Return the context length: what was settled, or what fits if nobody asked for more."""
+def _context(
+    asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block_bytes: int, num_blocks: int, taken: int
+) -> int:
+    """Return the context length: what was settled, or what fits if nobody asked for more.
+
+    The blocks that there are have `taken` bytes.
+    """
     wanted, cache = config.model.max_model_len, config.cache
     assert wanted is not None
     fits = longest_context(config, spec, num_blocks)
@@ -495,7 +549,7 @@ def _context(asked: EngineConfig, config: EngineConfig, spec: KVCacheSpec, block
             "max_model_len",
             f"max_model_len: {wanted} tokens do not fit the KV cache: they need {needed} blocks of {cache.block_size} "
             f"tokens, {size_text(needed * block_bytes)}; there are {num_blocks}, "
-            f"{size_text(num_blocks * block_bytes)}, which hold {fits} tokens",
+            f"{size_text(taken)}, which hold {fits} tokens",
             max_model_len=fits,
         )
     least = blocks_of(config, spec, 1)

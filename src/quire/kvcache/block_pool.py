@@ -7,6 +7,7 @@ its content until it is handed out again, so the free queue *is* the prefix cach
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from quire.errors import QuireError
 from quire.kvcache.block import Block
@@ -20,11 +21,16 @@ class BlockPool:
     are append-only, so duplicates are not merged. One of them is found by `lookup`; the others take over in turn when
     it is reused.
 
+    The last `num_thin_blocks` are *thin*: keys and values of some of their layers lie on the host (`engine/thin.py`),
+    so that steps with them may be slower. They are handed out when no other block is free, each kind in its own order:
+    content that others hold is given up before a thin block is taken, even one that holds nothing.
+
     Args:
         on_register, on_unregister: told of each block that can be found from now on, and that no longer can.
         on_reuse: told of a block with content that is about to be handed out again, while the content is still there.
 
     Attributes:
+        first_thin: id of the first thin block; as many as there are blocks if none is.
         blocks: all blocks, by id. num_released, num_reused: how many times a block became free, and how many times one
             with content to be kept was handed out again; they only grow.
     """
@@ -32,6 +38,7 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
+        num_thin_blocks: int = 0,
         *,
         on_register: Callable[[Block], None] | None = None,
         on_unregister: Callable[[Block], None] | None = None,
@@ -41,7 +48,9 @@ class BlockPool:
         self.num_released = 0
         self.num_reused = 0
         self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
-        self._free = FreeQueue(self.blocks)
+        self.first_thin = num_blocks - num_thin_blocks
+        self._free = FreeQueue(self.blocks[: self.first_thin])
+        self._free_thin = FreeQueue(self.blocks[self.first_thin :])
         self._cached: dict[bytes, Block] = {}
         self._duplicates: dict[bytes, dict[int, Block]] = {}
 
@@ -53,26 +62,36 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks no sequence holds; many of them still answer to prefix hits."""
-        return len(self._free)
+        return len(self._free) + len(self._free_thin)
+
+    @property
+    def num_thin(self) -> int:
+        """Of all blocks, the thin ones."""
+        return len(self.blocks) - self.first_thin
+
+    @property
+    def num_free_thin(self) -> int:
+        """Of the free blocks, the thin ones."""
+        return len(self._free_thin)
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of reuse."""
-        return iter(self._free)
+        return chain(self._free, self._free_thin)
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
-        return [block.block_id for block in self._free]
+        return [block.block_id for block in self.free_blocks()]
 
     def get_new_blocks(self, count: int) -> list[Block]:
         """Take `count` blocks out of the free queue, forgetting their content; each has one reference afterwards.
 
         The caller has checked `num_free`; `QuireError` otherwise, with nothing taken.
         """
-        if count > len(self._free):
-            raise QuireError(f"{count} blocks wanted, {len(self._free)} free")
+        if count > self.num_free:
+            raise QuireError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
         for _ in range(count):
-            block = self._free.popleft()
+            block = (self._free or self._free_thin).popleft()
             if block.block_hash is not None:
                 if self._on_reuse is not None:
                     self.num_reused += 1
@@ -86,7 +105,7 @@ class BlockPool:
         """Add one reference to each block, taking it out of the free queue if it stands there."""
         for block in blocks:
             if block.ref_count == 0:
-                self._free.remove(block)
+                self._queue_of(block).remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -102,9 +121,12 @@ class BlockPool:
             if block.ref_count == 0:
                 self.num_released += 1
                 if block.block_hash is None:
-                    self._free.prepend(block)
+                    self._queue_of(block).prepend(block)
                 else:
-                    self._free.append(block)
+                    self._queue_of(block).append(block)
+
+    def _queue_of(self, block: Block) -> FreeQueue:
+        return self._free if block.block_id < self.first_thin else self._free_thin
 
     def lookup(self, block_hash: bytes) -> Block | None:
         """Return a block with this content, free or in use, or None."""
@@ -161,7 +183,12 @@ class BlockPool:
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
         """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references that tables hold."""
         self._free.check_integrity()
-        in_queue = {block.block_id for block in self._free}
+        self._free_thin.check_integrity()
+        in_queue = {block.block_id for block in self.free_blocks()}
+        if any(block.block_id >= self.first_thin for block in self._free) or any(
+            block.block_id < self.first_thin for block in self._free_thin
+        ):
+            raise QuireError("a block stands in the free queue of the other kind")
         registered = 0
         for block, expected in zip(self.blocks, ref_counts, strict=True):
             if block.ref_count != expected:

@@ -46,6 +46,7 @@ class KVCacheManager:
             size or more leaves whole blocks only.
         merge_duplicates: whether sequences that generate the same text side by side come to share its blocks, one
             by one as they fill. Ids in a block table change then.
+        num_thin_blocks: how many of the device's blocks, the last ones, are thin, see `BlockPool`.
         num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
         hasher: names blocks; None draws a random key.
@@ -63,6 +64,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         prefix_match_unit: int = 1,
         merge_duplicates: bool = False,
+        num_thin_blocks: int = 0,
         num_host_blocks: int = 0,
         num_disk_records: int = 0,
         stored: Iterable[tuple[int, bytes]] = (),
@@ -80,6 +82,7 @@ class KVCacheManager:
         self.tree = PrefixTree()
         self.pool = BlockPool(
             num_blocks,
+            num_thin_blocks,
             on_register=self.tree.add,
             on_unregister=self._forgotten,
             on_reuse=self._keep if num_host_blocks or num_disk_records else None,
