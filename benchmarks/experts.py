@@ -19,9 +19,9 @@ from common import print_header, print_table
 from roofline import Limits, measure_limits, random_matrix
 
 from quire.checkpoint.tensor import HostTensor
-from quire.kernels.backend import Expert, RoutingParams
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.experts import Expert, RoutingParams
 
 REPEAT = 12
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.case import Case, Run, Tuning
 from torch.nn import functional as F
 
-from quire.kernels.backend import RoutingParams
+from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.experts import FloatExperts, few_pairs
 

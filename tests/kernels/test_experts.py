@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ModelError
-from quire.kernels.backend import Expert, RoutingParams
 from quire.kernels.cpu import activations
 from quire.kernels.cpu import experts as cpu_experts
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.routing import route
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.reference.backend import ReferenceBackend
 from quire.kernels.reference.invariant import InvariantReferenceBackend
 from tests.kernels.both_ways import Results, both_ways, new_launcher

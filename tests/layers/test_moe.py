@@ -10,8 +10,8 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.backend import RoutingParams
 from quire.kernels.create import create_backend
+from quire.kernels.experts import RoutingParams
 from quire.layers.builder import Builder
 from quire.layers.moe import MoE, MoENames, MoEOptions
 from quire.layers.parallel import ParallelContext

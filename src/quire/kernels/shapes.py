@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.tensor import Layout, Tensor
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Expert, RoutingParams
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import ALIGNMENT, Recorded, as_rows
+from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.flying import InOrder
 from quire.kernels.held import held_layout, held_size
 from quire.kernels.lora import LoRARows

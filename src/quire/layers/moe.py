@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.backend import Array, Expert, RoutingParams
+from quire.kernels.backend import Array
+from quire.kernels.experts import Expert, RoutingParams
 from quire.layers.activation import gate_kind
 from quire.layers.builder import Builder
 from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear

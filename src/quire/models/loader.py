@@ -17,7 +17,8 @@ from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
 from quire.errors import ConfigError, ModelError, echo
-from quire.kernels.backend import Backend, Expert
+from quire.kernels.backend import Backend
+from quire.kernels.experts import Expert
 from quire.kernels.held import held_layout, held_size
 from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots

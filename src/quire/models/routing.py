@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.checkpoint.fields import Fields
 from quire.checkpoint.hf_config import ModelInfo
-from quire.kernels.backend import RoutingParams
+from quire.kernels.experts import RoutingParams
 from quire.layers.moe import MoEOptions
 
 MAX_EXPERTS = 8192

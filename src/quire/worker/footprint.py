@@ -21,7 +21,8 @@ from quire.checkpoint.open import has_weights, open_weights
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import TensorSource, WeightSource, WeightSurvey
 from quire.config import EngineConfig
-from quire.kernels.backend import Backend, Expert, LayerCache
+from quire.kernels.backend import Backend, LayerCache
+from quire.kernels.experts import Expert
 from quire.kernels.shapes import (
     INSTRUCTION_BYTES,
     SCRATCH_BYTES,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.backend import AttentionMetadata, AttentionParams, Expert
+from quire.kernels.backend import AttentionMetadata, AttentionParams
+from quire.kernels.experts import Expert
 from quire.kernels.shapes import ShapeBackend, ShapeCache, ShapeExperts, ShapeHeads, ShapeWeight
 
 # S' = e^decay S (1), k S' (2), S' + k (...)^T (2), q S (2): operations for each element of a delta net's state.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.backend import RoutingParams
+from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.experts import FloatExperts
 from quire.kernels.gpu.experts_coded import CodedExperts

@@ -11,7 +11,7 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ModelError
-from quire.kernels.backend import Expert
+from quire.kernels.experts import Expert
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.experts import few_pairs
 from quire.kernels.gpu.experts_sort import sort_pairs

@@ -8,7 +8,7 @@ import torch
 
 from quire.checkpoint.tensor import Tensor
 from quire.errors import ModelError
-from quire.kernels.backend import Expert
+from quire.kernels.experts import Expert
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
 from tests.helpers import stored

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMetadata, AttentionParams, RoutingParams
+from quire.kernels.backend import AttentionMetadata, AttentionParams
+from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.experts import FloatExperts

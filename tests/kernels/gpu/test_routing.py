@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.backend import RoutingParams
+from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
 from tests.kernels.gpu.common import DEVICE, mostly_slow

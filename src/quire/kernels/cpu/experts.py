@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from quire.errors import ModelError
-from quire.kernels.backend import Expert
 from quire.kernels.cpu import linear, linear_coded, linear_int, quantize
 from quire.kernels.cpu.activations import COST, PIECE, activate_rows
 from quire.kernels.cpu.arrays import as_rows
@@ -37,6 +36,7 @@ from quire.kernels.cpu.jit import op
 from quire.kernels.cpu.pointers import floats, longs
 from quire.kernels.cpu.simd import load, load_some, mul, multiply_add, splat, store, store_some
 from quire.kernels.cpu.threads import Launcher, address_of
+from quire.kernels.experts import Expert
 
 COLUMNS = 32  # of an item of every product
 NO_ACTIVATION = -1

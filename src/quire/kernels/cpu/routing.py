@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.backend import RoutingParams
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import op, part
 from quire.kernels.cpu.pointers import floats, longs, real
 from quire.kernels.cpu.simd import add, div, exp, load, load_some, splat, store, sub
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
+from quire.kernels.experts import RoutingParams
 
 SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 SOFTMAX, SIGMOID, SOFTMAX_CHOSEN = range(3)

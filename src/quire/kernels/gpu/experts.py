@@ -13,7 +13,8 @@ import triton
 
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.errors import ModelError
-from quire.kernels.backend import Expert, ExpertsWeight, RoutingParams
+from quire.kernels.backend import ExpertsWeight
+from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.gpu import experts_coded, experts_grouped, experts_rows, routing
 from quire.kernels.gpu.activations import activation_number
 from quire.kernels.gpu.arrays import ArrayOps

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.errors import ModelError
-from quire.kernels.backend import Expert
+from quire.kernels.experts import Expert
 from quire.kernels.gpu.activations import gate_and_multiply
 from quire.kernels.gpu.choices import Choice
 from quire.kernels.gpu.experts_sort import Blocks

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.backend import RoutingParams
+from quire.kernels.experts import RoutingParams
 
 SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 TAKEN = tl.constexpr(-(1 << 63))  # below every key

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from quire.kernels.backend import Expert, LinearWeight, RoutingParams
+from quire.kernels.backend import LinearWeight
+from quire.kernels.experts import Expert, RoutingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.backend import AttentionMetadata, AttentionParams, RoutingParams, TopLogprobs
+from quire.kernels.backend import AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.experts import RoutingParams
 from quire.kernels.reference.attention import attend, read
 from quire.kernels.reference.backend import ReferenceBackend, ReferenceLinear
 from quire.kernels.reference.experts import ReferenceExpert
