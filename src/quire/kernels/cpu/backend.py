@@ -37,7 +37,7 @@ from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import InOrder
+from quire.kernels.flying import InOrder, LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
@@ -450,9 +450,12 @@ class CPUBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
+        late: LateTokens | None = None,
     ) -> None:
         """See `Backend.apply_penalties`."""
         self._known = None
+        if late is not None:
+            starts, ids, counts = count_late(late.tokens, late.places, starts, ids, counts)
         choose.penalize(
             self._launcher,
             logits,

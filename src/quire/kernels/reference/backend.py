@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Tensor, TopLogprobs
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import InOrder
+from quire.kernels.flying import InOrder, LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
@@ -426,8 +426,11 @@ class ReferenceBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
         repetition: np.ndarray,
         presence: np.ndarray,
         frequency: np.ndarray,
+        late: LateTokens | None = None,
     ) -> None:
         """See `Backend.apply_penalties`."""
+        if late is not None:
+            starts, ids, counts = count_late(self.to_numpy(late.tokens), late.places, starts, ids, counts)
         lengths = np.diff(starts)
         times, tokens = self.from_numpy(counts), self.from_numpy(ids.astype(np.int64))
         where = self.from_numpy(np.repeat(rows.astype(np.int64), lengths)), tokens
