@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.experts import Expert, RoutingParams
+from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostBlocks
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
@@ -482,18 +483,23 @@ class Backend(Protocol):
 
     def apply_penalties(
         self, logits: Array, rows: np.ndarray, starts: np.ndarray, ids: np.ndarray, counts: np.ndarray,
-        repetition: np.ndarray, presence: np.ndarray, frequency: np.ndarray,
+        repetition: np.ndarray, presence: np.ndarray, frequency: np.ndarray, late: LateTokens | None = None,
     ) -> None:  # fmt: skip
         """In place on `rows` int64 [P], no two the same, by the tokens that each has in its prompt or its output.
 
         Those of rows[p] are ids[starts[p] : starts[p + 1]], none twice, and counts says how often each is in the
         output; starts int64 [P + 1] from 0, ids and counts int32 [starts[P]], the penalties float32 [P].
         Repetition first: positive logits of these tokens are divided by it, others multiplied. Then
-        logits -= frequency * count + presence * (count > 0).
+        logits -= frequency * count + presence * (count > 0). A token of `late` [P] is in the output once more.
         """
 
     def add_bias(self, logits: Array, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """In place: logits[rows[e], tokens[e]] += values[e]; -inf bars a token. Pairs may repeat."""
+
+    def bar_after(
+        self, logits: Array, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
+    ) -> None:
+        """In place, for each e: if token e of `late` is before[e], rows[e] must not go on with tokens[e]."""
 
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
