@@ -15,6 +15,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
+from quire.sampling.sampler import NO_TOKEN_LEFT
 from quire.step import ModelOutput, Pending, SchedulerOutput
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver, alone, mingle, names_of
@@ -25,6 +26,16 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.95)
 SHARP = SamplingParams(temperature=0.8, top_k=30, min_p=0.01)
 FANCY = SamplingParams(temperature=1.3, repetition_penalty=1.2, min_tokens=3, logprobs=2)
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=0)
+NARROW = SamplingParams(temperature=1.5, allowed_token_ids=list(range(40, 52)), frequency_penalty=0.8, min_p=0.01)
+BIASED = SamplingParams(temperature=0.7, presence_penalty=1.5, logit_bias={3: 2.0, 90: 3.5}, min_tokens=9)
+NAMED = SamplingParams(temperature=1.0, logprob_token_ids=[7, 2, 159], repetition_penalty=0.7)
+WHOLE = SamplingParams(temperature=0.0, logprobs=-1, frequency_penalty=0.5)
+SPELT = SamplingParams(temperature=0.9, allowed_token_ids=list(range(40, 46)))
+FLYING = {"fancy": FANCY, "narrow": NARROW, "biased": BIASED, "named": NAMED, "whole": WHOLE, "spelt": SPELT}
+WORDS: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(FLYING, ((9,), (40, 41)))
+WORDS["spelt"] = ((40, 41), (42,), (43, 44, 40), (44, 44), (45, 40, 43, 43), (45, 45))
+DRY = SamplingParams(temperature=0.9, dry_multiplier=0.8, logprobs=1)
+MIROSTAT = SamplingParams(temperature=1.0, mirostat=2, presence_penalty=0.3)
 TIGHT = {"num_gpu_blocks_override": 34}
 ROADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -44,11 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Counting:
-    """An executor that counts the steps that were begun while another was in flight."""
+    """An executor that counts steps: those begun while another was in flight, and those that the host had a part in."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
-        self.num_ahead = 0
+        self.num_ahead = self.num_postponed = 0
         self._last: Pending | None = None
         self._taken = True
 
@@ -59,6 +70,7 @@ class Counting:
         """Begin a step."""
         self.num_ahead += not self._taken
         pending, counting = self.inner.submit(step), self
+        self.num_postponed += not pending.overlaps and bool(step.num_scheduled_tokens)
 
         class Watched:
             overlaps = pending.overlaps
@@ -78,24 +90,29 @@ def watch(core: EngineCore) -> Counting:
     return counting
 
 
-def make_asks(seed: int, count: int, *, plain: bool = False) -> list[Ask]:
-    """Requests of which many begin alike, and many end by a stop id; if not `plain`, some that the host must see to."""
+def make_asks(seed: int, count: int, *, flying: bool = False) -> list[Ask]:
+    """Requests of which many begin alike, and many end by a stop id; not `flying`: some that the host sees to."""
     rng = random.Random(seed)
     common = [rng.randrange(3, VOCAB) for _ in range(60)]
-    kinds = (GREEDY, SEEDED, SHARP) if plain else (GREEDY, SEEDED, SHARP, GREEDY, SEEDED, FANCY, SCORED)
+    kinds = [GREEDY, SEEDED, FANCY, SHARP, NARROW, BIASED, NAMED, WHOLE]
+    if not flying:
+        kinds += [SCORED, DRY, MIROSTAT]
+    rng.shuffle(kinds)
     asks = []
     for number in range(count):
         prompt = common[: rng.choice([0, 5, 20, 60])] + [rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 3, 9]))]
         seeds = tuple(rng.randrange(2**40) for _ in range(3 if number % 4 == 2 else 1))
         stop_ids = tuple(range(2, 2 + rng.choice([1, 12])))
-        asks.append(Ask(prompt, kinds[number % len(kinds)], rng.randrange(1, 30), seeds, stop_ids=stop_ids))
+        words = tuple(tuple(rng.choices(range(40, 52), k=length)) for length in (1, 2, 2, 3)) if number % 3 else ()
+        kind, most = kinds[number % len(kinds)], rng.randrange(1, 30)
+        asks.append(Ask(prompt, kind, most, seeds, stop_ids=stop_ids, bad_words=words))
     return asks
 
 
-@pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flying", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("road", ROADS)
-def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, plain: bool) -> None:
-    asks = make_asks(3, 10, plain=plain)
+def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, flying: bool) -> None:
+    asks = make_asks(3, 11, flying=flying)
     expected = alone(folder, asks)
     options = {**ROADS[road], **({"kv_disk_dir": str(tmp_path)} if road == "disk" else {})}
     driver = EngineDriver(folder, async_scheduling=True, **options)
@@ -109,10 +126,69 @@ def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, p
     stats = driver.stats()
     driver.check_all_free()
     driver.close()
-    assert counting.num_ahead > (40 if plain else 5)
+    assert counting.num_ahead > (25 if flying else 5)
     assert stats.num_discarded_tokens > 0
     assert road != "swap" or stats.num_swapped_out
-    assert not plain or road not in ("recompute", "prompts first") or stats.num_preemptions
+    assert not flying or road not in ("recompute", "prompts first") or stats.num_preemptions
+
+
+@pytest.mark.parametrize("kind", FLYING)
+def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, kind: str) -> None:
+    """Each alone, so that its rows are all that steps have; some end by a stop id, and one is computed in chunks."""
+    rng, asks = random.Random(kind), []
+    for number, length in enumerate((2, 9, 25, 9)):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
+        stop_ids = tuple(range(2, 3 + 9 * (number % 2)))
+        asks.append(Ask(prompt, FLYING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind]))
+    for device in ("cpu", "reference"):
+        driver = EngineDriver(folder, device, async_scheduling=True, max_num_batched_tokens=20)
+        counting = watch(driver.core)
+        for number, ask in enumerate(asks):
+            driver.add(f"{number}", ask)
+        driver.run()
+        assert driver.told == alone(folder, asks, device)
+        assert counting.num_postponed == 0 and counting.num_ahead >= driver.stats().num_steps - 1
+        driver.check_all_free()
+        driver.close()
+
+
+@pytest.mark.parametrize("kind", [SCORED, DRY, MIROSTAT])
+def test_a_row_that_the_host_sees_to_holds_up_its_steps_and_no_others(folder: Path, kind: SamplingParams) -> None:
+    asks = [Ask([5, 6, 7], FANCY, 20, (1,), stop_ids=()), Ask([8, 9], kind, 4, (2,), stop_ids=())]
+    driver = EngineDriver(folder, async_scheduling=True)
+    counting = watch(driver.core)
+    for number, ask in enumerate(asks):
+        driver.add(f"{number}", ask)
+    driver.run()
+    assert driver.told == alone(folder, asks)
+    assert counting.num_postponed == 4 and counting.num_ahead == 15
+    driver.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_sequence_without_a_token_left_is_told_so_when_its_step_lands(folder: Path, ends: bool) -> None:
+    """Its second token may not be what alone is allowed; whoever runs beside it notices nothing."""
+    only = SamplingParams(temperature=0.0, allowed_token_ids=[5], logprobs=1, min_tokens=3)
+    asks = {"lost": Ask([4, 4], only, 9, stop_ids=(), bad_words=((5, 5),)), "well": Ask([9, 8], FANCY, 6, stop_ids=())}
+    if not ends:
+        asks["lost"] = Ask([4, 4], only, 9, stop_ids=(), bad_words=((5, 6),))
+    told = []
+    for overlapped in (False, True):
+        driver = EngineDriver(folder, async_scheduling=overlapped)
+        counting = watch(driver.core)
+        for name, ask in asks.items():
+            driver.add(name, ask)
+        news = []
+        while driver.core.has_unfinished():
+            for item in driver.core.step().outputs:
+                news.append((item.sequence_id, item.new_token_ids, item.logprobs, item.finish_reason, item.error))
+        told.append(sorted(news, key=lambda item: item[0] == "well"))
+        assert counting.num_postponed == 0 or not overlapped
+        driver.check_all_free()
+        driver.close()
+    assert told[0] == told[1]
+    lost = [item for item in told[0] if item[0] == "lost"]
+    assert len(lost) == (2 if ends else 9) and (lost[-1][-1] == NO_TOKEN_LEFT) == ends
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

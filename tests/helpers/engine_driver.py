@@ -30,6 +30,7 @@ class Ask:
     stop_ids: tuple[int, ...] = (2,)
     grammar: str | None = None
     thinking: ThinkingData | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def single(self, index: int) -> Ask:
         """Return the request for sequence `index` alone; of several, the first reports on the prompt."""
@@ -90,6 +91,7 @@ class EngineDriver:
                 arrival_time=0.0,
                 seeds=seeds,
                 stop_ids=list(ask.stop_ids),
+                bad_words_ids=[list(word) for word in ask.bad_words],
                 max_tokens=ask.max_tokens,
                 cache_salt=ask.salt,
                 grammar=ask.grammar,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kernels.create import create_backend
+from quire.kernels.flying import LateTokens
 from quire.sampling.extras import Extras
 from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
 from quire.sampling_params import SamplingParams
@@ -86,6 +87,35 @@ def test_a_bad_word_is_barred_only_where_its_beginning_was_just_generated() -> N
     params = [greedy(bad_words=["x"])] * 3
     sampled = run(rising(3), params, outputs=[[10], [10, 3], []], bad=bad)
     assert sampled.token_ids.tolist() == [47, 49, 49]
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_a_last_token_that_only_the_device_knows_counts_as_one_that_is_known(device: str) -> None:
+    """For bad words, stop ids until `min_tokens` and penalties; what lies in its place here is not looked at."""
+    backend = create_backend(device, "float32", "float32", 1)
+    put = backend.from_numpy
+    rows = [greedy(bad_words=["x"]), greedy(min_tokens=3), greedy(repetition_penalty=10.0), greedy(logprobs=1)] * 2
+    lasts, bad = [10, 10, 49, 10, 11, 11, 48, 11], [[10, 49], [48], [3, 10, 47], [4, 11, 49]]
+    outputs = [[3, last] for last in lasts]
+    logits = rising(8).astype(np.float32)
+    known = run(logits, rows, outputs=outputs, stop_ids=[49], bad=bad, device=device)
+    places = np.array([3, 1, 4, 7, 5, 9, 2, 6])
+    held = np.zeros(10, np.int64)
+    held[places] = lasts
+    batch = SamplingBatch(
+        temperature=np.zeros(8, np.float32),
+        top_k=np.zeros(8, np.int64),
+        top_p=np.ones(8, np.float32),
+        min_p=np.zeros(8, np.float32),
+        seeds=np.zeros(8, np.int64),
+        positions=np.arange(8) + 3,
+        extras=[extras_of(params, [3], [49], bad) for params in rows],
+        output_ids=[np.array([3, 12], np.int32)] * 8,
+        late=LateTokens(put(held), places),
+    )
+    sampled = Sampler(backend).sample(put(logits.copy()), batch)
+    assert sampled.token_ids.tolist() == known.token_ids.tolist() and sampled.logprobs == known.logprobs
+    assert sampled.token_ids[[0, 4]].tolist() == [46, 49]
 
 
 def test_frequency_counts_generated_tokens_and_repetition_the_prompt_too() -> None:

@@ -15,12 +15,12 @@ from quire.worker.input_batch import InputBatch
 BLOCK_SIZE = 4
 
 
-def new_sequence(name: str, tokens: list[int], blocks: list[int]) -> NewSequenceData:
+def new_sequence(name: str, tokens: list[int], blocks: list[int], **options: Any) -> NewSequenceData:
     return NewSequenceData(
         sequence_id=name,
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
-        sampling_params=SamplingParams(temperature=0.0),
+        sampling_params=SamplingParams(temperature=0.0, **options),
         seed=1,
         stop_ids=[],
         bad_words_ids=[],
@@ -86,6 +86,19 @@ def test_a_row_that_others_have_taken_hears_nothing() -> None:
     batch.fill(rows, births, positions, np.array([42]))
     inputs = batch.inputs({"a": 4})
     assert inputs.input_ids.tolist() == [30, 31, 32, 33] and batch.source_of_ids(inputs) is None
+
+
+def test_penalties_hear_of_a_token_when_it_is_taken_down() -> None:
+    batch = make_batch()
+    batch.update(step_of(new_sequences=[new_sequence("c", [5, 6], [3], presence_penalty=1.0)]))
+    rows = np.array([batch.row_of["c"], batch.row_of["a"]])
+    extras = batch.extras[rows[0]]
+    assert extras is not None and extras.seen is not None
+    positions = batch.append_unknown(rows)
+    assert batch.late_places(np.array([batch.row_of["b"], *rows])).tolist() == [-1, *rows]
+    assert extras.seen.counts.tolist() == [0, 0]
+    batch.fill(rows, batch.births[rows], positions, np.array([6, 40]))
+    assert batch.late_places(rows).tolist() == [-1, -1] and extras.seen.counts.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference", "cuda"])

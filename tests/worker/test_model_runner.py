@@ -243,16 +243,31 @@ def test_logits_that_are_not_finite_are_told_when_a_step_lands(folders: dict[str
 
 def test_what_the_host_must_see_to_is_computed_after_what_flies(folders: dict[str, Path]) -> None:
     driver, other = make(folders["plain"]), make(folders["plain"])
-    penalized = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    dry = SamplingParams(temperature=0.0, dry_multiplier=1.5)
     for one in (driver, other):
         one.add("a", PROMPT, PLAIN)
-        one.add("b", PROMPT, penalized)
+        one.add("b", PROMPT, dry)
     first = driver.submit({"a": 10, "b": 4})
     second = driver.submit({"a": 1, "b": 6})
     assert first.overlaps and not second.overlaps
     found = [second.result().sampled_token_ids, first.result().sampled_token_ids]
     expected = [other.step(counts).sampled_token_ids for counts in ({"a": 10, "b": 4}, {"a": 1, "b": 6})]
     assert found[::-1] == expected
+
+
+def test_a_third_step_knows_what_the_first_has_sampled(folders: dict[str, Path]) -> None:
+    """Nobody asks for results in between, and each step has penalties by all tokens before it."""
+    driver, other = make(folders["plain"]), make(folders["plain"])
+    for one in (driver, other):
+        one.add("a", PROMPT, FANCY)
+        one.add("b", PROMPT[:4], FANCY, seed=3)
+        one.add("c", PROMPT[:4], PLAIN)
+    steps = [{"a": 10, "b": 4}, *[{"a": 1, "b": 1}] * 2, {"a": 1, "c": 4}, *[{"b": 1, "a": 1, "c": 1}] * 5]
+    flying = [driver.submit(counts) for counts in steps]
+    assert all(pending.overlaps for pending in flying)
+    for pending, counts in zip(flying, steps, strict=True):
+        found, expected = pending.result(), other.step(counts)
+        assert (found.sampled_token_ids, found.logprobs) == (expected.sampled_token_ids, expected.logprobs)
 
 
 def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) -> None:

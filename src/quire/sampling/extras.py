@@ -141,6 +141,11 @@ class Extras:
         return self.num_logprobs is not None or self.logprob_ids is not None
 
     @property
+    def needs_host(self) -> bool:
+        """Whether the host must see logits, or the last token, before a token is drawn."""
+        return self.truncation is not None or self.dry is not None or self.processors is not None
+
+    @property
     def state(self) -> float | None:
         """What `ModelOutput.sampler_states` is to say of the sequence; None for nothing."""
         return None if self.truncation is None else self.truncation.state
@@ -166,9 +171,12 @@ class Extras:
         if self.dry is not None:
             self.dry.add(token_id)
 
-    def biases(self, output_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token ids int64 [E], values float32 [E]) to add to the logits, given the tokens generated so far."""
-        barred = [words[-1] for words in self.bad_words if _ends_with(output_ids, words[:-1])]
+    def biases(self, output_ids: np.ndarray, *, late: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return (token ids int64 [E], values float32 [E]) to add to the logits, given the tokens generated so far.
+
+        Where the last one is `late`, not known yet, it may bar `later` ones beside these.
+        """
+        barred = [words[-1] for words in self.bad_words if _ends_with(output_ids, words[:-1], late)]
         if len(output_ids) < self.min_tokens:
             barred.extend(self.stop_ids.tolist())
         if not barred:
@@ -176,6 +184,16 @@ class Extras:
         ids = np.concatenate([self.bias_ids, np.array(barred, dtype=np.int64)])
         return ids, np.concatenate([self.bias_values, np.full(len(barred), NEG_INF, dtype=np.float32)])
 
+    def later(self, output_ids: np.ndarray) -> list[tuple[int, int]]:
+        """Return (last token, what must not follow it) of bad words that the text is one late token away from."""
+        return [
+            (words[-2], words[-1])
+            for words in self.bad_words
+            if len(words) > 1 and _ends_with(output_ids[:-1], words[:-2])
+        ]
 
-def _ends_with(ids: np.ndarray, tail: list[int]) -> bool:
-    return len(ids) >= len(tail) and ids[len(ids) - len(tail) :].tolist() == tail
+
+def _ends_with(ids: np.ndarray, tail: list[int], late: bool = False) -> bool:
+    """Whether `ids` are known to end with `tail`; the last of them is not known if it is `late`."""
+    known = not (late and tail)
+    return known and len(ids) >= len(tail) and ids[len(ids) - len(tail) :].tolist() == tail

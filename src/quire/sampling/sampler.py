@@ -19,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.kernels.backend import Array, Backend, TopLogprobs
+from quire.kernels.flying import LateTokens
 from quire.sampling.extras import Extras
 from quire.sampling.processors import ProcessorError
 from quire.sampling.rng import uniforms
+from quire.sampling.seen import SeenTokens
 from quire.sampling.truncation import Lesson, truncate
 from quire.step import TokenTopLogprobs
 
@@ -49,7 +51,7 @@ class SamplingBatch:
 
     `positions` are the sequence positions the sampled tokens will take. `extras[r]` is None for most rows;
     `output_ids[r]` (tokens generated so far) is only read where extras are present. `mask` is None where no row has a
-    grammar.
+    grammar. The last of a row's `output_ids` is not read where `late` has it; those rows' extras do not need the host.
     """
 
     temperature: np.ndarray
@@ -61,14 +63,19 @@ class SamplingBatch:
     extras: list[Extras | None]
     output_ids: list[np.ndarray]
     mask: Bitmask | None = None
+    late: LateTokens | None = None
+
+    def is_late(self, row: int) -> bool:
+        """Whether the last token of a row is not known here."""
+        return self.late is not None and bool(self.late.places[row] >= 0)
 
 
 @dataclass(slots=True)
 class Sampled:
     """Chosen tokens int64 [R]; logprobs per row where asked for; `errors` says of rows why they have no token.
 
-    Tokens are of no meaning where logits are not finite, and -1 in rows with an error: those whose options and grammar
-    leave no token, or whose logits processor failed.
+    Tokens are of no meaning, or -1, where logits are not finite, and -1 in rows with an error: those whose options and
+    grammar leave no token, or whose logits processor failed.
     """
 
     token_ids: np.ndarray
@@ -102,8 +109,14 @@ class Sampler:
             uniforms(batch.seeds, batch.positions) if temperature.any() else np.zeros(len(batch.seeds)),
         )
 
-    def start(self, logits: Array, batch: SamplingBatch) -> Drawing:
-        """Do what `sample` does, without waiting for the device, unless rows have processors or `Truncation`s."""
+    def start(
+        self, logits: Array, batch: SamplingBatch, keep: Callable[[Array], Array] = lambda tokens: tokens
+    ) -> Drawing:
+        """Do what `sample` does, without waiting for the device, unless rows have processors or `Truncation`s.
+
+        `keep` is given the tokens as they are on the device; what it returns is fetched, with -1 in rows that had bad
+        logits.
+        """
         backend = self.backend
         wanting = [r for r, extras in enumerate(batch.extras) if extras is not None and extras.wants_logprobs]
         raw = logits[backend.from_numpy(_ids(wanting))] if wanting else None
@@ -126,7 +139,7 @@ class Sampler:
             mask=batch.mask,
             lessons=lessons,
             drawn=drawn,
-            fetched=backend.fetch(tokens),
+            fetched=backend.fetch(keep(tokens)),
             finite=None if finite is None else backend.fetch(finite),
             logprobs=[] if raw is None else self._logprobs(raw, wanting, tokens, batch.extras),
         )
@@ -145,21 +158,10 @@ class Sampler:
         masked = [(r, extras.allowed) for r, extras in rows if extras.allowed is not None]
         if masked:
             self.backend.keep_only(logits, _ids([r for r, _ in masked]), np.stack([mask for _, mask in masked]))
-        self._add(logits, [(r, *extras.biases(batch.output_ids[r])) for r, extras in rows])
+        self._add(logits, [(r, *extras.biases(batch.output_ids[r], late=batch.is_late(r))) for r, extras in rows])
+        self._bar_later(logits, batch, [(r, extras) for r, extras in rows if extras.bad_words and batch.is_late(r)])
         errors = self._process(logits, batch, rows)
-        penalized = [(r, extras) for r, extras in rows if extras.seen is not None]
-        if penalized:
-            seen = [extras.seen for _, extras in penalized if extras.seen is not None]
-            self.backend.apply_penalties(
-                logits,
-                _ids([r for r, _ in penalized]),
-                np.cumsum([0, *(len(tokens.ids) for tokens in seen)], dtype=np.int64),
-                np.concatenate([tokens.ids for tokens in seen]),
-                np.concatenate([tokens.counts for tokens in seen]),
-                np.array([extras.repetition for _, extras in penalized], dtype=np.float32),
-                np.array([extras.presence for _, extras in penalized], dtype=np.float32),
-                np.array([extras.frequency for _, extras in penalized], dtype=np.float32),
-            )
+        self._penalize(logits, batch, [(r, extras, extras.seen) for r, extras in rows if extras.seen is not None])
         repeating = [(r, *extras.dry.penalties()) for r, extras in rows if extras.dry is not None]
         self._add(logits, [(r, ids, -taken) for r, ids, taken in repeating])
         return errors
@@ -173,6 +175,31 @@ class Sampler:
                 np.concatenate([ids for _, ids, _ in biases]),
                 np.concatenate([values for _, _, values in biases]),
             )
+
+    def _bar_later(self, logits: Array, batch: SamplingBatch, rows: list[tuple[int, Extras]]) -> None:
+        """Bar what must not follow the last tokens of `rows`, which are late."""
+        bars = [(r, *pair) for r, extras in rows for pair in extras.later(batch.output_ids[r])]
+        places, before, tokens = (_ids([bar[i] for bar in bars]) for i in range(3))
+        late = None if batch.late is None else batch.late.of(places)
+        if late is not None:
+            self.backend.bar_after(logits, places, tokens, late, before)
+
+    def _penalize(self, logits: Array, batch: SamplingBatch, rows: list[tuple[int, Extras, SeenTokens]]) -> None:
+        """Apply the penalties of rows by the tokens that they have seen."""
+        if not rows:
+            return
+        places = _ids([r for r, _, _ in rows])
+        self.backend.apply_penalties(
+            logits,
+            places,
+            np.cumsum([0, *(len(seen.ids) for _, _, seen in rows)], dtype=np.int64),
+            np.concatenate([seen.ids for _, _, seen in rows]),
+            np.concatenate([seen.counts for _, _, seen in rows]),
+            np.array([extras.repetition for _, extras, _ in rows], dtype=np.float32),
+            np.array([extras.presence for _, extras, _ in rows], dtype=np.float32),
+            np.array([extras.frequency for _, extras, _ in rows], dtype=np.float32),
+            None if batch.late is None else batch.late.of(places),
+        )
 
     def _process(self, logits: Array, batch: SamplingBatch, rows: list[tuple[int, Extras]]) -> dict[int, str]:
         """Run logits processors; return the messages of those that failed, by row."""
@@ -292,7 +319,7 @@ class Drawing:
             for lesson in self.lessons:
                 lesson.learn(int(drawn[lesson.row]))
         if self.finite is not None:
-            self._check(self.finite())
+            self._check(self.finite() | (tokens < 0))
         found: dict[int, TokenTopLogprobs] = {}
         for begun in self.logprobs:
             begun.take(tokens, found)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from quire.sampling.sampler import REFUSALS, Sampled
 from quire.step import ModelOutput
+from quire.worker.guidance import refuse
 from quire.worker.input_batch import InputBatch
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -32,8 +34,8 @@ class FlyingStep:
 
     Args:
         output: what is known already. tokens: what it samples.
-        fetched: waits for the tokens int64 [R], of which those below 0 stand for logits that are not finite; or for
-            anything that comes after the step, if it samples nothing.
+        drawn: waits for what is sampled, where tokens below 0 without an error stand for logits that are not finite;
+            or for anything that comes after the step, if it samples nothing.
         gap: returns `ModelOutput.host_gap` once the step has ended.
     """
 
@@ -44,36 +46,41 @@ class FlyingStep:
         output: ModelOutput,
         batch: InputBatch,
         tokens: Tokens,
-        fetched: Callable[[], np.ndarray],
+        drawn: Callable[[], Sampled],
         gap: Callable[[], float],
     ) -> None:
         self._output, self._batch, self._tokens = output, batch, tokens
-        self._fetched: Callable[[], np.ndarray] | None = fetched
+        self._drawn: Callable[[], Sampled] | None = drawn
         self._gap = gap
 
     @property
     def landed(self) -> bool:
         """Whether the host knows all of it."""
-        return self._fetched is None
+        return self._drawn is None
 
     def result(self) -> ModelOutput:
         """See `Pending`."""
-        if self._fetched is not None:
-            drawn = self._fetched()
-            self._fetched = None
+        if self._drawn is not None:
+            sampled = self._drawn()
+            self._drawn = None
             if self._tokens.sequence_ids:
-                self._take(drawn)
+                self._take(sampled)
             self._output.host_gap = self._gap()
         return self._output
 
-    def _take(self, drawn: np.ndarray) -> None:
+    def _take(self, sampled: Sampled) -> None:
         output, tokens = self._output, self._tokens
-        self._batch.fill(tokens.rows, tokens.births, tokens.positions, np.maximum(drawn, 0))
-        for sequence_id, token in zip(tokens.sequence_ids, drawn.tolist(), strict=True):
-            if token < 0:
+        self._batch.fill(tokens.rows, tokens.births, tokens.positions, np.maximum(sampled.token_ids, 0))
+        for place, (sequence_id, token) in enumerate(zip(tokens.sequence_ids, sampled.token_ids.tolist(), strict=True)):
+            if place in sampled.errors:
+                error = sampled.errors[place]
+                refuse(output, sequence_id, error, at_fault=error in REFUSALS)
+            elif token < 0:
                 output.errors[sequence_id] = NOT_FINITE
             else:
                 output.sampled_token_ids[sequence_id] = [token]
+                if place in sampled.logprobs:
+                    output.logprobs[sequence_id] = [sampled.logprobs[place]]
 
 
 class PostponedStep:

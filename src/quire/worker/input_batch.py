@@ -259,6 +259,10 @@ class InputBatch:
         """Add one sampled token to each of these rows."""
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
+        self._count(rows, tokens)
+
+    def _count(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Let the extras of rows know of a sampled token each."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             extras = self.extras[row]
             if extras is not None:
@@ -286,3 +290,8 @@ class InputBatch:
         rows, positions, tokens = rows[same], positions[same], tokens[same]
         self.token_ids[rows, positions] = tokens
         self.unknown[rows[self.unknown[rows] == positions]] = -1
+        self._count(rows, tokens)
+
+    def late_places(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows int64 among `rows` whose last token is on the device only; -1 in the place of the others."""
+        return np.where(self.unknown[rows] >= 0, rows, -1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
+from quire.kernels.flying import LateTokens
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.constraint import masked_logprobs
@@ -152,6 +153,8 @@ class ModelRunner:
         output = self._take_in(step)
         if not step.num_scheduled_tokens:
             return Done(output)
+        for flying in self._flying[:-1]:
+            flying.result()  # so that of each sequence one token is late at most
         inputs = self.batch.inputs(step.num_scheduled_tokens)
         if self._needs_host(inputs, step.forks):
             return PostponedStep(lambda: self._compute(step, output))
@@ -171,8 +174,8 @@ class ModelRunner:
     def _needs_host(self, inputs: StepInputs, forks: list[ForkData]) -> bool:
         """Whether the host must see logits or tokens of this step, or the tokens before it, to compute it.
 
-        What options beyond temperature, top-k, top-p and min-p do to logits depends on tokens so far; ids that an
-        adapter adds to the vocabulary are looked up on the host.
+        Of options that go by tokens so far, some know what to do with one that is on the device, see `LateTokens`; ids
+        that an adapter adds to the vocabulary are looked up on the host.
         """
         batch = self.batch
         if self.pooler is not None or any(fork.samples for fork in forks):
@@ -182,7 +185,7 @@ class ModelRunner:
         sampled = inputs.sampled.tolist()
         for row, draws in zip(inputs.rows.tolist(), sampled, strict=True):
             extras = batch.extras[row]
-            if extras is not None and (draws or extras.num_prompt_logprobs is not None):
+            if extras is not None and ((draws and extras.needs_host) or extras.num_prompt_logprobs is not None):
                 return True
             if draws and (batch.guides[row] is not None or batch.num_candidates[row]):
                 return True
@@ -190,25 +193,38 @@ class ModelRunner:
 
     def _fly(self, inputs: StepInputs, output: ModelOutput) -> FlyingStep:
         """Launch a step in which the host has no part."""
-        batch, backend = self.batch, self.backend
+        batch = self.batch
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
         slots = None if self.adapters is None else self.adapters.slots_of(batch.adapters[inputs.rows])
         inputs.sources = batch.source_of_ids(inputs)
         _, logits, finite = self.graphs.run(inputs, last, adapter_slots=slots)
-        rows, kept = inputs.rows[chosen], self.graphs.last_tokens
-        if logits is None:
-            fetched = backend.fetch(kept[:1])
-        else:
-            drawn = self.sampler.draw(logits, self._options(rows))
-            fetched = backend.fetch(backend.keep_tokens(kept, backend.from_numpy(rows), drawn, finite))
+        rows = inputs.rows[chosen]
+        drawn = self._draw(rows, logits, finite)
         tokens = Tokens(
             [inputs.sequence_ids[index] for index in chosen.tolist()],
             rows,
             batch.births[rows],
             batch.append_unknown(rows),
         )
-        return FlyingStep(output, batch, tokens, fetched, self._gap())
+        return FlyingStep(output, batch, tokens, drawn, self._gap())
+
+    def _draw(self, rows: np.ndarray, logits: Array | None, finite: Array) -> Callable[[], Sampled]:
+        """Have a token drawn for each of `rows`, and kept on the device; return what waits for it."""
+        backend, kept = self.backend, self.graphs.last_tokens
+        if logits is None:
+            ended = backend.fetch(kept[:1])
+            return lambda: Sampled(ended(), {})
+
+        def keep(tokens: Array) -> Array:
+            return backend.keep_tokens(kept, backend.from_numpy(rows), tokens, finite)
+
+        options = self._options(rows)
+        if any(options.extras):
+            options.late = LateTokens(kept, self.batch.late_places(rows))
+            return self.sampler.start(logits, options, keep).finish
+        fetched = backend.fetch(keep(self.sampler.draw(logits, options)))
+        return lambda: Sampled(fetched(), {})
 
     def _gap(self) -> Callable[[], float]:
         """Note that a step was launched; return what says how long the device had to wait for it."""
@@ -217,8 +233,8 @@ class ModelRunner:
         return lambda: max(0.0, backend.seconds_between(before, began))
 
     def _options(self, rows: np.ndarray) -> SamplingBatch:
-        """Return the options of rows without extras or grammars."""
-        batch = self.batch
+        """Return the options of rows, but for their grammars, and their tokens where options go by them."""
+        batch, extras = self.batch, [self.batch.extras[row] for row in rows.tolist()]
         return SamplingBatch(
             temperature=batch.temperature[rows],
             top_k=batch.top_k[rows],
@@ -226,8 +242,8 @@ class ModelRunner:
             min_p=batch.min_p[rows],
             seeds=batch.seeds[rows],
             positions=batch.num_tokens[rows],
-            extras=[None] * len(rows),
-            output_ids=[NO_IDS] * len(rows),
+            extras=extras,
+            output_ids=[NO_IDS if own is None else batch.output_ids(row) for own, row in zip(extras, rows)],
         )
 
     def _compute(self, step: SchedulerOutput, output: ModelOutput) -> ModelOutput:
@@ -340,8 +356,7 @@ class ModelRunner:
             sampled = Sampled(self.backend.to_numpy(self.backend.greedy(ends.logits)), {})
         else:
             options = self._options(rows)
-            options.extras, options.mask = extras, mask
-            options.output_ids = [NO_IDS if own is None else batch.output_ids(row) for own, row in zip(extras, rows)]
+            options.mask = mask
             sampled = self.sampler.sample(ends.logits, options)
             for index, error in sampled.errors.items():
                 if ends.finite[index]:
