@@ -140,7 +140,7 @@ def _product(
     return acc.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def coded_kernel(
     x, x_scales, w, row_scales, group_scales, zeros, table, bias, order, pairs, owners, out,
     num_pairs, num_blocks, N, K, inputs, x_row, w_row, g_row,

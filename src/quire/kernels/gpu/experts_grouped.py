@@ -36,7 +36,7 @@ def _load_weight(base, n, k, rows, depth, stride, EVEN: tl.constexpr):
     return tl.load(at, (n[None, :] < rows) & (k[:, None] < depth), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _gated_blocks(
     x, x_stride, w, bias, pairs, owners, out, num_pairs, num_blocks, inner, depth,
     TOP_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
@@ -69,7 +69,7 @@ def _gated_blocks(
     tl.store(out + pair.to(tl.int64)[:, None] * inner + n[None, :], result, real[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _down_blocks(
     h, w, bias, pairs, owners, out, num_pairs, num_blocks, width, depth,
     BIASED: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,

@@ -46,7 +46,7 @@ def _count(ids, pairs, BINS: tl.constexpr, CHUNK: tl.constexpr):
     return counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _sort_pairs(
     ids, pairs, out, owners, num_blocks, EXPERTS: tl.constexpr, BINS: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr,

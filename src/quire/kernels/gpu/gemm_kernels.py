@@ -92,7 +92,7 @@ def _result(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
     x, w, x_scales, row_scales, group_scales, zeros, table, bias, out, M, N, K, x_row, w_row, g_row, out_row, x_head,
     w_head, out_head,

@@ -17,6 +17,8 @@ from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.choices import Choice
 from quire.kernels.gpu.latent_kernels import join_kernel, latent_attention_kernel, plan_kernel
 
+SEQUENCES = 256  # that a plan has room for at least, so that no kernel is compiled for each number of them
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -73,7 +75,7 @@ def _plan(
     target = backend.num_sms * choice["waves"]
     # With as many tiles as programs there is nothing to gain; and results must not depend on the batch if so asked.
     split = not backend.batch_invariant and most_tiles < 4 * target
-    padded = triton.next_power_of_2(sequences)
+    padded = max(SEQUENCES, triton.next_power_of_2(sequences))
     shares = torch.empty(3 * padded + 1, dtype=torch.int32, device=metadata.seq_lens.device)
     plan_kernel[(1,)](
         metadata.cu_query_lens, metadata.seq_lens, shares, sequences, heads, target, choice["least"],

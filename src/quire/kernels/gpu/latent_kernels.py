@@ -17,7 +17,7 @@ import triton.language as tl
 NEG_INF = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "target"])
 def plan_kernel(
     starts, seq_lens, plan, num_sequences, heads, target, least,
     SINGLE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SB: tl.constexpr,
@@ -97,7 +97,7 @@ def attend(
     return sums / tl.where(total > 0, total, 1.0)[:, None], most, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def latent_attention_kernel(
     q, data, scales, out, parts, logs, tables, starts, seq_lens, plan,
     q_stride, table_stride, block_stride, num_sequences, heads, scale_log2,
@@ -154,7 +154,7 @@ def latent_attention_kernel(
     tl.store(out_rows[:, None] + columns[None, :], made, mask=valid[:, None] & (columns < R)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def join_kernel(
     parts, logs, out, starts, seq_lens, plan, num_sequences, heads,
     SINGLE: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SB: tl.constexpr,

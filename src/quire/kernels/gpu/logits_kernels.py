@@ -33,7 +33,7 @@ def largest_of_parts(tops, tokens, row, pieces, PIECES: tl.constexpr):
     return tl.where(broken, float("nan"), best), tl.where(broken, 0, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def join_largest(tops, tokens, pieces, out_tokens, out_finite, PIECES: tl.constexpr):
     """Join the parts of a row: out_tokens int64 [R], 0 where there is a NaN; out_finite bool [R] of `rows_finite`."""
     row = tl.program_id(0)
@@ -66,7 +66,7 @@ def sum_parts(logits, stride, chosen, size, tops, sums, larger, PART: tl.constex
     tl.store(larger + row * pieces + piece, tl.sum(count, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def join_sums(
     logits, stride, chosen, keys, k, tops, sums, larger, pieces, out_ids, out_logprobs, out_ranks,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +114,7 @@ def keep_bits(logits, stride, size, rows, bits, words, BLOCK: tl.constexpr):
     tl.store(logits + row * stride + ids, float("-inf"), mask=barred & (ids < size))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def add_values(logits, stride, entries, count, BLOCK: tl.constexpr):
     """Add to logits: entries int32 [3, count] are rows, tokens and the bits of values; no pair twice."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

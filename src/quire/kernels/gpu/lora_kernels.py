@@ -35,7 +35,7 @@ def _matrix(entry, FIELD: tl.constexpr, ACT: tl.constexpr):
     return tl.multiple_of(tl.load(entry + FIELD).to(tl.pointer_type(ACT)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def shrink_kernel(
     x, x_row, table, order, starts, inner, tokens, depth, a_row, share,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
@@ -87,7 +87,7 @@ def _inner_tile(
     return total.to(ACT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def expand_kernel(
     y, y_row, inner, ids, table, tiles, order, starts, tokens, width, w_row,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,

@@ -16,7 +16,7 @@ ELEMENTS = 1024  # of several narrow pieces that one program norms
 PER_THREAD = 16  # elements: two loads of 16 bytes of a 16-bit type
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rms_norm_kernel(
     x, residual, weight, out, x_stride, residual_stride, pieces, count, eps,
     ADD: tl.constexpr, WIDTH: tl.constexpr, WB: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -42,7 +42,7 @@ def rms_norm_kernel(
     tl.store(target, made.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def layer_norm_kernel(
     x, weight, bias, out, x_stride, pieces, count, eps,
     BIASED: tl.constexpr, WIDTH: tl.constexpr, WB: tl.constexpr, ROWS: tl.constexpr,

@@ -42,7 +42,7 @@ def _rotate(
         tl.store(first_half + HALF, (b * cos + a * sin).to(x.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_count", "k_count", "q_programs"])
 def rotary_kernel(
     q, k, positions, table, q_stride, k_stride, q_heads, k_heads, q_count, k_count, q_programs,
     SIZE: tl.constexpr, HALF: tl.constexpr, HB: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,

@@ -125,7 +125,8 @@ class SamplingOps(ArrayOps):
         finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
         if rows:
             largest_parts[(rows, pieces)](logits, logits.stride(0), size, part, tops, places, READ)
-            width = 1 << (pieces - 1).bit_length()
+            most = min(-(-size // READ), 2 * self.num_sms)  # pieces of one row: no kernel for each number of rows
+            width = 1 << (most - 1).bit_length()
             join_largest[(rows,)](tops, places, pieces, tokens, finite, width, num_warps=1)
         return tokens, finite
 

@@ -46,7 +46,7 @@ LIST = 4096  # tokens of a list
 OPTIONS = 5  # temperature, top_k, top_p, log of min_p, uniform: float64 [5, R]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def survey_pieces(
     logits, stride, choices, rows, size, part, tops, tokens, last_states, last_parts, states, parts, share_values,
     share_ids, lengths,
@@ -120,7 +120,7 @@ def join_shares(
     return tl.sum(length, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pieces"])
 def finish_rows(
     logits, stride, choices, rows, size, part, pieces, tops, tokens, states, parts, share_values, share_ids, lengths,
     list_values, list_ids, out,
@@ -192,9 +192,10 @@ def draw(
     """
     (rows, size), device = logits.shape, logits.device
     pieces = -(-size // part)
-    width = 1 << (pieces - 1).bit_length()
+    width = 1 << (-(-size // min(part, weigh)) - 1).bit_length()  # of few rows and fewer: no kernel for each number
     tops = torch.empty((rows, pieces), dtype=torch.float32, device=device)
-    marks = torch.empty((2, rows, pieces), dtype=torch.int32, device=device)  # first tokens, lengths of shares
+    # Each by itself, for Triton has other kernels where memory does not begin at a multiple of 16.
+    tokens, lengths = (torch.empty((rows, pieces), dtype=torch.int32, device=device) for _ in range(2))
     states = torch.empty((rounds, STATE + 3, rows), dtype=torch.int64, device=device)
     parts = torch.empty((rounds, rows, FOUND, pieces), dtype=torch.int64, device=device)
     values, ids = _lists(logits, rows)
@@ -202,17 +203,17 @@ def draw(
     shares = _lists(logits, rows * pieces) if listing else (values, ids)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     stride = logits.stride(0)
-    largest_parts[(rows, pieces)](logits, stride, size, part, tops, marks[0], read)
+    largest_parts[(rows, pieces)](logits, stride, size, part, tops, tokens, read)
     for turn in range(rounds):
         last = max(0, turn - 1)
         survey_pieces[(rows, pieces)](
-            logits, stride, options, rows, size, part, tops, marks[0], states[last], parts[last], states[turn],
-            parts[turn], *shares, marks[1],
+            logits, stride, options, rows, size, part, tops, tokens, states[last], parts[last], states[turn],
+            parts[turn], *shares, lengths,
             FIRST=turn == 0, PIECES=width, BLOCK=weigh, READ=read, LIST=LIST, num_warps=num_warps,
         )  # fmt: skip
     finish_rows[(rows,)](
-        logits, stride, options, rows, size, part, pieces, tops, marks[0], states[-1:], parts[-1:], *shares,
-        marks[1], values, ids, out,
+        logits, stride, options, rows, size, part, pieces, tops, tokens, states[-1:], parts[-1:], *shares,
+        lengths, values, ids, out,
         FIRST=rounds == 0, PIECES=width, BLOCK=weigh, READ=read, LIST=LIST, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ from quire.kernels.backend import AttentionMetadata
 
 CHUNK = 64
 COLUMNS = 32  # of a matrix that one program takes from chunk to chunk
+SEQUENCES = 256  # that are looked at at least, so that no kernel is compiled for each number of them
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _product(x, y):
     return tl.dot(x, (y - high.to(tl.float32)).to(x.dtype), tl.dot(x, high))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def prepare_kernel(
     q, k, decay, beta, inverses, weights, sums, starts, ends,
     q_stride, k_stride, decay_stride, beta_stride, num_sequences, heads, shared,
@@ -165,7 +166,7 @@ def advance(
     prepare_kernel[(most, heads)](
         q, k, decay, beta, inverses, weights, sums, metadata.cu_query_lens, ends,
         q.stride(0), k.stride(0), decay.stride(0), beta.stride(0), sequences, heads, shared,
-        DK=depth, KB=padded, C=CHUNK, SB=triton.next_power_of_2(sequences), num_warps=8,
+        DK=depth, KB=padded, C=CHUNK, SB=max(SEQUENCES, triton.next_power_of_2(sequences)), num_warps=8,
     )  # fmt: skip
     advance_kernel[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, state, out, inverses, weights, sums,

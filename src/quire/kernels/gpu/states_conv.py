@@ -50,7 +50,7 @@ def conv_single_kernel(
     tl.store(out + s.to(tl.int64) * channels + column, made, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_sequences"])
 def conv_kernel(
     x, weight, bias, state, out, starts, seq_lens, state_rows, owners, x_stride, tokens, channels, num_sequences,
     BIASED: tl.constexpr, KIND: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
