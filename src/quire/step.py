@@ -419,6 +419,7 @@ class SchedulerStats(msgspec.Struct):
     the host's pool, `num_deferred` those whose grammar is being compiled. `num_disk_blocks` are stored on disk.
     `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
+    Of the device's blocks, free or not, `num_thin_blocks` are thin, with layers on the host (`engine/thin.py`).
     `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
     `num_discarded_tokens`, of the scheduled ones, were computed for sequences that had ended before that was known.
     `step_seconds` is the time from step to step while there was work; in `host_gap_seconds` of these, the device waited
@@ -430,6 +431,8 @@ class SchedulerStats(msgspec.Struct):
     num_swapped: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_thin_blocks: int = 0
+    num_free_thin_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     num_disk_blocks: int = 0
@@ -452,6 +455,11 @@ class SchedulerStats(msgspec.Struct):
     def kv_cache_usage(self) -> float:
         """Share of blocks in use by running requests, 0..1."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def num_used_thin_blocks(self) -> int:
+        """Thin blocks that running requests hold: what each step that reads them brings from the host."""
+        return self.num_thin_blocks - self.num_free_thin_blocks
 
     @property
     def host_cache_usage(self) -> float:

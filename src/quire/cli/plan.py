@@ -139,12 +139,18 @@ def _fitting(plan: Plan) -> list[str]:
     fit = plan.fit
     lines = ["", "What fits"]
     tokens = fit.num_blocks * plan.block_size
-    lines.append(_line("blocks", f"{fit.num_blocks}, {size_text(fit.num_blocks * plan.block_bytes)}"))
+    if fit.num_thin_blocks:
+        whole, thin = fit.num_blocks - fit.num_thin_blocks, fit.num_thin_blocks
+        sizes = size_text(whole * plan.block_bytes), size_text(thin * plan.thin_device_bytes)
+        lines.append(_line("blocks", f"{fit.num_blocks}: {whole} whole ones, {sizes[0]}, and {thin} thin, {sizes[1]}"))
+        lines.append(_line("on the host", f"{size_text(thin * plan.thin_host_bytes)} of the thin ones' layers"))
+    else:
+        lines.append(_line("blocks", f"{fit.num_blocks}, {size_text(fit.num_blocks * plan.block_bytes)}"))
     if len(plan.groups) == 1:
         lines.append(_line("tokens", f"{tokens}"))
-    lines.append(
-        _line("swapped out", f"{fit.num_host_blocks} blocks, {size_text(fit.num_host_blocks * plan.block_bytes)}")
-    )
+    if not fit.num_thin_blocks:
+        swapped = f"{fit.num_host_blocks} blocks, {size_text(fit.num_host_blocks * plan.block_bytes)}"
+        lines.append(_line("swapped out", swapped))
     shorter = "" if fit.max_model_len == plan.wanted_len else f"; the model would allow {plan.wanted_len}"
     lines.append(_line("longest request", f"{fit.max_model_len} tokens{shorter}"))
     for entry in plan.concurrency:

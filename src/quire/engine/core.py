@@ -22,10 +22,10 @@ from quire.engine.compiling import Compiling
 from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.settle import (
-    HOST_DEVICES,
     Scratch,
     allocation_refused,
     beside_blocks,
+    device_bytes,
     fit,
     load_info,
     no_scratch,
@@ -130,6 +130,9 @@ class EngineCore:
         logger.info(
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len
         )
+        if config.cache.kv_resident_layers:
+            thin = self._fitted.num_thin_blocks
+            logger.info("KV cache: %d of %d blocks have layers on the host", thin, num_blocks)
 
     def _allocate(self) -> None:
         fitted, executor = self._fitted, self.executor
@@ -409,9 +412,7 @@ class EngineCore:
     def _check_room(self) -> None:
         """Raise `ConfigError` if others have taken the memory meanwhile."""
         fitted, available = self._fitted, self.executor.available_memory()
-        block_bytes = self.executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
-        shared = self.config.device.device in HOST_DEVICES
-        needed = (fitted.num_blocks + (fitted.num_host_blocks if shared else 0)) * block_bytes
+        needed = device_bytes(self.config, self.executor.kv_cache_spec(), fitted)
         needed += self.config.scheduler.max_num_seqs * self.executor.kv_cache_spec().state_bytes
         if needed > available:
             raise ConfigError(

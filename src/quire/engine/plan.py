@@ -24,9 +24,11 @@ from quire.engine.settle import (
     beside_blocks,
     blocks_of,
     budget_of,
+    device_bytes,
     fit,
     settle,
 )
+from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kernels.gpu.driver import gpu_memory
 from quire.kernels.memory import DeviceMemory, available_memory
@@ -78,6 +80,8 @@ class Plan:
         budget: of the blocks. fit: what that is enough for; None where it is not.
         wanted_len: the context asked for, or the model's. concurrency: of several lengths.
         limit: what keeps the numbers from being larger. problem: why it does not fit, with a way out.
+        thin_device_bytes, thin_host_bytes: of a thin block, where `fit` has some.
+        cache: bytes of all blocks that `fit` has, in the memory that is planned.
         peak: most bytes of the engine's process with every block in use.
     """
 
@@ -110,6 +114,9 @@ class Plan:
     problem: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     graphs: int = 0
+    thin_device_bytes: int = 0
+    thin_host_bytes: int = 0
+    cache: int = 0
 
     @property
     def weights(self) -> int:
@@ -122,10 +129,7 @@ class Plan:
 
         Of one that runs on a GPU, those on the GPU.
         """
-        blocks = 0 if self.fit is None else self.fit.num_blocks
-        if self.fit is not None and self.settings["device"] in HOST_DEVICES:
-            blocks += self.fit.num_host_blocks
-        running = self.weights + self.tables + self.step.total + self.graphs + blocks * self.block_bytes
+        running = self.weights + self.tables + self.step.total + self.graphs + self.cache
         return self.runtime + max(running, self.loading + self.tables)
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,6 +165,7 @@ def make_plan(
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
     spec, size = footprint.spec, config.cache.block_size
+    split = None if fitted is None or not fitted.num_thin_blocks else split_of(config, spec)
     return Plan(
         model=config.model.model,
         architecture=info.architecture,
@@ -191,6 +196,9 @@ def make_plan(
         problem=problem,
         settings=_settings(final, fitted),
         graphs=_graphs(final, step.total, memory),
+        thin_device_bytes=0 if split is None else split.thin_bytes,
+        thin_host_bytes=0 if split is None else split.host_bytes,
+        cache=0 if fitted is None else device_bytes(config, spec, fitted),
     )
 
 
@@ -355,6 +363,7 @@ def _settings(config: EngineConfig, fitted: Fit | None) -> dict[str, Any]:
         "block_size": config.cache.block_size,
         "max_model_len": None if fitted is None else fitted.max_model_len,
         "num_blocks": None if fitted is None else fitted.num_blocks,
+        "num_thin_blocks": None if fitted is None else fitted.num_thin_blocks,
         "num_host_blocks": None if fitted is None else fitted.num_host_blocks,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,

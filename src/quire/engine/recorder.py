@@ -125,6 +125,7 @@ class StepRecord:
             "swapped_out": self.num_out,
             "swapped_in": self.num_in,
             "disk_reads": self.num_loads,
+            "thin_blocks": 0 if self.stats is None else self.stats.num_used_thin_blocks,
         }
 
     def __str__(self) -> str:

@@ -190,6 +190,17 @@ class Fit:
     num_thin_blocks: int = 0
 
 
+def device_bytes(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> int:
+    """Return what all blocks take of the device's memory, on a CPU the host's pool too; `config` is settled."""
+    split = split_of(config, spec)
+    if split is not None:
+        return split.device_bytes(fitted.num_blocks, fitted.num_thin_blocks)
+    assert config.model.max_model_len is not None
+    shared = config.device.device in HOST_DEVICES
+    num_blocks = fitted.num_blocks + (fitted.num_host_blocks if shared else 0)
+    return num_blocks * spec.block_bytes(config.cache.block_size, config.model.max_model_len)
+
+
 class NothingHelpsError(ConfigError):
     """Something does not fit, whatever options are changed that do not change the weights; `text` says what."""
 

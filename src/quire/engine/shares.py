@@ -74,6 +74,12 @@ def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | No
 
 
 def _need(tenant: Tenant) -> _Need:
+    if tenant.config.cache.kv_resident_layers:
+        raise ConfigError(
+            f"{tenant.name}: kv_resident_layers is for a server with one model; leave it out where several share the "
+            "memory",
+            param="kv_resident_layers",
+        )
     try:
         info = load_info(tenant.config)
         settled = settle(tenant.config, info)

@@ -325,6 +325,7 @@ class BaseScheduler(Flights, ABC):
         stats.num_waiting = len(self._waiting) + len(self._loading)
         stats.num_swapped = self._waiting.num_swapped
         stats.num_free_blocks = self.kv.pool.num_free
+        stats.num_free_thin_blocks = self.kv.pool.num_free_thin
         stats.num_free_host_blocks = self.kv.host.pool.num_free
         stats.num_disk_blocks = len(self.kv.disk)
         if self.max_loras:

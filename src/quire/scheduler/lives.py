@@ -105,7 +105,11 @@ class RequestLives:
         self._news: list[SequenceOutput] = []  # of requests that ended outside of a step
         self._num_added = 0
         self._blocked: tuple[int, int, int] | None = None  # when nothing waiting could be admitted
-        self._stats = SchedulerStats(num_blocks=kv.pool.num_blocks, num_host_blocks=kv.host.pool.num_blocks)
+        self._stats = SchedulerStats(
+            num_blocks=kv.pool.num_blocks,
+            num_thin_blocks=kv.pool.num_thin,
+            num_host_blocks=kv.host.pool.num_blocks,
+        )
 
     def go_on_counting(self, before: SchedulerStats) -> None:
         """Take over the counters of a scheduler in whose place this one stands."""

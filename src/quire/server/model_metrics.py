@@ -276,6 +276,12 @@ class ModelMetrics:
             {"device": stats.num_free_blocks, "host": stats.num_free_host_blocks},
         )
         yield self._gauge_by(
+            "quire:kv_blocks_thin",
+            "Of the device's KV blocks those with layers on the host (kv-resident-layers): held by requests, and free.",
+            "state",
+            {"used": stats.num_used_thin_blocks, "free": stats.num_free_thin_blocks},
+        )
+        yield self._gauge_by(
             "vllm:num_requests_waiting_by_reason",
             "Requests waiting: for room, or (deferred) for a grammar to be compiled.",
             "reason",

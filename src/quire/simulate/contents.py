@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.simulate.thin import ThinReader
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput, TransferKind
 
 Windows = tuple[tuple[int, float], ...]  # (sliding window in tokens, share of the layers that have it)
@@ -23,6 +24,8 @@ class StepContents:
         prefill_pairs: (query, key) pairs that attention compares, over sequences with more than one query.
         decode_context: positions that attention reads for sequences with one query. Both are means over layers.
         num_new: sequences that the worker did not know. num_new_known_tokens: tokens it was told of them.
+        num_thin_loads, num_thin_stores: thin blocks whose streamed layers come from the host, and go there. streamed:
+            both, in as many whole blocks as have that many bytes.
         num_moved_blocks: copied between device and host. num_disk_blocks: to or from disk.
         is_new_shape: whether no recent step had as many tokens, sequences and samples (`worker/graphs.py` records one
             program for each shape).
@@ -35,6 +38,9 @@ class StepContents:
     decode_context: float = 0.0
     num_new: int = 0
     num_new_known_tokens: int = 0
+    num_thin_loads: int = 0
+    num_thin_stores: int = 0
+    streamed: float = 0.0
     num_moved_blocks: int = 0
     num_disk_blocks: int = 0
     is_new_shape: bool = False
@@ -82,6 +88,11 @@ class StepReader:
         self._num_shapes = num_shapes
         self._shapes: dict[tuple[int, int, int], None] = {}
         self._next_token = first_token
+        self._thin: ThinReader | None = None
+
+    def follow_thin(self, first_thin: int, block_size: int, share: float) -> None:
+        """From now on count thin blocks, those from `first_thin` on, of whose layers `share` are streamed."""
+        self._thin = ThinReader(first_thin, block_size, share)
 
     def read(self, step: SchedulerOutput) -> tuple[StepContents, dict[str, list[int]]]:
         """Take in `step`; return its contents, and a new token for every sequence that is sampled.
@@ -115,6 +126,8 @@ class StepReader:
         contents.num_sampled = len(sampled)
         contents.num_moved_blocks = sum(kind != TransferKind.COPY for kind, _, _ in step.transfers)
         contents.num_disk_blocks = len(step.saves) + len(step.loads)
+        if self._thin is not None:
+            self._thin.read(step, contents)
         contents.is_new_shape = self._is_new((contents.num_tokens, contents.num_sequences, contents.num_sampled))
         return contents, sampled
 

@@ -114,7 +114,8 @@ class FittedCost:
 
     def seconds(self, contents: StepContents) -> float:
         """Return both."""
-        moved = contents.num_moved_blocks * self.moved_block + contents.num_disk_blocks * self.disk_block
+        moved = (contents.num_moved_blocks + contents.streamed) * self.moved_block
+        moved += contents.num_disk_blocks * self.disk_block
         return self.device_seconds(contents) + self.host_seconds(contents) + moved
 
     def save(self, path: Path) -> None:
@@ -165,6 +166,7 @@ class RooflineCost:
         work: what the model's weights ask for, for each token and sampled token, and attention for each pair.
         token_kv_bytes: of one token's keys and values in all layers. block_bytes: of one KV block.
         state_bytes: of one sequence, in layers that keep a state.
+        num_layers, num_resident: attention layers, and those of them that are on the device in every block.
     """
 
     bandwidth: float
@@ -177,6 +179,8 @@ class RooflineCost:
     token_kv_bytes: float
     block_bytes: float
     state_bytes: float = 0.0
+    num_layers: int = 1
+    num_resident: int = 1
     num_shapes: int = 0
 
     def seconds(self, contents: StepContents) -> float:
@@ -194,7 +198,21 @@ class RooflineCost:
         attention = contents.prefill_pairs * pair_flops / self.flops
         attention += max(decode * self.token_kv_bytes / self.bandwidth, decode * pair_flops / self.flops)
         states = 2 * contents.num_sequences * self.state_bytes / self.bandwidth
-        return linear + attention + states + self.overhead + self.host * contents.num_sequences + moved
+        device = self._beside_streaming(linear + attention + states, contents.streamed)
+        return device + self.overhead + self.host * contents.num_sequences + moved
+
+    def _beside_streaming(self, computing: float, streamed: float) -> float:
+        """Return the seconds of a step's layers, all alike, if keys and values of those not resident are streamed.
+
+        Each waits for its own. Two of them come while the resident layers compute; the next one each time that one of
+        these is done. What goes to the host shares its place with what comes, and so is counted as if it came, too.
+        """
+        if not streamed:
+            return computing
+        seconds = streamed * self.block_bytes / self.link
+        ahead = computing * self.num_resident / self.num_layers
+        first = 2 * seconds / (self.num_layers - self.num_resident)
+        return max(computing, seconds + max(0.0, ahead - first))
 
 
 ROOFLINE = "roofline:"
@@ -271,6 +289,8 @@ def _roofline(values: dict[str, float], config: EngineConfig, spec: KVCacheSpec,
         token_kv_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
         block_bytes=spec.block_bytes(config.cache.block_size, config.model.max_model_len),
         state_bytes=spec.state_bytes,
+        num_layers=max(1, len(spec.layers)),
+        num_resident=config.cache.kv_resident_layers or max(1, len(spec.layers)),
     )
 
 

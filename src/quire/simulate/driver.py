@@ -32,12 +32,14 @@ class Record:
         "num_generated",
         "num_preemptions",
         "request",
+        "second_token",
     )
 
     def __init__(self, request: TraceRequest) -> None:
         self.request = request
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+        self.second_token: float | None = None
         self.finish: float | None = None
         self.num_generated = 0
         self.num_cached = 0
@@ -48,6 +50,13 @@ class Record:
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.request.arrival
+
+    @property
+    def second(self) -> float | None:
+        """Seconds from the first token to the second."""
+        if self.first_token is None or self.second_token is None:
+            return None
+        return self.second_token - self.first_token
 
     @property
     def tpot(self) -> float | None:
@@ -135,6 +144,8 @@ def drive(
                 record.first_scheduled = output.first_scheduled_time
                 record.num_cached = output.num_cached_tokens or 0
             record.num_generated += len(output.new_token_ids)
+            if record.second_token is None and record.num_generated > 1:
+                record.second_token = now
             if output.finish_reason is not None:
                 record.finish = now
                 record.num_preemptions = output.num_preemptions

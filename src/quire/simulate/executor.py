@@ -34,6 +34,7 @@ class SimulatedExecutor(NoGrammars):
     Args:
         spec: what the model keeps of sequences.
         memory: bytes for the KV cache. num_disk_blocks: slots of the disk tier.
+        block_size: tokens of a block. streamed_share: of the layers of a thin block, those that are on the host.
         observer: called after each step that has tokens, with its contents and its seconds.
 
     Attributes:
@@ -48,11 +49,15 @@ class SimulatedExecutor(NoGrammars):
         memory: int,
         observer: Observer | None = None,
         num_disk_blocks: int = 0,
+        *,
+        block_size: int = 16,
+        streamed_share: float = 0.0,
     ) -> None:
         super().__init__()
         self._spec = spec
         self._memory = memory
         self._num_disk_blocks = num_disk_blocks
+        self._block_size, self._streamed_share = block_size, streamed_share
         self._cost = cost
         self._clock = clock
         self._observer = observer
@@ -74,8 +79,10 @@ class SimulatedExecutor(NoGrammars):
         """All of it is free."""
         return DeviceMemory(self._memory)
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
-        """Nothing to allocate."""
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
+        """Nothing to allocate; thin blocks are followed from now on."""
+        if num_thin_blocks:
+            self._reader.follow_thin(num_blocks - num_thin_blocks, self._block_size, self._streamed_share)
 
     def sleep(self, level: int) -> int:
         """Nothing to free."""

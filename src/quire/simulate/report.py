@@ -13,7 +13,7 @@ from quire.simulate.driver import Record, RunLog
 from quire.simulate.run import SimulatedRun
 
 PERCENTILES = (50, 90, 99)
-LATENCIES = ("ttft", "tpot", "e2e")
+LATENCIES = ("ttft", "second", "tpot", "e2e")
 COLUMNS = (
     "number",
     "tenant",
@@ -137,7 +137,12 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         _row("milliseconds", ["mean", *(f"p{name}" for name in PERCENTILES), "max"]),
     ]
-    names = {"ttft": "time to first token", "tpot": "time per output token after it", "e2e": "arrival to end"}
+    names = {
+        "ttft": "time to first token",
+        "second": "from that to the second",
+        "tpot": "time per output token after it",
+        "e2e": "arrival to end",
+    }
     for name, words in names.items():
         lines.append(_row(words, _milliseconds(result[name])))
     for tenant, found in result.get("tenants", {}).items():

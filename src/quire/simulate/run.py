@@ -12,6 +12,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.settle import settle
+from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
 from quire.simulate.clock import VirtualClock
@@ -101,10 +102,21 @@ def simulate(
     cache = config.cache
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         memory = UNLIMITED
-    spec = kv_spec(settle(config, info), info)
+    settled = settle(config, info)
+    spec = kv_spec(settled, info)
+    split = split_of(settled, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
     num_disk_blocks = cache.kv_disk_space // block_bytes
-    executor = SimulatedExecutor(spec, cost, clock, memory, observer, num_disk_blocks)
+    executor = SimulatedExecutor(
+        spec,
+        cost,
+        clock,
+        memory,
+        observer,
+        num_disk_blocks,
+        block_size=cache.block_size,
+        streamed_share=0.0 if split is None else 1.0 - split.num_resident / split.num_layers,
+    )
     core = EngineCore(config, executor=executor, info=info, clock=clock, hasher=RunHasher(b""))
     if isinstance(observer, WasteMeter):
         observer.begin(core.ready.block_size, core.ready.max_model_len, config.scheduler.max_num_seqs)
