@@ -126,7 +126,7 @@ def made(kind: str, heads: int) -> dict[str, object]:
     return given
 
 
-@pytest.mark.parametrize("case", mostly_slow(product(ACTS, KINDS), ("float16", "everything"), ("float32", "plain")))
+@pytest.mark.parametrize("case", mostly_slow(product(ACTS, KINDS), ("bfloat16", "everything"), ("float32", "plain")))
 def test_every_kind_of_attention_in_a_mixed_step(case: tuple[str, str]) -> None:
     act, kind = case
     scene = Scene([27, 40, 1], 4, 2, 8)
@@ -140,9 +140,7 @@ def test_every_kind_of_attention_of_single_tokens(case: tuple[str, str]) -> None
     scene.check(backend_of(act), [(0, 49, 50), (1, 0, 1)], scene.params(**made(kind, 4)), single=True)
 
 
-@pytest.mark.parametrize(
-    "case", mostly_slow(product(ACTS, STORAGE), *(("float16", dtype) for dtype in ("int8", "fp8")))
-)
+@pytest.mark.parametrize("case", mostly_slow(product(ACTS, STORAGE), ("bfloat16", "int8"), ("float16", "fp8")))
 def test_every_type_of_cache(case: tuple[str, str]) -> None:
     act, kv_dtype = case
     scene = Scene([12, 30], 2, 2, 16, kv_dtype=kv_dtype)
@@ -284,7 +282,7 @@ def test_a_recorded_shape_holds_for_other_lengths() -> None:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["plain", "window", "sinks"], "plain"))
-@pytest.mark.parametrize("act", mostly_slow(ACTS, "float16"))
+@pytest.mark.parametrize("act", mostly_slow(ACTS, "bfloat16"))
 def test_batch_invariant_bits_depend_on_neither_batch_nor_chunk(act: str, kind: str) -> None:
     scene = Scene([140, 41, 7], 2, 1, 16)
     params = scene.params(**made(kind, 2))
@@ -329,6 +327,21 @@ def test_torch_computes_whole_prompts_and_triton_the_rest() -> None:
     for changed, extra in ((params, None), (replace(params, sliding_window=9), fresh_of(scene, chunks))):
         other = backend.paged_attention(scene.queries(chunks, "float32"), cache, scene.metadata(chunks), changed, extra)
         torch.testing.assert_close(other, scene.expected(chunks, changed), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("act", "size", "torchs"), [("float16", 16, True), ("float32", 16, False), ("float16", 20, False)]
+)
+def test_by_default_torch_has_what_needs_no_memory_for_all_pairs(act: str, size: int, torchs: bool) -> None:
+    scene = Scene([18], 2, 1, size, kv_dtype=act)
+    backend, params, chunks = backend_of(act, act, attention_backend="torch"), scene.params(), [(0, 0, 18)]
+    backend.attention_backend = "auto"
+    fresh, queries = fresh_of(scene, chunks), scene.queries(chunks, act)
+    got = backend.paged_attention(queries, scene.cache(backend), scene.metadata(chunks), params, fresh)
+    torch.testing.assert_close(got.float(), scene.expected(chunks, params, act), rtol=1e-2, atol=1e-2)
+    fresh[1].fill_(torch.nan)
+    got = backend.paged_attention(queries, scene.cache(backend), scene.metadata(chunks), params, fresh)
+    assert bool(got.isnan().all()) == torchs
 
 
 def test_steps_without_tokens_are_empty() -> None:

@@ -18,7 +18,7 @@ from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.attention_flashinfer import FlashInfer
 from quire.kernels.gpu.attention_kernels import Layer, attention_kernel, join_kernel
 from quire.kernels.gpu.attention_plan import Launch, decode_launch, launches, prompt_launch
-from quire.kernels.gpu.attention_torch import attend_prompts, plain_prompts
+from quire.kernels.gpu.attention_torch import attend_prompts, has_flash, plain_prompts
 from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.graphs_pieces import follows_step
 from quire.kernels.gpu.latent import latent_attention
@@ -76,11 +76,12 @@ class AttentionOps(ArrayOps):
         if q.stride(1) != 1:
             q = q.contiguous()
         torch_from = 0
-        if self._torch_from and fresh is not None and metadata.lengths is not None:
+        auto = self.attention_backend == "auto"
+        if self._torch_from and fresh is not None and (not auto or has_flash(self.act, params)):
             prompts = plain_prompts(metadata, params, self._torch_from) if cache.stored == 0 else []
             if prompts:
                 k, v = (x.to(self.act) for x in fresh)
-                attend_prompts(q.to(self.act), k, v, out, prompts, params)
+                attend_prompts(q.to(self.act), k, v, out, prompts, params, flash=auto)
                 torch_from = self._torch_from
         decode, prompt = decode_launch(self, cache, params, metadata.single), prompt_launch(self, cache, params, tokens)
         for kind in launches(metadata, prompt.short, torch_from):

@@ -1,18 +1,31 @@
-"""Attention of whole prompts by PyTorch's own kernels (cuDNN's or FlashAttention's, as it chooses).
+"""Attention of whole prompts by PyTorch's own kernels.
 
-Only for sequences that begin in this step, whose keys and values are all at hand: the cache is not read.
+Only for sequences that begin in this step, whose keys and values are all at hand: the cache is not read. Which kernels
+PyTorch takes is its own choice where it was asked for by name. Otherwise it is FlashAttention's, for those alone need
+neither memory for all pairs of tokens, nor, as cuDNN's do, a plan that is made anew for each length of a prompt.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 
 Prompt = tuple[
     int, int, int
 ]  # its first row, its tokens, and how many prompts of the same length lie one after another
+
+MOST_HEAD = 256  # elements of a head that FlashAttention has room for
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the latter where PyTorch was built without the former
+
+
+def has_flash(act: torch.dtype, params: AttentionParams) -> bool:
+    """Whether FlashAttention computes heads of this size and type."""
+    return act.itemsize == 2 and params.head_size <= MOST_HEAD and params.head_size % 8 == 0
 
 
 def plain_prompts(metadata: AttentionMetadata, params: AttentionParams, least: int) -> list[Prompt]:
@@ -46,14 +59,20 @@ def attend_prompts(
     out: torch.Tensor,
     prompts: list[Prompt],
     params: AttentionParams,
+    *,
+    flash: bool = False,
 ) -> None:
-    """Write attention of q [T, Hq * D] over k and v [T, Hkv * D], for the rows of these prompts, into out, like q."""
+    """Write attention of q [T, Hq * D] over k and v [T, Hkv * D], for the rows of these prompts, into out, like q.
+
+    flash: by FlashAttention, see `has_flash`, whatever PyTorch would choose.
+    """
     heads, kv_heads, size = params.num_heads, params.num_kv_heads, params.head_size
     for start, tokens, count in prompts:
         own = slice(start, start + tokens * count)
         own_q = q[own].view(count, tokens, heads, size).transpose(1, 2)
         own_k, own_v = (x[own].view(count, tokens, kv_heads, size).transpose(1, 2) for x in (k, v))
-        found = F.scaled_dot_product_attention(
-            own_q, own_k, own_v, is_causal=params.causal, scale=params.scale, enable_gqa=heads != kv_heads
-        )
+        with sdpa_kernel(FLASH) if flash else nullcontext():
+            found = F.scaled_dot_product_attention(
+                own_q, own_k, own_v, is_causal=params.causal, scale=params.scale, enable_gqa=heads != kv_heads
+            )
         out[own].view(count, tokens, heads, size).copy_(found.transpose(1, 2))
