@@ -1,9 +1,9 @@
 """Kernels compiled before they are needed, side by side: a step that launches nothing says which.
 
 Triton compiles a kernel when it is first launched, one to three seconds each, and a model has some twenty. Within
-`Ahead` a launch of one that is not compiled only begins to compile it, in a thread, and computes nothing; most of the
-work is done without Python's lock. What was compiled lies in Triton's folder on the disk; a small file there says that
-a backend of these types has been warmed up on this chip before.
+`Ahead` nothing is launched: a kernel that is not compiled begins to be, in a thread, and most of the work is done
+without Python's lock. What was compiled lies in Triton's folder on the disk; a small file there says that a backend of
+these types has been warmed up on this chip before.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import triton
 from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,11 @@ MOST_THREADS = 16
 
 
 class Ahead:
-    """While it is entered, in this thread, kernels that are not compiled yet begin to be, and are not launched.
+    """While it is entered, in this thread, kernels are not launched; those that are not compiled yet begin to be.
 
     What a step computes meanwhile is of no use, and nobody may go by it: memory that a kernel would have filled holds
-    anything. Leaving it waits until all are compiled. Those that this process has compiled before are launched as ever.
+    anything. Hence no kernel runs, for one that was compiled before would take that for places in memory. Leaving it
+    waits until all are compiled.
 
     Attributes:
         num_kernels: how many there were.
@@ -42,11 +45,12 @@ class Ahead:
         self._token: Any = None
 
     def __enter__(self) -> Ahead:
+        _heed_ahead()
         self._token = active_mode.set(self)  # type: ignore[arg-type]
         return self
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
-        """Begin to compile; Triton calls this. As nothing is returned, nothing is launched."""
+        """Begin to compile; Triton calls this."""
         if key not in self._made:
             self._made[key] = self._pool.submit(compile_it), finish
 
@@ -63,6 +67,17 @@ class Ahead:
             self.num_kernels = len(self._made)
         finally:
             self._pool.shutdown()
+
+
+@cache
+def _heed_ahead() -> None:
+    """Have Triton launch nothing within `Ahead`, from now on in this process; everywhere else nothing changes."""
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return original(self, *args, grid=grid, warmup=warmup or isinstance(active_mode.get(), Ahead), **kwargs)
+
+    JITFunction.run = run  # type: ignore[method-assign]
 
 
 def marker(*parts: str) -> Path:

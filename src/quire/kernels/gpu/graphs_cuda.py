@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have the pool
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -55,7 +58,12 @@ class CudaRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Be ready to capture: on the stream for it, with no garbage collected, which might call the driver."""
+        """Be ready to capture: on the stream for it, with no garbage collected, which might call the driver.
+
+        A pool ends with its last graph: torch takes no more captures for it then.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -63,6 +71,7 @@ class CudaRecorder:
                 yield
         except BaseException:
             self._pool = torch.cuda.graph_pool_handle()  # one whose capture broke off is not taken again
+            self._graphs.clear()
             raise
         finally:
             if collects:
@@ -72,11 +81,22 @@ class CudaRecorder:
         """See `Recorder.begin`."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graphs.add(graph)
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Recorder.end`."""
-        graph.capture_end()
+        """See `Recorder.end`.
+
+        Where a capture was broken off, torch's allocator is left as if it went on, and asks the graph about every
+        piece of memory: so it is told, and the graph stays.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._broken.append(graph)
+            with suppress(RuntimeError):  # it knew
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.alias`."""
