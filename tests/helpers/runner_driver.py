@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +62,21 @@ class RunnerDriver:
     """Sequences by name, on a runner of its own."""
 
     def __init__(
-        self, model: Model | OneGroup, backend: Backend, *, block_size: int = 4, num_blocks: int = 160
+        self,
+        model: Model | OneGroup,
+        backend: Backend,
+        *,
+        num_blocks: int = 160,
+        num_thin_blocks: int = 0,
+        num_resident_layers: int = 0,
     ) -> None:
         self.backend, self.block_size = backend, BLOCK_SIZE
         self.runner = ModelRunner(
             model,
             backend,
             num_blocks=num_blocks,
+            num_thin_blocks=num_thin_blocks,
+            num_resident_layers=num_resident_layers,
             block_size=BLOCK_SIZE,
             max_num_seqs=8,
             max_num_batched_tokens=128,
@@ -83,11 +92,25 @@ class RunnerDriver:
         self.spoil(list(range(num_blocks)))
 
     def spoil(self, block_ids: list[int]) -> None:
-        """Fill blocks with NaN."""
+        """Fill blocks with NaN, thin ones where they lie: on the host and, of streamed layers, in the window."""
+        stream: Any = self.runner.stream
+        self._spoil(self.runner.kv_caches, block_ids)
+        if stream is None:
+            return
+        self._spoil([layer.cache for layer in stream.layers], [at for at in block_ids if at < stream.first_thin])
+        for number in [at - stream.first_thin for at in block_ids if at >= stream.first_thin]:
+            for pool, window in zip(stream.pools, stream.windows, strict=True):
+                half = len(window) // 2
+                window[[number, half + number]] = 255  # NaN in all formats, or a scale that is
+                for layer in range(len(stream.layers)):
+                    piece, row = divmod(layer * half + number, pool.rows)
+                    pool.pieces[piece][row] = 255
+
+    def _spoil(self, caches: list[Any], block_ids: list[int]) -> None:
         slots = np.array([b * self.block_size + i for b in block_ids for i in range(self.block_size)], np.int64)
         flaw = np.full((len(slots), self.layer.num_kv_heads * self.layer.head_size), np.nan, np.float32)
         put = self.backend.from_numpy
-        for cache in self.runner.kv_caches:
+        for cache in caches:
             self.backend.write_kv(put(flaw), put(flaw), cache, put(slots))
 
     def add(

@@ -44,9 +44,10 @@ class Executor(Protocol):
         To be called once, before `allocate`.
         """
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
         """Allocate the KV cache, and as many blocks of host memory, and open the disk tier if the config asks for it.
 
+        Of the last `num_thin_blocks` blocks some layers are on the host; `kv_resident_layers` says how many are not.
         Also after `sleep`, which it ends.
 
         Raises:

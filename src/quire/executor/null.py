@@ -55,7 +55,7 @@ class NullExecutor(NoGrammars):
         """All of it is free."""
         return DeviceMemory(self.available_memory())
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
         """Nothing to allocate."""
 
     def sleep(self, level: int) -> int:

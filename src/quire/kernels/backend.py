@@ -21,6 +21,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostBlocks
+from quire.kernels.layer_stream import LayerStream, StreamedLayer
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
 from quire.kernels.steps import GraphStats, Stager, StepShape
@@ -91,10 +92,24 @@ class StepLengths(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """What a model is handed for one attention layer: its cache, and the group of layers whose blocks it goes by."""
+    """What a model is handed for one attention layer: its cache, and the group of layers whose blocks it goes by.
+
+    `stream` is for layers whose part of some blocks is on the host; it has the same cache.
+    """
 
     cache: KVCache
     group: int = 0
+    stream: StreamedLayer | None = None
+
+    def enter(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return what this layer goes by when it writes to its cache, and attends; then `leave` is to be called."""
+        own = metadata.of_group(self.group)
+        return own if self.stream is None else self.stream.enter(own)
+
+    def leave(self) -> None:
+        """Say that the layer has attended."""
+        if self.stream is not None:
+            self.stream.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,6 +492,16 @@ class Backend(Protocol):
 
         Raises:
             ConfigError: there is no room for it.
+        """
+
+    def layer_stream(
+        self, num_layers: int, num_blocks: int, num_thin_blocks: int, block_size: int, num_kv_heads: int,
+        head_size: int, *, latent: bool = False,
+    ) -> LayerStream:  # fmt: skip
+        """Allocate layers' caches of `num_blocks` blocks, of which the last `num_thin_blocks` lie on the host.
+
+        Raises:
+            ConfigError: there is no room on the host, or the device is the host.
         """
 
     # Logits and sampling; R rows, logits float32 [R, V]

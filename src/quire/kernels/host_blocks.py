@@ -18,6 +18,7 @@ from quire.kernels import memory
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend, KVCache
+    from quire.kernels.layer_stream import LayerStream
     from quire.kernels.memory import DeviceMemory
 
 
@@ -117,6 +118,13 @@ class HostMemory:
         """See `Backend.host_blocks`."""
         backend: Backend = self  # type: ignore[assignment]  # the part of a whole
         return PlainHostBlocks(backend, caches, num_blocks)
+
+    def layer_stream(self, *sizes: int, latent: bool = False) -> LayerStream:
+        """See `Backend.layer_stream`; there is no use for it."""
+        raise ConfigError(
+            "kv_resident_layers: the device must be cuda; on a CPU the KV cache is in host memory anyway",
+            param="kv_resident_layers",
+        )
 
 
 def new_pool(num_blocks: int, block_nbytes: int) -> np.ndarray:

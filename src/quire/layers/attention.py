@@ -51,7 +51,7 @@ class Attention:
         self, positions: Array, q: Array, k: Array, v: Array, kv_cache: LayerCache, metadata: AttentionMetadata
     ) -> Array:
         """q [T, Hq*D], k and v [T, Hkv*D] at `positions` [T] -> [T, Hq*D]. q and k may be changed in place."""
-        own = metadata.of_group(kv_cache.group)
+        own = kv_cache.enter(metadata)
         if self.rotary is not None:
             norms = self.norms and (self.norms[0].weight, self.norms[1].weight, self.norms[0].eps)
             q, k = self.rotary.write(positions, q, k, v, kv_cache.cache, own.slot_mapping, norms)
@@ -59,7 +59,9 @@ class Attention:
             if self.norms is not None:
                 q, k = self.norms[0](q), self.norms[1](k)
             self.backend.write_kv(k, v, kv_cache.cache, own.slot_mapping)
-        return self.backend.paged_attention(q, kv_cache.cache, own, self.params, (k, v))
+        out = self.backend.paged_attention(q, kv_cache.cache, own, self.params, (k, v))
+        kv_cache.leave()
+        return out
 
     def kv_spec(self) -> LayerKVSpec:
         """Say what this layer caches per token."""

@@ -84,8 +84,9 @@ class LatentAttention:
         q_rope, k_rope = self.backend.concat([q[:, nope:]]), both[:, rank:]
         self.rotary(positions, q_rope.reshape(tokens, self.num_heads * rope), k_rope)
         latent = self.kv_a_layernorm(both[:, :rank])
-        own = metadata.of_group(kv_cache.group)
+        own = kv_cache.enter(metadata)
         out = self.inside.attend(q[:, :nope], q_rope, latent, k_rope, kv_cache, own)
+        kv_cache.leave()
         return self.o_proj(self.inside.values(out if all_rows else wanted_rows(self.backend, out, metadata)))
 
     def kv_spec(self) -> LayerKVSpec:

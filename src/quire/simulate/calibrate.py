@@ -238,7 +238,7 @@ class TimedExecutor(NoGrammars):
         """All of it is free."""
         return DeviceMemory(self.available_memory())
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
         """Nothing: that was done."""
 
     def sleep(self, level: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache, StepLengths
+from quire.kernels.layer_stream import LayerStream, thin_blocks
 from quire.kernels.steps import GraphStats, StepShape
 from quire.layers.lora import LoRASlots
 from quire.step import KVCacheSpec
@@ -54,6 +55,8 @@ class StepGraphs:
     `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
     the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that
     have some, see `worker.states`. `lora` are the slots that the model's layers have entered.
+    With a `stream` of the last layers, steps with thin blocks are computed op by op, as the stream's copies cannot be
+    recorded.
 
     Attributes:
         last_tokens: int64 [max_num_seqs + max_tokens]: of each row of the batch, the token that was sampled last, where
@@ -72,7 +75,9 @@ class StepGraphs:
         max_blocks: int,
         states: Sequence[Arrays] = (),
         lora: LoRASlots | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
+        self._stream = stream
         self.began = backend.mark()
         self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
@@ -111,6 +116,8 @@ class StepGraphs:
         """
         tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(sampled_rows)
         size = self._size(tokens, sequences, rows)
+        if self._begin_stream(inputs):
+            size = StepShape(tokens, sequences, rows, "no")
         adapted = self._stage(inputs, sampled_rows, size, token_types, adapter_slots)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
         self.began = self._backend.mark()
@@ -149,7 +156,7 @@ class StepGraphs:
     def _name_kernels(self) -> None:
         """Build a step of each kind, as they will be built; its values do not matter."""
         most, limit = self._max_num_seqs, self._max_tokens
-        decodes = [(batch, batch) for batch in (1, 2, 16, most) if batch <= min(most, limit)]
+        decodes = [(batch, batch) for batch in (1, 2, 4, 16, 32, 64, most) if batch <= min(most, limit)]
         prompts = [(tokens, 1) for tokens in (WARM_UP_TOKENS, 100, 1000, limit) if 1 < tokens <= limit]
         for tokens, sequences in dict.fromkeys([*decodes, *prompts]):
             inputs = _made_up(self._num_groups, tokens, sequences, self._max_num_seqs)
@@ -160,11 +167,27 @@ class StepGraphs:
             whole = size.recorded == "whole"
             lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
             shape = size, False, False
-            self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
+            _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
+            if logits is not None:
+                chances = np.full(len(logits), 0.5)
+                self._backend.sample(logits, chances, np.full(len(logits), 2), chances, chances, chances)
 
     def stats(self) -> GraphStats:
         """Say what recordings there are, and what they cost."""
         return self._backend.graph_stats()
+
+    def _begin_stream(self, inputs: StepInputs) -> bool:
+        """Have what the step needs of thin blocks brought to the device, if there are any; say so."""
+        stream = self._stream
+        if stream is None:
+            return False
+        loads, stores = thin_blocks(
+            inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens, stream.block_size, stream.first_thin
+        )
+        if not len(loads) and not len(stores):
+            return False
+        stream.begin(loads, stores)
+        return True
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if not self._recordable:

@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.kernels.backend import Array, Backend, KVCache, LayerCache
 from quire.kernels.flying import LateTokens
+from quire.kernels.layer_stream import LayerStream
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.constraint import masked_logprobs
@@ -65,6 +66,8 @@ class ModelRunner:
     Args:
         groups: of layers that share block tables; by default those that `max_model_len` gives.
         num_blocks, block_size: of the KV cache; `num_host_blocks` of the pool in host memory.
+        num_thin_blocks: of the last of these blocks the device keeps the first `num_resident_layers` layers only, see
+            `kernels/layer_stream.py`; not with host blocks, a store, or more than one group.
         store: an open disk store for blocks, or None; it is closed by `close`.
         grammars: compiled ones; None where no sequence has any. jump_forward: see `Guidance`.
         processors: of logits, by name.
@@ -86,6 +89,8 @@ class ModelRunner:
         max_model_len: int,
         groups: list[KVCacheGroup] | None = None,
         num_host_blocks: int = 0,
+        num_thin_blocks: int = 0,
+        num_resident_layers: int = 0,
         store: DiskStore | None = None,
         grammars: GrammarStore | None = None,
         jump_forward: bool = True,
@@ -108,8 +113,11 @@ class ModelRunner:
             guide_of=self.guidance.guide_of,
             processors=processors,
         )
-        self.kv_caches = self._new_caches(max(groups, key=lambda group: len(group.layers)), num_blocks, block_size)
-        self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store)
+        largest = max(groups, key=lambda group: len(group.layers)).layers
+        resident = largest[:num_resident_layers] if num_thin_blocks else largest
+        self.kv_caches = self._new_caches(resident, num_blocks, block_size)
+        self.stream = self._new_stream(largest[len(resident) :], num_blocks, num_thin_blocks, block_size)
+        self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store, self.stream)
         self.pooler = Pooler(model, backend) if isinstance(model, PoolingModel) else None
         self.states = SequenceStates(model.kv_cache_spec(), backend, max_num_seqs)
         self.graphs = StepGraphs(
@@ -121,15 +129,27 @@ class ModelRunner:
             max_blocks=self.batch.block_tables.shape[2],
             states=self.states.arrays,
             lora=None if adapters is None else adapters.slots,
+            stream=self.stream,
         )
-
         self._flying: list[FlyingStep] = []
         self._ended = backend.mark()  # when the last step had been computed
 
-    def _new_caches(self, largest: KVCacheGroup, num_blocks: int, block_size: int) -> list[KVCache]:
-        """Allocate one cache for each layer of the largest group; a smaller one's layers share the first of them."""
+    def _new_caches(self, indices: list[int], num_blocks: int, block_size: int) -> list[KVCache]:
+        """Allocate one cache for each of these layers; a smaller group's layers share the first of them."""
         layers = self.model.kv_cache_spec().layers
-        return [new_cache(self.backend, layers[index], num_blocks, block_size) for index in largest.layers]
+        return [new_cache(self.backend, layers[index], num_blocks, block_size) for index in indices]
+
+    def _new_stream(
+        self, indices: list[int], num_blocks: int, num_thin_blocks: int, block_size: int
+    ) -> LayerStream | None:
+        """Allocate what streamed layers share; they are all alike."""
+        if not indices:
+            return None
+        layer = self.model.kv_cache_spec().layers[indices[0]]
+        return self.backend.layer_stream(
+            len(indices), num_blocks, num_thin_blocks, block_size, layer.num_kv_heads, layer.head_size,
+            latent=layer.latent,
+        )  # fmt: skip
 
     def _caches_of_layers(self, groups: list[KVCacheGroup]) -> list[LayerCache]:
         """Say of each layer of the model, in order, where its keys and values go."""
@@ -138,7 +158,8 @@ class ModelRunner:
             for number, group in enumerate(groups)
             for layer, cache in zip(group.layers, self.kv_caches, strict=False)
         }
-        return [caches[layer] for layer in range(len(caches))]
+        found = [caches[layer] for layer in sorted(caches)]
+        return found + [LayerCache(layer.cache, 0, layer) for layer in (self.stream.layers if self.stream else ())]
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""

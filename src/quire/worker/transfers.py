@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from quire.kernels.backend import Backend, KVCache
+from quire.kernels.layer_stream import LayerStream
 from quire.step import BlockSave, SchedulerOutput, TransferKind
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_threads import DiskThreads
@@ -64,26 +65,35 @@ def _drain(batches: dict[TransferKind, _Batch]) -> Iterator[tuple[TransferKind, 
 
 
 class BlockTransfers:
-    """Owns the host's blocks and the disk tier's threads.
+    """Owns the host's blocks, streamed layers, and the disk tier's threads.
 
     Args:
         kv_caches: of all layers; one that several layers share counts once.
         num_host_blocks: size of the host's pool.
         store: an open disk store, or None; from now on it is this object's, which closes it.
+        stream: layers that are not among `kv_caches`, or None; closed by this object as well. With it blocks do not
+            leave the device as a whole.
 
     Raises:
         ConfigError: there is no room for the host's pool.
     """
 
     def __init__(
-        self, backend: Backend, kv_caches: Sequence[KVCache], num_host_blocks: int, store: DiskStore | None = None
+        self,
+        backend: Backend,
+        kv_caches: Sequence[KVCache],
+        num_host_blocks: int,
+        store: DiskStore | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
+        assert stream is None or (num_host_blocks == 0 and store is None), "blocks leave in one way"
         self._backend = backend
         self._caches = list({id(cache): cache for cache in kv_caches}.values())
         self._host = backend.host_blocks(self._caches, num_host_blocks)
         self._num_host_blocks = num_host_blocks
         assert store is None or store.block_nbytes == self._host.block_nbytes, "the store was opened for other blocks"
         self._disk = None if store is None else DiskThreads(store)
+        self._stream = stream
 
     def apply(self, step: SchedulerOutput) -> dict[int, bool]:
         """Save, move, and begin to load what `step` says; return the loads that ended since the last call.
@@ -125,6 +135,8 @@ class BlockTransfers:
         if self._disk is not None:
             self._disk.close()
         self._host.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def _save(self, saves: Sequence[BlockSave]) -> None:
         """Have blocks copied out before later steps overwrite them, and hand the copies to the disk's thread."""
@@ -139,6 +151,8 @@ class BlockTransfers:
         if kind is TransferKind.COPY:
             for cache in self._caches:
                 self._backend.copy_blocks(cache, pairs)
+            if self._stream is not None:
+                self._stream.copy_blocks(pairs)
         elif kind is TransferKind.OUT:
             self._host.copy_out(pairs[:, 0], pairs[:, 1])
         else:

@@ -134,13 +134,15 @@ class Worker:
         with as_memory_error():
             runner = self._new_runner(PROFILE_BLOCKS, length, 0 if self.config.cache.swap_space == 0 else 1)
             try:
+                runner.graphs.compile_ahead()  # side by side, before this step has to wait for one after the other
                 runner.execute(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens))
             finally:
                 runner.close()
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
         """Allocate KV cache and persistent batch, open the disk tier, compile what the first step would have to.
 
+        The last `num_thin_blocks` blocks are thin, see `kernels/layer_stream.py`.
         Once, and after each `sleep`; one of level 2 has the weights read again.
 
         Raises:
@@ -154,7 +156,7 @@ class Worker:
             if self._store is not None:
                 undo.callback(self._store.close)
             with as_memory_error():
-                self.runner = self._new_runner(num_blocks, max_model_len, num_host_blocks, self._store)
+                self.runner = self._new_runner(num_blocks, max_model_len, num_host_blocks, num_thin_blocks, self._store)
             undo.callback(self.runner.close)
             started = time.perf_counter()
             warm_up(self.runner)
@@ -164,7 +166,12 @@ class Worker:
         logger.info("kernels ready in %.2f s", time.perf_counter() - started)
 
     def _new_runner(
-        self, num_blocks: int, max_model_len: int, num_host_blocks: int, store: DiskStore | None = None
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        num_host_blocks: int,
+        num_thin_blocks: int = 0,
+        store: DiskStore | None = None,
     ) -> ModelRunner:
         assert self.model is not None
         return ModelRunner(
@@ -177,6 +184,8 @@ class Worker:
             max_model_len=max_model_len,
             groups=self._groups(),
             num_host_blocks=num_host_blocks,
+            num_thin_blocks=num_thin_blocks,
+            num_resident_layers=self.config.cache.kv_resident_layers,
             store=store,
             grammars=self.grammars,
             jump_forward=self.config.scheduler.jump_forward,

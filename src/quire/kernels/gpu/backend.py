@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.attention import AttentionOps
-from quire.kernels.gpu.cache import CacheOps
 from quire.kernels.gpu.experts import ExpertOps
 from quire.kernels.gpu.flying import FlyingOps
 from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.interpreter import repair_interpreter
+from quire.kernels.gpu.layer_stream import StreamOps
 from quire.kernels.gpu.linear import LinearOps
 from quire.kernels.gpu.lora import LoRAOps
 from quire.kernels.gpu.memory import MemoryOps
@@ -28,7 +28,7 @@ class GPUBackend(
     LoRAOps,
     RowOps,
     AttentionOps,
-    CacheOps,
+    StreamOps,
     StateOps,
     SamplingOps,
     MemoryOps,
