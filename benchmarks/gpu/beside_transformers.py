@@ -24,8 +24,8 @@ from shapes import write_config
 LOADS = (("qwen3-0.6b", 64, 128, 128), ("llama-3.1-8b", 1, 128, 128), ("llama-3.1-8b", 64, 512, 128))
 
 
-def measure_peers(*, small: bool = False) -> list[Table]:
-    """Return a table of Quire and transformers."""
+def measure_peers(*, small: bool = False, keep: Callable[[list[Table]], None]) -> list[Table]:
+    """Return a table of Quire and transformers; `keep` is called whenever there is more."""
     table = Table("Beside transformers", ("model", "requests", "in", "out", "engine", "output tokens/s", "Quire is"))
     with tempfile.TemporaryDirectory() as folder:
         for shape, requests, inputs, outputs in (("qwen3-0.6b", 2, 6, 4),) if small else LOADS:
@@ -39,6 +39,7 @@ def measure_peers(*, small: bool = False) -> list[Table]:
             for name, speed in _transformers(write_config(shape, Path(folder), small=small), requests, inputs, outputs):
                 ratio = f"{ours / speed:.2f}x" if isinstance(speed, float) else ""
                 table.add(*words, name, f"{speed:.0f}" if isinstance(speed, float) else speed, ratio)
+            keep([table])
             _free()
     return [table]
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from report import Table
 from shapes import write_config
 
 TOKENS, SMALL_TOKENS = 64, 3  # after the first
+SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 16}  # so that the first, and largest, step is a small one
 SECONDS = 200  # that a start may take
 PROGRAM = """
 import json, sys, time
@@ -51,8 +53,8 @@ def _start(options: dict[str, object], tokens: int, environment: dict[str, str])
     return whole - each * tokens, loading, first, each
 
 
-def measure_cold(*, small: bool = False) -> list[Table]:
-    """Return a table of a few starts of the 0.6B and 8B shapes."""
+def measure_cold(*, small: bool = False, keep: Callable[[list[Table]], None]) -> list[Table]:
+    """Return a table of a few starts of the 0.6B and 8B shapes; `keep` is called whenever there is more."""
     table = Table(
         "Cold start",
         (
@@ -71,8 +73,8 @@ def measure_cold(*, small: bool = False) -> list[Table]:
             cache = Path(folder) / f"cache-{shape}"
             for compiled, eager in ((False, False), (True, False), (True, True)):
                 options = {"model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
-                options |= {"max_model_len": 128 if small else 4096, "enforce_eager": eager, "swap_space": 0}
-                options |= {"dtype": "float32", "num_gpu_blocks_override": 32} if small else {}
+                options |= {"max_model_len": 32 if small else 4096, "enforce_eager": eager, "swap_space": 0}
+                options |= {"dtype": "float32", "num_gpu_blocks_override": 32, **SMALL} if small else {}
                 environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
                 times = _start(options, SMALL_TOKENS if small else TOKENS, environment)
                 if isinstance(times, str):
@@ -94,4 +96,5 @@ def measure_cold(*, small: bool = False) -> list[Table]:
                     request_seconds=first,
                     token_seconds=each,
                 )
+                keep([table])
     return [table]

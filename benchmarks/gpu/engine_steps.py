@@ -9,21 +9,24 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from measure import Limits, synchronize
 from report import Table
-from shapes import SHAPES, work_of, write_config
+from shapes import shape_of, work_of, write_config
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.sampling_params import SamplingParams
 
-STEPS = 48  # that are timed
-WARM_STEPS = 12  # before, in which graphs are recorded
+STEPS, SMALL_STEPS = 48, 2  # that are timed
+WARM_STEPS, SMALL_WARM_STEPS = 12, 1  # before, in which graphs are recorded
+TAIL_STEPS, SMALL_TAIL_STEPS = 16, 3  # after, so that no sequence ends meanwhile
+SMALL_TOKENS = 8  # of a step; the largest there can be is computed when an engine starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,19 @@ class Bench:
     """An engine of one scenario."""
 
     def __init__(self, scenario: Scenario, folder: Path, *, small: bool) -> None:
+        self._steps = SMALL_STEPS if small else STEPS
+        self._warm = SMALL_WARM_STEPS if small else WARM_STEPS
+        self._tail = SMALL_TAIL_STEPS if small else TAIL_STEPS
         longest = max([1, *(one.context for one in scenario.decodes), *(one.length for one in scenario.prefills)])
         most = max([1, *(one.batch for one in scenario.decodes), (scenario.throughput or (1,))[0]])
-        tokens = 8192 if scenario.prefills else 2048
+        tokens = SMALL_TOKENS if small else 8192 if scenario.prefills else 2048
         options: dict[str, Any] = {
             "model": str(write_config(scenario.shape, folder, small=small)),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "device": "cuda",
             "max_model_len": min(longest + STEPS + WARM_STEPS + 64, 40960 if "qwen" in scenario.shape else 131072),
-            "max_num_seqs": max(most, 8),
+            "max_num_seqs": most if small else max(most, 8),
             "max_num_batched_tokens": tokens,
             "enable_prefix_caching": False,
             "swap_space": 0,
@@ -103,7 +109,7 @@ class Bench:
         self.core = EngineCore(self.config)
         self.load_seconds = time.perf_counter() - started
         self.work, self.token_bytes = work_of(self.config)
-        self._vocab = SHAPES[scenario.shape]["vocab_size"] if not small else 512
+        self._vocab: int = shape_of(scenario.shape, small=small)["vocab_size"]
         self._random, self._sent = random.Random(0), 0
         self.generated = 0
 
@@ -111,7 +117,7 @@ class Bench:
         """Send a request of random tokens."""
         self._sent += 1
         name = f"request-{self._sent}"
-        prompt = [self._random.randrange(2, int(str(self._vocab))) for _ in range(prompt_tokens)]
+        prompt = [self._random.randrange(2, self._vocab) for _ in range(prompt_tokens)]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.core.add(AddRequest(name, prompt, params, self.core.clock(), [name], [0], [], max_tokens))
 
@@ -126,15 +132,16 @@ class Bench:
         while self.core.has_unfinished():
             self.step()
 
-    def decode_seconds(self, batch: int, context: int, steps: int = STEPS) -> tuple[float, float, float]:
+    def decode_seconds(self, batch: int, context: int) -> tuple[float, float, float]:
         """Return the seconds of a step of `batch` sequences, the mean length of their contexts meanwhile, and the share
         of the time in which the device waited for the host.
         """
+        steps = self._steps
         for _ in range(batch):
-            self.add(context, steps + WARM_STEPS + 16)
+            self.add(context, steps + self._warm + self._tail)
         while self.core.scheduler.stats().num_waiting or self.step() < batch:
             self.step()
-        for _ in range(WARM_STEPS):
+        for _ in range(self._warm):
             self.step()
         synchronize()
         earlier = self.core.scheduler.stats()
@@ -145,7 +152,7 @@ class Bench:
         later = self.core.scheduler.stats()
         gap = later.host_gap_seconds - earlier.host_gap_seconds
         self.drain()
-        return elapsed, context + WARM_STEPS + steps / 2, gap / max(later.step_seconds - earlier.step_seconds, 1e-9)
+        return elapsed, context + self._warm + steps / 2, gap / max(later.step_seconds - earlier.step_seconds, 1e-9)
 
     def prefill_seconds(self, prompts: int, length: int) -> float:
         """Return the seconds from sending prompts to the first token of the last, the second time."""
@@ -178,8 +185,10 @@ def _share(value: float, goal: float | None) -> str:
     return f"{100 * value:.0f} %" + ("" if goal is None else f" (goal {100 * goal:.0f} %)")
 
 
-def measure_engine(limits: Limits, *, small: bool = False, only: str = "") -> list[Table]:
-    """Return tables of decodes, prompts and throughput."""
+def measure_engine(
+    limits: Limits, *, small: bool = False, only: str = "", keep: Callable[[list[Table]], None]
+) -> list[Table]:
+    """Return tables of decodes, prompts and throughput; `keep` is called whenever there is more."""
     decodes = Table(
         "Decode steps", ("model", "batch", "context", "step ms", "roofline ms", "of the roofline", "host gap")
     )
@@ -194,6 +203,7 @@ def measure_engine(limits: Limits, *, small: bool = False, only: str = "") -> li
                 _measure(bench, scenario if not small else _small(scenario), limits, (decodes, prefills, speeds))
             finally:
                 bench.close()
+        keep([decodes, prefills, speeds])
     return [decodes, prefills, speeds]
 
 
@@ -201,9 +211,9 @@ def _small(scenario: Scenario) -> Scenario:
     """Return a scenario that ends soon without a GPU."""
     return Scenario(
         scenario.shape,
-        tuple(Decode(min(one.batch, 2), 8) for one in scenario.decodes[:2]),
-        tuple(Prefill(2, 8) for _ in scenario.prefills[:1]),
-        None if scenario.throughput is None else (3, 4, 4),
+        tuple(Decode(min(one.batch, 2), 4) for one in scenario.decodes[:1]),
+        tuple(Prefill(2, 4) for _ in scenario.prefills[:1]),
+        None if scenario.throughput is None else (2, 3, 2),
         scenario.options,
         scenario.unit,
     )
@@ -213,7 +223,7 @@ def _measure(bench: Bench, scenario: Scenario, limits: Limits, tables: tuple[Tab
     decodes, prefills, speeds = tables
     work = bench.work
     for one in scenario.decodes:
-        elapsed, context, gap = bench.decode_seconds(one.batch, one.context, 4 if limits.device == "no GPU" else STEPS)
+        elapsed, context, gap = bench.decode_seconds(one.batch, one.context)
         num_bytes = work.token.read(one.batch) + work.sample.read(one.batch)
         num_bytes += one.batch * context * bench.token_bytes
         flops = one.batch * (work.token.flops + work.sample.flops + context * work.pair_flops)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -12,6 +14,12 @@ from measure import Limits, on_gpu, seconds
 from report import Table
 
 from quire.kernels.gpu.backend import GPUBackend
+from quire.kernels.gpu.graphs_compile import Ahead
+
+
+SMALL_SCALES = {"experts": 256, "lora": 128}  # what sizes are divided by without a GPU
+SMALL_SCALE = 4096  # of all others
+SMALL_CASES = 10  # of a topic, from all over it
 
 
 def topics() -> list[str]:
@@ -19,9 +27,15 @@ def topics() -> list[str]:
     return sorted(file.stem.removeprefix("kernels_") for file in Path(__file__).parent.glob("kernels_*.py"))
 
 
-def cases(topic: str, backend: GPUBackend) -> Iterator[Case]:
-    """Yield the cases of a topic."""
-    yield from importlib.import_module(f"kernels_{topic}").cases(backend)
+def cases(topic: str, backend: GPUBackend, *, small: bool = False) -> Iterator[Case]:
+    """Yield the cases of a topic; `small`: a few toys of them."""
+    every = importlib.import_module(f"kernels_{topic}").cases
+    if not small:
+        yield from every(backend)
+        return
+    scale = SMALL_SCALES.get(topic, SMALL_SCALE)
+    count = sum(1 for _ in every(backend, scale))
+    yield from islice(every(backend, scale), 0, None, -(-count // SMALL_CASES))
 
 
 def new_backend() -> GPUBackend:
@@ -29,21 +43,35 @@ def new_backend() -> GPUBackend:
     return GPUBackend("bfloat16", "bfloat16", "cuda") if on_gpu() else GPUBackend("float32", "float32", "cpu")
 
 
-def measure_kernels(limits: Limits, only: str = "") -> list[Table]:
-    """Return a table for each topic whose name has `only` in it."""
+def compile_cases(topic: str, backend: GPUBackend) -> None:
+    """Have the kernels of a topic compiled side by side, before they are measured one after the other."""
+    with Ahead():
+        for case in cases(topic, backend):
+            for run in (case.run, *case.against.values()):
+                with suppress(Exception):  # boundary: who measures it is told again
+                    run(0)
+
+
+def measure_kernels(
+    limits: Limits, only: str = "", *, small: bool = False, keep: Callable[[list[Table]], None]
+) -> list[Table]:
+    """Return a table for each topic whose name has `only` in it; `keep` is called whenever there is more."""
     tables = []
     for topic in topics():
         if only not in topic:
             continue
         table = Table(f"Kernels: {topic}", ("case", "us", "roofline us", "of the roofline", "torch's best"))
         tables.append(table)
-        for case in cases(topic, new_backend()):
+        if on_gpu():
+            compile_cases(topic, new_backend())
+        for case in cases(topic, new_backend(), small=small):
             try:
                 _measure(case, limits, table)
             except Exception as error:  # boundary: one kernel that fails must not hide the others
                 table.add(case.name, f"failed: {type(error).__name__}: {str(error)[:120]}", "", "", "")
                 if on_gpu():
                     torch.cuda.synchronize()
+            keep(tables)
     return tables
 
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,15 +43,15 @@ def seconds(run: Run) -> float:
     """Return the median device time of one launch [seconds].
 
     Launches are recorded as a CUDA graph where that is possible, so that the host's share is left out, as it is when
-    the engine replays a step.
+    the engine replays a step. Without a GPU it is the time of one call.
     """
+    if not on_gpu():
+        return max(wall_seconds(lambda: run(0)), 1e-6)
     for number in range(3):
         run(number)
     synchronize()
     once = max(wall_seconds(lambda: run(3)), 1e-6)
     launches = max(4, min(MOST_LAUNCHES, int(ROUND_SECONDS / once)))
-    if not on_gpu():
-        return once
     replay = _recorded(run, launches)
     times = []
     for _ in range(ROUNDS):
@@ -70,11 +71,13 @@ def _recorded(run: Run, launches: int) -> Callable[[], object]:
         for number in range(launches):
             run(number)
 
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             eager()
     except RuntimeError:  # what synchronizes cannot be recorded
+        with suppress(RuntimeError):  # torch's allocator may not know that it has ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch.cuda.synchronize()
         return eager
     graph.replay()

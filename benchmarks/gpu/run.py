@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -28,7 +27,7 @@ LIMITS_FILE = "measured-limits.json"
 
 
 def run_part(part: str, args: argparse.Namespace) -> None:
-    """Do one part in this process and save its tables."""
+    """Do one part in this process and save its tables as they grow."""
     from measure import Limits, measure_limits
     from report import Table, save
 
@@ -36,35 +35,38 @@ def run_part(part: str, args: argparse.Namespace) -> None:
     if part == "limits" or not file.is_file():
         (measure_limits(256, 2**24) if args.small else measure_limits()).save(file)
     limits = Limits.load(file)
-    tables: list[Table] = []
+
+    def keep(tables: list[Table]) -> None:
+        """Save what there is, so that a part which is stopped has said something."""
+        save(tables, args.out / f"{part}.json")
+
     if part == "limits":
         table = Table(f"Limits of {limits.device}", ("what", "measured"))
         table.add("memory, copying", f"{limits.bandwidth / 1e12:.3f} TB/s")
         for unit, rate in limits.flops.items():
             table.add(f"products of {unit}", f"{rate / 1e12:.0f} T/s")
         table.add("one launch in a graph", f"{limits.launch * 1e6:.2f} us")
-        tables.append(table)
+        keep([table])
     elif part == "correctness":
         from correctness import check
 
-        tables = check(small=args.small, only=args.only)
+        keep(check(args.out, small=args.small, only=args.only, keep=keep))
     elif part == "kernels":
         from kernel_times import measure_kernels
 
-        tables = measure_kernels(limits, args.only)
+        keep(measure_kernels(limits, args.only, small=args.small, keep=keep))
     elif part == "engine":
         from engine_steps import measure_engine
 
-        tables = measure_engine(limits, small=args.small, only=args.only)
+        keep(measure_engine(limits, small=args.small, only=args.only, keep=keep))
     elif part == "peers":
         from beside_transformers import measure_peers
 
-        tables = measure_peers(small=args.small)
+        keep(measure_peers(small=args.small, keep=keep))
     elif part == "cold":
         from cold_start import measure_cold
 
-        tables = measure_cold(small=args.small)
-    save(tables, args.out / f"{part}.json")
+        keep(measure_cold(small=args.small, keep=keep))
 
 
 def environment() -> dict[str, str]:
@@ -90,16 +92,15 @@ def main() -> None:
     if args.part:
         run_part(args.part, args)
         return
+    from running import run_limited
+
     command = [sys.executable, str(Path(__file__)), "--out", str(args.out), "--only", args.only]
     command += ["--small"] if args.small else []
     ended = {}
     for part in args.parts.split(","):
         started = time.perf_counter()
-        try:
-            done = subprocess.run([*command, "--part", part], timeout=args.part_seconds, env=environment())
-            how = "done" if done.returncode == 0 else f"failed with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            how = f"stopped after {args.part_seconds:.0f} s"
+        code = run_limited([*command, "--part", part], args.part_seconds, env=environment(), shown=True).code
+        how = f"stopped after {args.part_seconds:.0f} s" if code is None else f"failed with {code}" if code else "done"
         ended[part] = f"{how} ({time.perf_counter() - started:.0f} s)"
         print(f"--- {part}: {ended[part]}", flush=True)
         write_report(args.out, ended)

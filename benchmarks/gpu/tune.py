@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from contextlib import suppress
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the cases' modules are found from there
 
 import torch
 import triton
@@ -18,14 +22,19 @@ from kernel_times import cases, new_backend, topics
 from measure import seconds
 
 from quire.kernels.gpu.choices import CHIPS, Choices, chip_file
+from quire.kernels.gpu.graphs_compile import Ahead
 
 
 def best_choice(case: Case, backend: object) -> tuple[dict[str, int], float, float]:
     """Return the fastest candidate, its time, and that of the slowest that ran [seconds]."""
     assert case.tuning is not None
     times = []
-    for candidate in case.tuning.candidates:
-        backend.choices = Choices({case.tuning.kernel: {case.tuning.key: candidate}})  # type: ignore[attr-defined]
+    choices = [Choices({case.tuning.kernel: {case.tuning.key: candidate}}) for candidate in case.tuning.candidates]
+    with Ahead():  # compiled side by side
+        for backend.choices in choices:  # type: ignore[attr-defined]
+            with suppress(Exception):  # boundary: it is told again below
+                case.run(0)
+    for candidate, backend.choices in zip(case.tuning.candidates, choices, strict=True):  # type: ignore[attr-defined]
         try:
             times.append((seconds(case.run), dict(candidate)))
         except Exception as error:  # boundary: too much shared memory, say; the others may do
