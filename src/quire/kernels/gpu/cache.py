@@ -112,7 +112,7 @@ class CacheOps(ArrayOps):
         write_kernel[(k.shape[0], tiles)](
             k, v, cache.data, cache.scales_or_data, slots, row_step(k), row_step(v),
             sides, heads, size, block_size, tile, padded, cache.stored,
-            num_warps=4 if tile * padded >= 1024 else 1,
+            num_warps=4 if tile * padded >= 1024 else 1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def rotary_write_kv(
@@ -144,7 +144,7 @@ class CacheOps(ArrayOps):
             row_step(q), row_step(k), row_step(v), eps,
             q_heads, heads, head_size, rotated, cache.block_size,
             q_tiles, tile, power_of_two(rotated // 2), rest, padded, interleaved, cache.stored, norms is not None,
-            self.pdl, num_warps=4 if tile * padded >= 1024 else 1, launch_pdl=self.pdl,
+            self.pdl, num_warps=4 if tile * padded >= 1024 else 1, enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
         return q, k
 

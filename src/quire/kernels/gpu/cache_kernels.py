@@ -1,7 +1,8 @@
 """Triton kernels that write to the paged KV cache: rounding and quantizing of vectors, alone or after a rotation.
 
 All are bound by memory: a token's keys and values are read once and written once, by one program with loads of 16 bytes
-a thread. Nothing here allocates.
+a thread. Nothing here allocates. They are compiled without fused operations (`enable_fp_fusion`), which would leave out
+a rounding, so that what is stored is what the reference stores.
 """
 
 # mypy: disable-error-code="no-untyped-def"

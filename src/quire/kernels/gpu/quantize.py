@@ -29,7 +29,10 @@ def encode_e4m3(x):
 
 @triton.jit
 def round_block(x, factor, E4M3: tl.constexpr):
-    """Return x * factor, rounded: int8, or codes of E4M3; 0 for what is not finite."""
+    """Return x * factor, rounded: int8, or codes of E4M3; 0 for what is not finite.
+
+    The product is rounded before the sum: kernels with this are compiled without fused operations.
+    """
     scaled = tl.where(tl.abs(x) < float("inf"), x, 0.0) * factor
     if E4M3:
         result = encode_e4m3(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
@@ -116,6 +119,6 @@ def quantize_rows(
         quantize_rows_kernel[(rows,)](
             x, x if order is None else order, out, scales, x.stride(0), inputs, depth,
             E4M3=e4m3, ORDERED=order is not None, AT_ONCE=depth <= block, BLOCK=block,
-            num_warps=warps,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out, scales

@@ -81,4 +81,5 @@ def rotate(
         q, k, positions, cos_sin, q.stride(0), k.stride(0), q_heads, k_heads,
         tokens * q_heads, tokens * k_heads, q_programs,
         SIZE=head_size, HALF=half, HB=padded, ROWS=rows, INTERLEAVED=interleaved,
+        enable_fp_fusion=False,  # the same numbers as where keys are rotated on their way to the cache
     )  # fmt: skip
