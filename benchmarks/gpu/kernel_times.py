@@ -16,7 +16,6 @@ from report import Table
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.graphs_compile import Ahead
 
-
 SMALL_SCALES = {"experts": 256, "lora": 128}  # what sizes are divided by without a GPU
 SMALL_SCALE = 4096  # of all others
 SMALL_CASES = 10  # of a topic, from all over it

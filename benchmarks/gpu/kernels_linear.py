@@ -146,7 +146,7 @@ def chain(backend: GPUBackend, name: str, model: str, scale: int, *, decides: bo
     Beside it the same with launches that overlap (`kernels/gpu/dependent.py`); `decides` whether the chip has them so.
     """
     form = FORMS[0]
-    shapes = [(max(64, n // scale), max(128, k // scale)) for n, k in (SHAPES[f"{model} {part}"] for part in PARTS)]
+    shapes = [(max(128, n // scale), max(128, k // scale)) for n, k in (SHAPES[f"{model} {part}"] for part in PARTS)]
     qkv, out, gate_up, down = layers = [_turns(backend, form, shape) for shape in shapes]
     hidden, wide = shapes[0][1], shapes[1][1]
     weight = torch.ones(hidden, device=backend.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.settle import load_info, settle
@@ -66,19 +67,24 @@ QWEN3_30B_A3B = {
     "tie_word_embeddings": False,
 }
 SHAPES = {"llama-3.1-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "qwen3-30b-a3b": QWEN3_30B_A3B}
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "bos_token_id": 0}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, "bos_token_id": 0}
 SMALL_MIXTURE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def write_config(name: str, folder: Path, *, small: bool = False) -> Path:
-    """Write config.json of a shape into a folder of its own and return that; `small`: a toy of the same family."""
-    shape = dict(SHAPES[name])
+def shape_of(name: str, *, small: bool = False) -> dict[str, Any]:
+    """Return what config.json says of a shape; `small`: of a toy of the same family."""
+    shape: dict[str, Any] = dict(SHAPES[name])
     if small:
         shape |= SMALL | {key: value for key, value in SMALL_MIXTURE.items() if key in shape}
+    return shape
+
+
+def write_config(name: str, folder: Path, *, small: bool = False) -> Path:
+    """Write config.json of a shape, or a toy, into a folder of its own and return that."""
     target = folder / (f"{name}-small" if small else name)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(shape, indent=1))
+    (target / "config.json").write_text(json.dumps(shape_of(name, small=small), indent=1))
     return target
 
 
