@@ -8,8 +8,7 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Types of activations. The interpreter multiplies matrices of bfloat16 wrongly.
-ACTS = ("float32", "float16", "bfloat16") if DEVICE == "cuda" else ("float32", "float16")
+ACTS = ("float32", "float16", "bfloat16")  # types of activations
 
 
 def mostly_slow(values: Iterable[object], *quick: object) -> list[object]:

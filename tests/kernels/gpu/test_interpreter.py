@@ -1,4 +1,6 @@
-"""Triton's interpreter, mended for tests: it still notices what overflows, and leaves the language as it was."""
+"""Triton's interpreter, mended for tests: it still notices what overflows, leaves the language as it
+was, and computes with floats that NumPy does not have.
+"""
 
 from __future__ import annotations
 
@@ -66,3 +68,25 @@ def test_the_language_is_afterwards_as_it_was(fails: bool) -> None:
     assert after == before
     with pytest.raises(Exception, match="_semantic"):
         tl.load(0)  # a builtin, which only means something within a kernel
+
+
+@triton.jit
+def _narrow_kernel(x_ptr, y_ptr, codes_ptr, out_ptr, width: tl.constexpr):
+    at = tl.arange(0, width)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    codes = tl.load(codes_ptr + at).to(x.dtype)
+    tl.store(out_ptr + at, x + y)
+    tl.store(out_ptr + width + at, x * y)
+    tl.store(out_ptr + 2 * width + at, tl.where(x < y, x, y))
+    tl.store(out_ptr + 3 * width + at, codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floats_are_added_multiplied_compared_and_made_of_integers(dtype: torch.dtype) -> None:
+    repair_interpreter()
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(16, generator=generator).to(dtype) for _ in range(2))
+    codes = torch.randint(-128, 128, (16,), generator=generator, dtype=torch.int8)
+    out = torch.full((4, 16), torch.nan, dtype=dtype)
+    _narrow_kernel[(1,)](x, y, codes, out, 16)
+    torch.testing.assert_close(out, torch.stack([x + y, x * y, torch.minimum(x, y), codes.to(dtype)]), rtol=0, atol=0)

@@ -36,9 +36,9 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 QUANTIZATIONS = (None, "int8", "int8-weight-only", "int4", "fp8")
 USUAL = {
     (None, "float32"),
-    ("int8", "float16"),
+    ("int8", "bfloat16"),
     ("int4", "float32"),
-    ("fp8", "float16"),
+    ("fp8", "bfloat16"),
     ("int8-weight-only", "float16"),
 }
 FORMS = [

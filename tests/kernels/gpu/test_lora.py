@@ -68,7 +68,7 @@ def check(dtype: str, tokens: int, max_rank: int, held: list[Parts], wide: bool 
 
 @pytest.mark.parametrize(
     "case",
-    mostly_slow(product(ACTS, (0, 1, 5, 20, 33)), ("float32", 0), ("float16", 1), ("float32", 5), ("float16", 20)),
+    mostly_slow(product(ACTS, (0, 1, 5, 20, 33)), ("float32", 0), ("float16", 1), ("float32", 5), ("bfloat16", 20)),
 )
 def test_rows_get_what_their_adapters_make_of_them(case: tuple[str, int]) -> None:
     dtype, tokens = case

@@ -85,7 +85,7 @@ def test_rows_do_not_know_of_each_other() -> None:
 ROTATED = [(1, 5, 1, 16, 16), (9, 3, 2, 20, 12), (40, 2, 1, 34, 34)]  # tokens, heads, KV heads, size, part of it
 ROTATIONS = mostly_slow(
     product(ACTS, [False, True], ROTATED),
-    *[("float32", False, ROTATED[0]), ("float16", True, ROTATED[1]), ("float16", False, ROTATED[1])],
+    *[("float32", False, ROTATED[0]), ("bfloat16", True, ROTATED[1]), ("float16", False, ROTATED[1])],
 )
 
 
@@ -105,7 +105,7 @@ def test_queries_and_keys_are_rotated_where_they_are(case: tuple[str, bool, tupl
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of numpy, in the interpreter; it ends in the right limit
-@pytest.mark.parametrize("act", mostly_slow(ACTS, "float16"))
+@pytest.mark.parametrize("act", mostly_slow(ACTS, "bfloat16"))
 @pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
 def test_activations_are_those_of_the_reference(kind: str, act: str) -> None:
     backend = backend_of(act)

@@ -66,7 +66,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     mostly_slow(
         product(ACTS, [(16, 4, True), (70, 2, False), (530, 3, True), (5, 1, False)]),
         ("float32", (16, 4, True)),
-        ("float16", (70, 2, False)),
+        ("bfloat16", (70, 2, False)),
         ("float32", (5, 1, False)),
     ),
 )
@@ -141,7 +141,7 @@ def check_delta(backend: GPUBackend, step: Step, inputs: Inputs, shape: tuple[in
     "case",
     mostly_slow(
         product(ACTS, [(1, 1, 8, 16), (2, 4, 5, 3), (1, 3, 16, 70)]),
-        ("float16", (2, 4, 5, 3)),
+        ("bfloat16", (2, 4, 5, 3)),
         ("float32", (1, 1, 8, 16)),
         ("float16", (1, 3, 16, 70)),
     ),
@@ -159,7 +159,7 @@ def test_prompts_and_tokens_go_together(shape: tuple[int, int, int, int], comput
     check_delta(GPUBackend("float32", "float32", DEVICE), step, draw_delta(step.tokens, *shape), shape[1:], compute)
 
 
-@pytest.mark.parametrize("act", mostly_slow(ACTS, "float16"))
+@pytest.mark.parametrize("act", mostly_slow(ACTS, "bfloat16"))
 @pytest.mark.parametrize("alike", mostly_slow([0.0, 0.9, 1.0], 1.0))
 def test_chunks_are_as_good_as_tokens_one_by_one_even_where_keys_repeat(alike: float, act: str) -> None:
     step = step_of([(70, 70), (66, 80)])

@@ -1,8 +1,9 @@
 """What Triton's interpreter, which stands in for a GPU in tests, needs to compute what a GPU would.
 
 A scalar of a kernel is an array of one element there, and a loop's bounds are made integers of it, which NumPy 2.4
-refuses. Floats of 16 and 8 bits that NumPy has no type for are kept as integers: Triton 3.6 multiplies matrices of
-bfloat16 as those integers, and cuts digits off where a GPU rounds to the nearest. Half of its time went into looking
+refuses. Floats of 16 and 8 bits that NumPy has no type for are kept as integers: Triton 3.6 multiplies, adds and
+compares bfloat16 as those integers, makes integers no floats of these types, and cuts digits off where a GPU rounds to
+the nearest. Half of its time went into looking
 through the whole language at every call of a function, and into sums of 32 bits done again in 64 to see whether they
 overflow; both are done otherwise, with the same results. Nothing here is used where kernels are compiled.
 """
@@ -51,8 +52,35 @@ def repair_interpreter() -> None:
     interpreter._patch_lang_tensor = patch
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = create_dot
+    _compute_with_narrow_floats(interpreter, floats)
     _patch_once_a_launch(interpreter)
     _check_overflow_at_once(interpreter)
+
+
+def _compute_with_narrow_floats(interpreter: Any, floats: dict[Any, torch.dtype]) -> None:
+    """Add, compare and so on what bfloat16 stands for, and make integers narrow floats."""
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    cast, combine = builder.cast_impl, builder.binary_op
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        kind = target.scalar
+        if source.dtype.scalar.is_int() and kind in floats and kind not in (tl.float32, tl.float16):
+            whole = source.data.astype(np.float32)
+            return interpreter.TensorHandle(_convert(whole, torch.float32, floats[kind]), kind)
+        return cast(self, source, target)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        kind = lhs.dtype.scalar
+        if kind != tl.bfloat16:
+            return combine(self, lhs, rhs, op)
+        wide = [_convert(x.data, torch.bfloat16, torch.float32).view(np.float32) for x in (lhs, rhs)]
+        made = op(*wide)
+        made = made if made.dtype == bool else _convert(made, torch.float32, torch.bfloat16)
+        return interpreter.TensorHandle(made, kind)
+
+    builder.cast_impl, builder.binary_op = cast_impl, binary_op
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
