@@ -36,7 +36,8 @@ def measure_peers(*, small: bool = False, keep: Callable[[list[Table]], None]) -
             del bench
             _free()
             table.add(*words, "Quire", f"{ours:.0f}", "")
-            for name, speed in _transformers(write_config(shape, Path(folder), small=small), requests, inputs, outputs):
+            model = write_config(shape, Path(folder), small=small)
+            for name, speed in _transformers(model, requests, inputs, outputs, small=small):
                 ratio = f"{ours / speed:.2f}x" if isinstance(speed, float) else ""
                 table.add(*words, name, f"{speed:.0f}" if isinstance(speed, float) else speed, ratio)
             keep([table])
@@ -50,7 +51,9 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _transformers(folder: Path, requests: int, inputs: int, outputs: int) -> list[tuple[str, float | str]]:
+def _transformers(
+    folder: Path, requests: int, inputs: int, outputs: int, *, small: bool
+) -> list[tuple[str, float | str]]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -61,13 +64,17 @@ def _transformers(folder: Path, requests: int, inputs: int, outputs: int) -> lis
     prompts = [[draw.randrange(2, config.vocab_size) for _ in range(inputs)] for _ in range(requests)]
     limits = {"max_new_tokens": outputs, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     settings: Any = transformers.GenerationConfig(**limits)
+    batching: dict[str, Any] = {}
+    if small and hasattr(transformers, "ContinuousBatchingConfig"):  # its cache takes all memory otherwise
+        sizes = {"num_blocks": 4, "max_batch_tokens": 16}
+        batching["continuous_batching_config"] = transformers.ContinuousBatchingConfig(**sizes)
 
     def plain() -> None:
         ids = torch.tensor(prompts, device=device)
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
 
     def batched() -> None:
-        model.generate_batch(inputs=prompts, generation_config=settings)
+        model.generate_batch(inputs=prompts, generation_config=settings, **batching)
 
     found: list[tuple[str, float | str]] = []
     for name, run in (("transformers generate", plain), ("transformers continuous batching", batched)):
