@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
+from quire.kernels.flying import LateTokens
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput, ThinkingData, TransferKind
@@ -33,6 +35,10 @@ def warm_up(runner: ModelRunner) -> None:
         allowed_token_ids=[0, 1],
     )
     runner.transfers.warm_up()
+    if runner.pooler is None:  # what only steps beside one in flight need
+        place, backend = np.zeros(1, np.int64), runner.backend
+        late = LateTokens(backend.zeros((1,), "int64"), place)
+        backend.bar_after(backend.zeros((1, 2)), place, place, late, place)
     length = min(WARM_UP_TOKENS, runner.batch.token_ids.shape[1] - 1)
     new = NewSequenceData(
         sequence_id=_SEQUENCE_ID,

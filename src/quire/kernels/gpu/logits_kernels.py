@@ -165,7 +165,7 @@ def penalize(logits, stride, entries, count, places, late, BLOCK: tl.constexpr):
     tl.store(at, x - (frequency * times + tl.where(times > 0, presence, 0.0)), mask=here)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["stride", "count"])
 def bar_where(logits, stride, entries, count, late, BLOCK: tl.constexpr):
     """See `Backend.bar_after`: entries int32 [4, count] are rows, tokens, places in `late` int64, tokens there."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
