@@ -401,6 +401,8 @@ class EngineConfig:
             raise ConfigError(f"{name} contradicts preemption_mode swap: the host's memory is the layers'", param=name)
         if cache.kv_disk_space:
             raise ConfigError(f"{name} contradicts kv_disk_space; give one of them", param=name)
+        if self.scheduler.scheduler != "unified":
+            raise ConfigError(f"{name} needs scheduler unified, which knows whom to let wait", param=name)
         if cache.swap_space == 0:
             raise ConfigError(f"{name} needs swap_space, such as 4GiB: host memory for the other layers", param=name)
 

@@ -97,7 +97,9 @@ def test_a_cache_larger_than_the_free_memory_is_refused_with_both_numbers(folder
 
 def test_a_cache_that_the_system_refuses_is_an_option_to_change_not_a_crash(folder: Path) -> None:
     class Full(NullExecutor):
-        def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> None:
+        def allocate(
+            self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0
+        ) -> None:
             raise MemoryError
 
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)

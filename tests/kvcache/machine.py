@@ -85,6 +85,8 @@ class Machine:
         windows = rng.choice(((None,), (None,), (None,), (7,), (None, 6), (None, 5, 5), (4, 9)))
         num_blocks = max(rng.randint(12, 90) // self.size, 2) * len(windows)
         self.hasher = BlockHasher(seed.to_bytes(4, "little"))
+        # Thin blocks go with one group of layers, and with no tier below.
+        num_thin = rng.randint(1, num_blocks - 1) if windows == (None,) and rng.random() < 0.4 else 0
         self.kv = KVCacheManager(
             num_blocks,
             self.size,
@@ -93,8 +95,9 @@ class Machine:
             enable_prefix_caching=rng.random() < 0.9,
             prefix_match_unit=rng.choice((1, 1, 2, 8)),
             merge_duplicates=rng.random() < 0.3,
-            num_host_blocks=rng.choice((0, 5, num_blocks, 3 * num_blocks)),
-            num_disk_records=rng.choice((0, 3, 100, 100)),
+            num_thin_blocks=num_thin,
+            num_host_blocks=0 if num_thin else rng.choice((0, 5, num_blocks, 3 * num_blocks)),
+            num_disk_records=0 if num_thin else rng.choice((0, 3, 100, 100)),
             hasher=self.hasher,
         )
         self.device: dict[int, Content] = {}
@@ -109,6 +112,7 @@ class Machine:
         self.swapped: list[list[Live]] = []
         self.scheduled: dict[str, tuple[Live, int]] = {}  # by name: (sequence, first token not computed in this step)
         self.siblings: dict[str, list[Live]] = {}  # forked off in this step: who ends the prompt for them
+        self.told: dict[str, list[list[int]]] = {}  # block tables as the worker knows them
         self.busy: set[str] = set()  # sequences whose blocks are on their way in this step
         self.names = 0
         self.era = 0
@@ -139,7 +143,7 @@ class Machine:
         self.scheduled, self.siblings, self.busy = {}, {}, set()
         often, seldom = (
             (self.begin, self.grow, self.advance),
-            (self.preempt, self.swap_out, self.swap_in, self.load, self.load),
+            (self.preempt, self.swap_out, self.swap_in, self.load, self.load, self.bring_back, self.bring_back),
         )
         for operation in self.rng.choices(often * 2 + seldom, k=self.rng.randint(1, 8)):
             self.do(operation)
@@ -208,6 +212,7 @@ class Machine:
             assert kv.holds_blocks(sequence) == bool(before[0])
             return False
         added, replaced = allocation
+        self.tell(sequence, after if hit is not None else None, added, replaced)
         expected = [table.copy() for table in before]
         for group, ids in enumerate(added):
             expected[group] += ids
@@ -224,12 +229,46 @@ class Machine:
         assert after[0]
         return True
 
+    def tell(self, sequence: Live, new: list[list[int]] | None, added, replaced) -> None:
+        """Let the worker know of a table, a `new` one or what changed; it must then be as it is."""
+        if new is None:
+            new = self.told[sequence.sequence_id]
+            for group, ids in enumerate(added):
+                new[group] += ids
+            for group, index, block_id in replaced:
+                new[group][index] = block_id
+        self.told[sequence.sequence_id] = new
+        for group, table in enumerate(self.kv._tables[sequence.sequence_id]):
+            assert len(table) == len(new[group])
+            for block, told in zip(table, new[group], strict=True):
+                assert block is NO_BLOCK or block.block_id == told, "the worker was not told of a change"
+
+    def bring_back(self) -> bool:
+        """Whole blocks take the place of thin ones, of several sequences at a time, computed in this step or not."""
+        able = self.idle()
+        if not self.kv.thin.in_use or not able:
+            return False
+        pool = self.kv.pool
+        chosen = [s.sequence_id for s in self.rng.sample(able, k=self.rng.randint(1, len(able)))]
+        most, reserved = self.rng.randint(0, 5), self.rng.choice((0, 0, 1))
+        held = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
+        num_whole = pool.num_free - pool.num_free_thin
+        left, moved = self.kv.thin.bring_back(chosen, most, reserved)
+        now = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
+        assert moved == min(most, max(num_whole - reserved, 0), sum(name >= pool.first_thin for name in held))
+        assert left == sum(name >= pool.first_thin for name in now)
+        assert len(now) == len(held), "what was shared is not"
+        assert pool.num_free - pool.num_free_thin == num_whole - moved
+        self.counts["moved"] = self.counts.get("moved", 0) + moved
+        return True
+
     def fork_samples(self, parent: Live, end: int) -> None:
         """Where a prompt ends, some parallel samples are forked off before it is computed."""
         if end < len(parent.token_ids) or self.rng.random() > 0.3 or len(self.running) >= MOST_SEQUENCES:
             return
         child = parent.fork(self.name())
         self.kv.fork(parent, child)
+        self.told[child.sequence_id] = [table.copy() for table in self.told[parent.sequence_id]]
         self.running.append(child)
         self.busy.add(child.sequence_id)
         self.siblings.setdefault(parent.sequence_id, []).append(child)
@@ -281,6 +320,7 @@ class Machine:
             return False
         self.swapped.remove(group)
         self.kv.swap_in(group)
+        self.told |= {s.sequence_id: self.kv.block_ids(s.sequence_id) for s in group}
         self.running += group
         self.busy |= {s.sequence_id for s in group if self.rng.random() < 0.5}
         for sequence in group:
@@ -398,6 +438,7 @@ class Machine:
         parent = self.rng.choice(self.running)
         child = parent.fork(self.name())
         self.kv.fork(parent, child)
+        self.told[child.sequence_id] = [table.copy() for table in self.told[parent.sequence_id]]
         self.running.append(child)
         return True
 

@@ -17,13 +17,14 @@ OPERATIONS = {
     "swap_out",
     "swap_in",
     "load",
+    "bring_back",
     "append",
     "end",
     "fork",
     "arrive",
     "reset",
 }
-OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged"}
+OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged", "moved"}
 
 
 def run(seeds: range) -> None:

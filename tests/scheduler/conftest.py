@@ -374,6 +374,7 @@ KV_OPTIONS = {
     "enable_prefix_caching": True,
     "prefix_match_unit": 4,
     "merge_duplicates": False,
+    "num_thin_blocks": 0,
     "num_host_blocks": 0,
     "num_disk_records": 0,
     "stored": (),

@@ -130,18 +130,20 @@ class EngineCore:
         logger.info(
             "KV cache: %d blocks of %d tokens; context %d tokens", num_blocks, config.cache.block_size, max_model_len
         )
-        if config.cache.kv_resident_layers:
-            thin = self._fitted.num_thin_blocks
-            logger.info("KV cache: %d of %d blocks have layers on the host", thin, num_blocks)
 
     def _allocate(self) -> None:
         fitted, executor = self._fitted, self.executor
         try:
-            thin = {"num_thin_blocks": fitted.num_thin_blocks} if fitted.num_thin_blocks else {}
-            executor.allocate(fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks, **thin)
+            executor.allocate(fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks, fitted.num_thin_blocks)
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
             raise allocation_refused(self._asked, fitted, block_bytes, executor.available_memory()) from error
+        if self.config.cache.kv_resident_layers:
+            logger.info(
+                "KV cache: %d of the blocks have layers beyond the first %d on the host",
+                fitted.num_thin_blocks,
+                self.config.cache.kv_resident_layers,
+            )
 
     def _create_scheduler(self, *, stored: bool) -> BaseScheduler:
         """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""

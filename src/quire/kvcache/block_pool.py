@@ -22,8 +22,8 @@ class BlockPool:
     it is reused.
 
     The last `num_thin_blocks` are *thin*: keys and values of some of their layers lie on the host (`engine/thin.py`),
-    so that steps with them may be slower. They are handed out when no other block is free, each kind in its own order:
-    content that others hold is given up before a thin block is taken, even one that holds nothing.
+    so that steps with them may be slower. Each kind is handed out in its own order, whole ones first as a rule: their
+    content is given up before a thin block is taken, even one that holds nothing.
 
     Args:
         on_register, on_unregister: told of each block that can be found from now on, and that no longer can.
@@ -82,16 +82,20 @@ class BlockPool:
         """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
         return [block.block_id for block in self.free_blocks()]
 
-    def get_new_blocks(self, count: int) -> list[Block]:
-        """Take `count` blocks out of the free queue, forgetting their content; each has one reference afterwards.
+    def get_new_blocks(self, count: int, *, sparing: bool = False) -> list[Block]:
+        """Take `count` blocks out of the free queues, forgetting their content; each has one reference afterwards.
 
-        The caller has checked `num_free`; `QuireError` otherwise, with nothing taken.
+        Whole blocks come before thin ones, but with `sparing` after them while any thin one is in use. The caller has
+        checked `num_free`; `QuireError` otherwise, with nothing taken.
         """
         if count > self.num_free:
             raise QuireError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
+        first, second = self._free, self._free_thin
+        if sparing and len(second) < self.num_thin:
+            first, second = second, first
         for _ in range(count):
-            block = (self._free or self._free_thin).popleft()
+            block = (first or second).popleft()
             if block.block_hash is not None:
                 if self._on_reuse is not None:
                     self.num_reused += 1

@@ -23,6 +23,7 @@ from quire.kvcache.growth import longest_length, most_blocks, num_blocks_to_adva
 from quire.kvcache.loading import Loading
 from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
 from quire.kvcache.prefix_tree import PrefixTree
+from quire.kvcache.thin import ThinTables
 from quire.kvcache.tiers import DiskTier, HostTier, Movements
 from quire.step import UNKNOWN_TOKEN
 
@@ -38,7 +39,7 @@ class KVCacheManager:
     """Allocates blocks to sequences, shares, copies on write, swaps, frees.
 
     Args:
-        num_blocks, block_size: the device's pool; `block_size` is tokens per block.
+        num_blocks, num_thin_blocks: the device's pool, see `BlockPool`. block_size: tokens per block.
         windows: for each group of layers (`KVCacheSpec.groups`) the tokens a query looks back, or None for all.
         max_step_tokens: most tokens of one sequence in a step; bounds what a windowed group holds.
         enable_prefix_caching: whether blocks are registered and looked up at all.
@@ -46,7 +47,6 @@ class KVCacheManager:
             size or more leaves whole blocks only.
         merge_duplicates: whether sequences that generate the same text side by side come to share its blocks, one
             by one as they fill. Ids in a block table change then.
-        num_thin_blocks: how many of the device's blocks, the last ones, are thin, see `BlockPool`.
         num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
         hasher: names blocks; None draws a random key.
@@ -94,6 +94,7 @@ class KVCacheManager:
         self._merges = merge_duplicates and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
         self._tables: dict[str, list[list[Block]]] = {}
+        self.thin = ThinTables(self.pool, self.movements, self._tables)
         self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
         self._loading = Loading(self.pool, self.disk)
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
@@ -133,7 +134,7 @@ class KVCacheManager:
 
     def start_step(self) -> None:
         """Begin a step: what was computed before it may be copied, and what became free is written to disk."""
-        self._step += 1
+        self._step = self.thin.step = self._step + 1
         if self.pool.num_reused != self._num_reused:
             self._num_reused = self.pool.num_reused
             self.host.keep_ahead(self.pool.free_blocks(), self.block_size)
@@ -201,8 +202,7 @@ class KVCacheManager:
         Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
         but share neither these nor what they add to them.
         """
-        self._unshared.update(self._tables)
-        self._unshared.update(self._swapped)
+        self._unshared.update(self._tables, self._swapped)
         self._unsaved.clear()
         self._loading.forget()
         self.host.pool.unregister_all()
@@ -229,7 +229,7 @@ class KVCacheManager:
         tables = self._tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
-        elif self._is_plain and tables is not None:
+        elif self._is_plain and tables is not None and sequence.sequence_id not in self.thin.replaced:
             # The way of nearly every token: its slot is in the last block, which is nobody else's, and not full yet.
             index = start // size
             if (start + num_new_tokens) // size == index < len(tables[0]) and tables[0][index].ref_count == 1:
@@ -243,10 +243,13 @@ class KVCacheManager:
             return None
         if tables is None:
             tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
-        replaced = [self._unshare(tables, group, start // size) for group in shared]
+        replaced = self.thin.take_replaced(sequence.sequence_id)
+        replaced += [self._unshare(tables, group, start // size) for group in shared]
         if self._merges and start and start % size == 0 and hit is None:
             replaced += self._merge(tables, start // size - 1)
-        new_block_ids = self._extend(tables, hit, end)
+        if replaced:
+            self.thin.forget(sequence.sequence_id)
+        new_block_ids = self._extend(tables, hit, end, sparing=num_new_tokens > 1)
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else [], replaced)
 
@@ -290,7 +293,7 @@ class KVCacheManager:
                 replaced.append((group, index, other.block_id))
         return replaced
 
-    def _extend(self, tables: list[list[Block]], hit: PrefixHit | None, end: int) -> list[list[int]]:
+    def _extend(self, tables: list[list[Block]], hit: PrefixHit | None, end: int, sparing: bool) -> list[list[int]]:
         """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
@@ -307,7 +310,7 @@ class KVCacheManager:
                 for found in hit.tables[group]:
                     table.append(self._restore(found) if isinstance(found, HostBlock) else found)  # type: ignore[arg-type]
                 table += copies
-            table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0))
+            table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0), sparing=sparing)
             appended.append([block.block_id for block in table[first:]])
         return appended
 
@@ -390,6 +393,7 @@ class KVCacheManager:
         for table in tables:
             self.pool.touch(block for block in table if block is not NO_BLOCK)
         self._tables[child.sequence_id] = [list(table) for table in tables]
+        self.thin.fork(parent.sequence_id, child.sequence_id)
         if parent.sequence_id in self._unshared:
             self._unshared.add(child.sequence_id)
 
@@ -463,6 +467,7 @@ class KVCacheManager:
         elif len(tables) == 1:
             self._name_tail(sequence, tables[0])
         self._unshared.discard(sequence.sequence_id)
+        self.thin.ended(sequence.sequence_id)
         for table in tables:
             self._free([block for block in reversed(table) if block is not NO_BLOCK])
 
@@ -559,6 +564,7 @@ class KVCacheManager:
         for block_id in self._loading.block_ids:
             counts[block_id] += 1
         self.pool.check_integrity(counts)
+        self.thin.check_integrity()
         host_counts = [0] * self.host.pool.num_blocks
         for tables in self._swapped.values():
             for block in (block for table in tables for block in table if block is not NO_BLOCK):

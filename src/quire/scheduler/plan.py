@@ -12,6 +12,7 @@ class Plan:
     Attributes:
         budget: tokens that may still be scheduled.
         num_owed_blocks: blocks that prefills begun earlier, or in this step, still need for the rest of their tokens.
+        num_streamed: thin blocks that decodes brought from the host, or were brought back for some that wait.
         starved: whether running requests were preempted for want of blocks.
         left: ids of the requests that were preempted in this step; they do not come back in it.
     """
@@ -24,13 +25,14 @@ class Plan:
         "new_sequences",
         "num_owed_blocks",
         "num_scheduled",
+        "num_streamed",
         "preempted",
         "starved",
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = self.most_tokens = budget
-        self.num_owed_blocks = 0
+        self.num_owed_blocks = self.num_streamed = 0
         self.starved = False
         self.left: set[str] = set()
         self.new_sequences: list[NewSequenceData] = []

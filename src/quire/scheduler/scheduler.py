@@ -25,6 +25,7 @@ from quire.scheduler.plan import Plan
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.scheduler.share import share_tokens
 
+STREAMED_TOKENS = 1024  # a step computes for longer than it takes to bring them: see docs/memory.md
 WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
 
 
@@ -34,11 +35,20 @@ class Scheduler(BaseScheduler):
     Args:
         kv: the block manager.
         max_overtake_seconds: for so long may a waiting request that does not fit be overtaken by others that do.
+        streamed_tokens: most tokens whose thin blocks a step brings from the host for decodes.
         options: those of `RequestLives`.
     """
 
-    def __init__(self, kv: KVCacheManager, *, max_overtake_seconds: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_overtake_seconds: float = 0.0,
+        streamed_tokens: int = STREAMED_TOKENS,
+        **options: Any,
+    ) -> None:
         super().__init__(kv, **options)
+        self.streamed_blocks = streamed_tokens // kv.block_size
         self.max_overtake_seconds = max_overtake_seconds
 
     def _plan(self, plan: Plan) -> None:
@@ -127,6 +137,9 @@ class Scheduler(BaseScheduler):
         while index < len(running) and plan.budget > 0:
             request = running[index]
             index += 1
+            if self.kv.thin.in_use and not self._is_at_hand(request, plan):
+                num_behind -= len(request.sequences)
+                continue
             if len(request.sequences) > 1 and not self._secure(request, plan):
                 index -= 1  # it was preempted or ended
                 continue
@@ -150,6 +163,27 @@ class Scheduler(BaseScheduler):
                 if num_new < num_left:
                     num_done = sequence.num_computed_tokens + plan.num_scheduled.get(sequence.sequence_id, 0)
                     plan.num_owed_blocks += self._num_blocks_after(sequence, num_done)
+
+    def _is_at_hand(self, request: Request, plan: Plan) -> bool:
+        """Whether `request` may go on in this step for all the thin blocks that it has.
+
+        Prompts may: while they are computed there is time to bring what is on the host. Decodes would keep all others
+        waiting for it in every step. So they get whole blocks in place of thin ones as these become free, in order and
+        some in each step, and wait until no more are left than all others can do with beside those. Only the first in a
+        step never waits: where nobody goes before it, nobody may ever give it the blocks.
+        """
+        if any(sequence.num_left > 1 or not self.kv.holds_blocks(sequence) for sequence in request.sequences):
+            return True
+        is_first = not plan.num_scheduled
+        room = max(0, self.streamed_blocks - plan.num_streamed)
+        most = self.kv.pool.num_blocks if is_first else room
+        names = [sequence.sequence_id for sequence in request.sequences]
+        left, moved = self.kv.thin.bring_back(names, most, self.watermark_blocks)
+        plan.num_streamed += moved
+        if not is_first and left > room - moved:
+            return False
+        plan.num_streamed += left
+        return True
 
     def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
         """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted."""

@@ -26,6 +26,7 @@ class StepContents:
         num_new: sequences that the worker did not know. num_new_known_tokens: tokens it was told of them.
         num_thin_loads, num_thin_stores: thin blocks whose streamed layers come from the host, and go there. streamed:
             both, in as many whole blocks as have that many bytes.
+        exchanged: the same of copies within the device from and to thin blocks, beside which nothing is computed.
         num_moved_blocks: copied between device and host. num_disk_blocks: to or from disk.
         is_new_shape: whether no recent step had as many tokens, sequences and samples (`worker/graphs.py` records one
             program for each shape).
@@ -41,6 +42,7 @@ class StepContents:
     num_thin_loads: int = 0
     num_thin_stores: int = 0
     streamed: float = 0.0
+    exchanged: float = 0.0
     num_moved_blocks: int = 0
     num_disk_blocks: int = 0
     is_new_shape: bool = False

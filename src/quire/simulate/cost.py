@@ -114,7 +114,7 @@ class FittedCost:
 
     def seconds(self, contents: StepContents) -> float:
         """Return both."""
-        moved = (contents.num_moved_blocks + contents.streamed) * self.moved_block
+        moved = (contents.num_moved_blocks + contents.streamed + contents.exchanged) * self.moved_block
         moved += contents.num_disk_blocks * self.disk_block
         return self.device_seconds(contents) + self.host_seconds(contents) + moved
 
@@ -185,7 +185,7 @@ class RooflineCost:
 
     def seconds(self, contents: StepContents) -> float:
         """Return the larger of reading and computing, plus what does not overlap."""
-        moved = contents.num_moved_blocks * self.block_bytes / self.link
+        moved = (contents.num_moved_blocks + contents.exchanged) * self.block_bytes / self.link
         moved += contents.num_disk_blocks * self.block_bytes / self.disk
         if contents.num_tokens == 0:
             return moved

@@ -18,6 +18,7 @@ class ThinContents(Protocol):
     num_thin_loads: int
     num_thin_stores: int
     streamed: float
+    exchanged: float
 
 
 class _Table:
@@ -56,6 +57,8 @@ class ThinReader:
         copies = [(source, target) for kind, source, target in step.transfers if kind == TransferKind.COPY]
         num_loads = sum(source >= first_thin for source, _ in copies)
         num_stores = sum(target >= first_thin for _, target in copies)
+        contents.num_thin_loads, contents.num_thin_stores = num_loads, num_stores
+        contents.exchanged = (num_loads + num_stores) * self._share
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             tables.pop(sequence_id, None)
         for fork in step.forks:
@@ -69,6 +72,7 @@ class ThinReader:
             starts[data.sequence_id] = data.num_computed_tokens
             self._grow(tables[data.sequence_id], data.new_block_ids, data.replaced_blocks)
         loads: set[int] = set()
+        num_stores = 0
         for sequence_id, count in step.num_scheduled_tokens.items():
             table, start = tables[sequence_id], starts[sequence_id]
             if table.thin:
@@ -78,8 +82,9 @@ class ThinReader:
         for fork in step.forks:
             if fork.samples:
                 tables[fork.sequence_id] = _Table(tables[fork.parent_id].block_ids.copy(), first_thin)
-        contents.num_thin_loads, contents.num_thin_stores = num_loads + len(loads), num_stores
-        contents.streamed = (contents.num_thin_loads + num_stores) * self._share
+        contents.num_thin_loads += len(loads)
+        contents.num_thin_stores += num_stores
+        contents.streamed = (len(loads) + num_stores) * self._share
 
     def _grow(self, table: _Table, new_block_ids: list[list[int]], replaced: list[tuple[int, int, int]]) -> None:
         start = len(table.block_ids)
