@@ -23,6 +23,7 @@ from quire.kernels.gpu.experts_coded import CodedExperts, default_tiles, is_dire
 from quire.kernels.gpu.experts_mix import mix
 from quire.kernels.gpu.experts_sort import sort_pairs
 from quire.kernels.gpu.linear import TL_TYPES
+from quire.kernels.gpu.linear_staging import Staging, pieces
 from quire.kernels.gpu.linear_weights import GPULinear
 from quire.kernels.gpu.probe import interpreted
 from quire.kernels.held import held_layout
@@ -57,10 +58,10 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
     return torch.from_numpy(np.require(tensor.to_float32(), requirements=["C", "A", "W"]))
 
 
-def _stack(experts: Iterable[Expert], number: int, act: torch.dtype, device: torch.device) -> FloatExperts:
+def _stack(experts: Iterable[Expert], number: int, act: torch.dtype, staging: Staging) -> FloatExperts:
     """Copy experts, one after the other, into memory for all of them."""
     made: FloatExperts | None = None
-    count = 0
+    count, device = 0, staging.device
     for expert in experts:
         inner, hidden = expert.gate.shape
         if made is None:
@@ -74,17 +75,17 @@ def _stack(experts: Iterable[Expert], number: int, act: torch.dtype, device: tor
             )
         if (inner, hidden) != (made.sizes[2], made.sizes[1]) or expert.down.shape != (hidden, inner):
             raise ModelError("the experts of a layer differ in size (expected the same for all)")
-        _copy_expert(made, count, expert)
+        _copy_expert(made, count, expert, staging)
         count += 1
     assert made is not None and count == number, "as many experts as were announced"
     return made
 
 
-def _copy_expert(made: FloatExperts, number: int, expert: Expert) -> None:
-    inner = made.sizes[2]
-    made.w_in[number, :inner].copy_(to_torch(expert.gate))
-    made.w_in[number, inner:].copy_(to_torch(expert.up))
-    made.w_out[number].copy_(to_torch(expert.down))
+def _copy_expert(made: FloatExperts, number: int, expert: Expert, staging: Staging) -> None:
+    inner, own = made.sizes[2], made.w_in[number]
+    for part, out in ((expert.gate, own[:inner]), (expert.up, own[inner:]), (expert.down, made.w_out[number])):
+        for start, stop in pieces(part):
+            staging.floats(part, start, stop, out[start:stop])
     if made.bias_in is not None:
         assert expert.gate_bias is not None and expert.up_bias is not None
         made.bias_in[number, :inner].copy_(to_torch(expert.gate_bias))
@@ -112,7 +113,7 @@ class ExpertOps(ArrayOps):
         experts = chain([first], rest)
         layouts = [held_layout(parts, self.dtype) for parts in (first.first[0], first.last[0])]
         if self.quantization is None and layouts == [None, None]:
-            return _stack(experts, number, self.act, self.device)
+            return _stack(experts, number, self.act, self.staging)  # type: ignore[attr-defined]
         return experts_coded.stack(experts, number, self.pack_linear)  # type: ignore[attr-defined]
 
     def experts(
