@@ -152,27 +152,6 @@ def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, kind: str
         driver.close()
 
 
-@pytest.mark.slow
-def test_a_gpu_says_the_same_with_options_side_by_side(folder: Path) -> None:
-    """Rows are computed in the same way in every batch; without a GPU, by Triton's interpreter."""
-    asks = [
-        Ask(list(range(5 + number, 9 + 3 * number)), FLYING[kind], 5, (number,), bad_words=WORDS[kind])
-        for number, kind in enumerate(("fancy", "named", "spelt"))
-    ]
-    told = []
-    for overlapped in (False, True):
-        options = {"batch_invariant": True, "max_num_batched_tokens": 12}
-        driver = EngineDriver(folder, "cuda", async_scheduling=overlapped, **options)
-        counting = watch(driver.core)
-        for number, ask in enumerate(asks):
-            driver.add(f"{number}", ask)
-        driver.run()
-        driver.close()
-        told.append(driver.told)
-    assert told[0] == told[1]
-    assert counting.num_postponed == 0 and counting.num_ahead >= 4
-
-
 @pytest.mark.parametrize("kind", [SCORED, DRY, MIROSTAT])
 def test_a_row_that_the_host_sees_to_holds_up_its_steps_and_no_others(folder: Path, kind: SamplingParams) -> None:
     asks = [Ask([5, 6, 7], FANCY, 20, (1,), stop_ids=()), Ask([8, 9], kind, 4, (2,), stop_ids=())]

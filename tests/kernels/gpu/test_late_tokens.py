@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from quire.kernels.create import create_backend
 from quire.kernels.flying import LateTokens
 from quire.kernels.gpu import sampling
 from quire.kernels.gpu.backend import GPUBackend
+from tests.kernels.gpu.common import DEVICE
 from tests.kernels.scenes import as_lists, normal
 
 SIZE = 90
@@ -25,7 +25,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "cuda":
         return create_backend(request.param, "float32", "float32", 2)
     monkeypatch.setattr(sampling, "ENTRIES", 16)
-    return GPUBackend("float32", "float32", "cuda" if torch.cuda.is_available() else "cpu")
+    return GPUBackend("float32", "float32", DEVICE)
 
 
 def scene() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,7 +90,7 @@ def test_all_backends_agree() -> None:
     for each in (
         create_backend("cpu", "float32", "float32", 1),
         create_backend("reference", "float32", "float32", 1),
-        GPUBackend("float32", "float32", "cuda" if torch.cuda.is_available() else "cpu"),
+        GPUBackend("float32", "float32", DEVICE),
     ):
         target = each.from_numpy(logits.copy())
         each.apply_penalties(target, ROWS, *as_lists(prompt, counts), *PENALTIES, late_of(each, tokens))
