@@ -1,5 +1,5 @@
 """What holds for every test: logging is afterwards as it was, although commands configure it for their process, and
-Triton's kernels run in its interpreter where there is no GPU.
+Triton's kernels run in its interpreter where there is no GPU. And one server for all who only ask it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ import pytest
 
 from quire.kernels.gpu.probe import find_gpus
 from quire.logs import JsonFormatter, TextFormatter
+from tests.helpers.server import Server, serve
 
 if not find_gpus():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A `quire serve` of the built-in model, as README starts it: for tests that change nothing in it."""
+    with serve(tmp_path_factory.mktemp("demo") / "log.txt") as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import openai
 import pytest
 
 from quire import LLM, SamplingParams
 from tests.helpers.passages import passages
-from tests.helpers.server import serve
+from tests.helpers.server import Server
 
 CONCURRENCY = 64
 CONTINUATION = 16
@@ -42,10 +41,9 @@ async def ask_all(url: str, texts: list[str]) -> list[tuple[float, int, str, str
         return await asyncio.gather(*map(one, texts))
 
 
-def check(texts: list[str], log: Path) -> tuple[float, int]:
+def check(texts: list[str], server: Server) -> tuple[float, int]:
     """Assert one truth for all texts; return the mean loss [nats] and the number of tokens it is over."""
-    with serve(log) as server:
-        answers = asyncio.run(ask_all(server.url, texts))
+    answers = asyncio.run(ask_all(server.url, texts))
     with LLM() as llm:
         params = SamplingParams(temperature=0, max_tokens=CONTINUATION)
         offline = [output.outputs[0].text for output in llm.generate(texts, params, use_tqdm=False)]
@@ -55,18 +53,18 @@ def check(texts: list[str], log: Path) -> tuple[float, int]:
     return -sum(total for total, _, _, _ in answers) / count, count
 
 
-def test_a_sample_of_held_back_passages(tmp_path: Path) -> None:
-    loss, count = check(passages()[0][::30], tmp_path / "log.txt")
+def test_a_sample_of_held_back_passages(demo_server: Server) -> None:
+    loss, count = check(passages()[0][::30], demo_server)
     assert count > 1000
     assert 0.3 < loss < 5.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_servers_perplexity_is_the_trainers(tmp_path: Path) -> None:
+def test_the_servers_perplexity_is_the_trainers(demo_server: Server) -> None:
     texts, figures = passages()
     assert len(texts) == figures["num_passages"]
-    loss, count = check(texts, tmp_path / "log.txt")
+    loss, count = check(texts, demo_server)
     print(f"server: {loss:.6f} nats over {count} tokens; trainer: {figures['test_loss']:.6f}")
     assert count == figures["num_predicted_tokens"]
     assert loss == pytest.approx(figures["test_loss"], abs=1e-3)

@@ -6,12 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.server import Server, serve
 from tests.meta.source import ENVIRONMENT, ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -23,13 +21,6 @@ def block(marker: str) -> str:
     found = re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)\n```\n", README, re.DOTALL)
     assert found, marker
     return found[1]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the built-in model, as README starts it."""
-    with serve(tmp_path_factory.mktemp("readme") / "log.txt") as running:
-        yield running
 
 
 def run(*words: str, text: str = "") -> str:
@@ -46,22 +37,22 @@ def test_the_offline_code_generates():
     assert output.strip().splitlines()[-1]
 
 
-def test_the_client_code_streams_an_answer(server):
-    output = run("-c", block("runs with a server").replace(ADDRESS, server.url))
+def test_the_client_code_streams_an_answer(demo_server):
+    output = run("-c", block("runs with a server").replace(ADDRESS, demo_server.url))
     assert len(output.split()) > 3
 
 
-def test_the_curl_command_is_answered(server):
+def test_the_curl_command_is_answered(demo_server):
     found = re.fullmatch(r"curl (\S+) -H 'content-type: application/json' \\\n  -d '(.*)'", block("curl"))
     assert found
-    status, answer = server.post(found[1].removeprefix(ADDRESS), json.loads(found[2]))
+    status, answer = demo_server.post(found[1].removeprefix(ADDRESS), json.loads(found[2]))
     assert status == 200
     assert answer["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("script", ["chat_client.py", "streaming_client.py"])
-def test_the_client_examples_run_against_a_server(server, script):
-    output = run(str(ROOT / "examples" / script), server.url + "/v1", text="Hello!\nWhat is Quire?\n")
+def test_the_client_examples_run_against_a_server(demo_server, script):
+    output = run(str(ROOT / "examples" / script), demo_server.url + "/v1", text="Hello!\nWhat is Quire?\n")
     assert len(output.splitlines()) >= 4
 
 

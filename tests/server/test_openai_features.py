@@ -16,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.helpers.server import Server, serve
+from tests.helpers.server import Server
 from tests.meta.source import ENVIRONMENT, ROOT
 
 MODEL = "quire-demo"
@@ -30,16 +30,9 @@ class Lamp(BaseModel):
     brightness: int = Field(ge=0, le=100)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the built-in model."""
-    with serve(tmp_path_factory.mktemp("features") / "log.txt") as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=120) as made:
+def client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="x", max_retries=0, timeout=120) as made:
         yield made
 
 
@@ -103,7 +96,7 @@ def test_a_stream_of_tool_calls_is_accumulated_by_the_client(client: openai.Open
     assert calls[0] == calls[1] != []
 
 
-def test_a_conversation_goes_on_behind_tool_calls(client: openai.OpenAI, server: Server) -> None:
+def test_a_conversation_goes_on_behind_tool_calls(client: openai.OpenAI, demo_server: Server) -> None:
     tools: Any = [openai.pydantic_function_tool(Lamp, name="set_lamp")]
     first = client.chat.completions.create(
         model=MODEL,
@@ -123,11 +116,11 @@ def test_a_conversation_goes_on_behind_tool_calls(client: openai.OpenAI, server:
     )
     assert last.choices[0].message.content
     assert last.choices[0].message.tool_calls is None
-    status, rendered = server.post(
+    status, rendered = demo_server.post(
         "/tokenize", {"messages": json.loads(json.dumps([*HI, message.to_dict(), *answers])), "tools": tools}
     )
     assert status == 200
-    text = server.post("/detokenize", {"tokens": rendered["tokens"]})[1]["prompt"]
+    text = demo_server.post("/detokenize", {"tokens": rendered["tokens"]})[1]["prompt"]
     assert '"name": "set_lamp", "arguments": {"' in text
     assert "<tool_response>\ndone\n</tool_response>" in text
 
@@ -173,9 +166,9 @@ def test_errors_are_in_the_clients_words(client: openai.OpenAI) -> None:
         ("openai_streaming_tools.py", r"(call \d: \+ .*\n)+finish_reason: "),
     ],
 )
-def test_the_examples_run(server: Server, script: str, pattern: str) -> None:
+def test_the_examples_run(demo_server: Server, script: str, pattern: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), f"{server.url}/v1"],
+        [sys.executable, str(ROOT / "examples" / script), f"{demo_server.url}/v1"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -109,13 +109,6 @@ CASES = pairwise()
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the built-in model, whose messages have no reasoning."""
-    with serve(tmp_path_factory.mktemp("plain") / "log.txt") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same with a chat template that has the model reason first."""
     folder = tmp_path_factory.mktemp("thinking")
@@ -139,9 +132,9 @@ def test_a_model_that_reasons(thinking: Server, case: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[" ".join(case.values()).replace(" ", "-") for case in CASES])
-def test_a_model_that_does_not(plain: Server, case: dict[str, str]) -> None:
+def test_a_model_that_does_not(demo_server: Server, case: dict[str, str]) -> None:
     refused = "thinking_token_budget" if case["reasoning"] in ("budget", "hidden") else None
-    check_case(plain, case, refused)
+    check_case(demo_server, case, refused)
 
 
 def check_case(server: Server, case: dict[str, str], refused: str | None = None) -> None:

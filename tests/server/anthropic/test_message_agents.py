@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.helpers.live_server import LiveServer
-from tests.helpers.server import serve
+from tests.helpers.server import Server
 from tests.server.anthropic.wire import CALL, COUNT, LOOK, MESSAGES, THOUGHT, events_of
 from tests.server.families import front_of
 from tests.server.responses.asking import MARKS, says
@@ -177,18 +176,17 @@ def test_small_requests_beside_the_work(server: LiveServer) -> None:
     assert turn(server.url, title)["content"][0]["text"] == "hello"
 
 
-def test_an_agent_with_the_built_in_model(tmp_path: Path) -> None:
+def test_an_agent_with_the_built_in_model(demo_server: Server) -> None:
     """It does not reason and reads a thousand tokens: every turn is an answer all the same."""
-    with serve(tmp_path / "log.txt") as server:
-        messages: list[Any] = []
-        for number in range(3):
-            messages.append({"role": "user", "content": [{"type": "text", "text": f"The king {number}"}]})
-            body = body_of(messages, model="quire-demo", system=SYSTEM[:1], tools=TOOLS[:2], temperature=0)
-            del body["thinking"]
-            size = counted(server.url, body)
-            message = turn(server.url, {**body, "stop_sequences": ["\n"]})
-            usage = message["usage"]
-            assert size == usage["input_tokens"] + usage["cache_read_input_tokens"]
-            assert message["stop_reason"] in ("end_turn", "stop_sequence", "max_tokens", "tool_use")
-            texts = [block for block in message["content"] if block["type"] == "text" and block["text"].strip()]
-            messages.append({"role": "assistant", "content": texts or "well"})
+    messages: list[Any] = []
+    for number in range(3):
+        messages.append({"role": "user", "content": [{"type": "text", "text": f"The king {number}"}]})
+        body = body_of(messages, model="quire-demo", system=SYSTEM[:1], tools=TOOLS[:2], temperature=0)
+        del body["thinking"]
+        size = counted(demo_server.url, body)
+        message = turn(demo_server.url, {**body, "stop_sequences": ["\n"]})
+        usage = message["usage"]
+        assert size == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert message["stop_reason"] in ("end_turn", "stop_sequence", "max_tokens", "tool_use")
+        texts = [block for block in message["content"] if block["type"] == "text" and block["text"].strip()]
+        messages.append({"role": "assistant", "content": texts or "well"})

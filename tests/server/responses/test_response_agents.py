@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 
 from quire.server.responses.sealed import seal, unseal
 from tests.helpers.live_server import LiveServer
-from tests.helpers.server import serve
+from tests.helpers.server import Server
 from tests.server.families import front_of
 from tests.server.responses.asking import (
     LOOK,
@@ -237,16 +236,15 @@ def test_tools_are_repeated_as_they_were_given(family: LiveServer, schema: Any) 
     assert ask(family, tools=[tool])["tools"] == [tool]
 
 
-def test_an_agent_with_the_built_in_model(tmp_path: Path) -> None:
+def test_an_agent_with_the_built_in_model(demo_server: Server) -> None:
     """It knows no tools well and reads a thousand tokens: whatever it says, every turn is an answer."""
-    with serve(tmp_path / "log.txt") as server:
-        items: list[Any] = []
-        for turn in range(3):
-            items.append(asked(f"The king said {turn}"))
-            body = terminal_agent(items, model="quire-demo", instructions="Be brief.", tools=TOOLS[:2])
-            body |= {"max_output_tokens": 24, "temperature": 0}
-            answer = httpx.post(server.url + PATH, json=body, timeout=120, trust_env=False)
-            assert answer.status_code == 200, answer.text
-            final = check_story(read_events(answer.text))
-            assert text_of(final) or json.dumps(final["output"])
-            items += [handed_back(item, "kept") for item in final["output"]]
+    items: list[Any] = []
+    for turn in range(3):
+        items.append(asked(f"The king said {turn}"))
+        body = terminal_agent(items, model="quire-demo", instructions="Be brief.", tools=TOOLS[:2])
+        body |= {"max_output_tokens": 24, "temperature": 0}
+        answer = httpx.post(demo_server.url + PATH, json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        final = check_story(read_events(answer.text))
+        assert text_of(final) or json.dumps(final["output"])
+        items += [handed_back(item, "kept") for item in final["output"]]

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.helpers.server import Server, serve
+from tests.helpers.server import Server
 from tests.server.responses.asking import check_story, read_events, without_ids
 
 MODEL = "quire-demo"
@@ -24,16 +24,9 @@ class Lamp(BaseModel):
     brightness: int = Field(ge=0, le=100)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the built-in model."""
-    with serve(tmp_path_factory.mktemp("responses") / "log.txt") as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=120) as made:
+def client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="x", max_retries=0, timeout=120) as made:
         yield made
 
 
