@@ -169,8 +169,19 @@ class StepGraphs:
             shape = size, False, False
             _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
             if logits is not None:
-                chances = np.full(len(logits), 0.5)
-                self._backend.sample(logits, chances, np.full(len(logits), 2), chances, chances, chances)
+                self._name_choices(logits)
+
+    def _name_choices(self, logits: Array) -> None:
+        """Do to logits what options ask for; the values do not matter."""
+        backend, size = self._backend, len(logits)
+        place, one = np.zeros(1, np.int64), np.ones(1, np.float32)
+        backend.add_bias(logits, place, place, one)
+        backend.apply_bitmask(logits, place, np.zeros((1, -(-logits.shape[1] // 32)), np.int32))
+        number = np.ones(1, np.int32)
+        backend.apply_penalties(logits, place, np.array([0, 1]), number, number, one, one, one)
+        backend.top_logprobs(logits, backend.zeros((size,), "int64"), 1)
+        chances = np.full(size, 0.5)
+        backend.sample(logits, chances, np.full(size, 2), chances, chances, chances)
 
     def stats(self) -> GraphStats:
         """Say what recordings there are, and what they cost."""

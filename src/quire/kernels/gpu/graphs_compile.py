@@ -13,12 +13,14 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import triton
+from triton.errors import TritonError
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
@@ -52,7 +54,7 @@ class Ahead:
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         """Begin to compile; Triton calls this."""
         if key not in self._made:
-            self._made[key] = self._pool.submit(compile_it), finish
+            self._made[key] = self._pool.submit(_made_ready, compile_it), finish
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -67,6 +69,14 @@ class Ahead:
             self.num_kernels = len(self._made)
         finally:
             self._pool.shutdown()
+
+
+def _made_ready(compile_it: Callable[[], Any]) -> Any:
+    """Compile a kernel, and the few lines of C that launch it, and load it to the device."""
+    kernel = compile_it()
+    with suppress(TritonError):  # more than the device has: who launches it is told
+        kernel._init_handles()
+    return kernel
 
 
 @cache
