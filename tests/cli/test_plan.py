@@ -81,3 +81,20 @@ def test_bad_flags_are_refused_in_one_line(quire, flags, part):
     assert result.out == ""
     assert part in result.err
     assert result.err.count("\n") == 1
+
+
+def test_layers_on_the_host_are_part_of_a_plan_for_a_gpu(quire, tmp_path):
+    config = {**CONFIG, "use_sliding_window": False, "num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--device", "cuda", "--memory", "1600MiB", "--kv-resident-layers", "2", "--swap-space", "200MiB"]
+    result = quire("plan", str(tmp_path), *flags)
+    assert (result.code, result.err) == (0, "")
+    plan = json.loads(quire("plan", str(tmp_path), *flags, "--json").out)
+    thin, blocks = plan["fit"]["num_thin_blocks"], plan["fit"]["num_blocks"]
+    assert f"{blocks}: {blocks - thin} whole ones, " in result.out and f"and {thin} thin, " in result.out
+    assert thin * plan["thin_host_bytes"] <= 200 * 2**20 < (thin + 1) * plan["thin_host_bytes"]
+    assert "200 MiB of the thin ones' layers" in result.out
+    assert "swapped out" not in result.out
+    refused = quire("plan", str(tmp_path), *flags[:5], "10")
+    assert refused.code == 1
+    assert "kv_resident_layers: 10 is not possible: this model has 12 attention layers" in refused.out

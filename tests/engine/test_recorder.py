@@ -13,11 +13,11 @@ from quire.config import EngineConfig
 from quire.engine import recorder as recorder_module
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.engine.recorder import MAX_STEPS, FlightRecorder
+from quire.engine.recorder import MAX_STEPS, FlightRecorder, StepRecord
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, SchedulerOutput
+from quire.step import ModelOutput, SchedulerOutput, SchedulerStats
 
 
 class Clock:
@@ -207,3 +207,10 @@ def test_a_full_ring_stays_as_large_as_it_is(folder: Path) -> None:
         recorder.begin(empty, core.scheduler)
     assert len(recorder) == MAX_STEPS
     assert len(recorder.last()) == 5
+
+
+def test_a_step_says_how_many_blocks_with_layers_on_the_host_were_in_use() -> None:
+    record = StepRecord(1.0, SchedulerOutput([], [], {"a": 1}, 1, [], []))
+    assert record.shape()["thin_blocks"] == 0
+    record.seconds, record.stats = 0.1, SchedulerStats(num_thin_blocks=5, num_free_thin_blocks=2)
+    assert "thin_blocks 3" in str(record)

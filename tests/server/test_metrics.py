@@ -69,6 +69,8 @@ def test_what_the_tiers_hold_and_give_back(make_server: MakeServer) -> None:
         num_swapped=2,
         num_blocks=100,
         num_free_blocks=60,
+        num_thin_blocks=30,
+        num_free_thin_blocks=18,
         num_host_blocks=50,
         num_free_host_blocks=40,
         num_disk_blocks=7,
@@ -90,6 +92,7 @@ def test_what_the_tiers_hold_and_give_back(make_server: MakeServer) -> None:
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(0.4)
     assert value("vllm:cpu_cache_usage_perc") == pytest.approx(0.2)
     assert [value("quire:kv_blocks", tier=tier) for tier in ("device", "host", "disk")] == [100, 50, 7]
+    assert [value("quire:kv_blocks_thin", state=state) for state in ("used", "free")] == [12, 18]
     assert value("vllm:num_preemptions_total") == 9
     assert value("quire:preemptions_total", kind="recompute") == 5
     assert value("quire:preemptions_total", kind="swap") == 4

@@ -165,7 +165,6 @@ def make_plan(
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
     spec, size = footprint.spec, config.cache.block_size
-    split = None if fitted is None or not fitted.num_thin_blocks else split_of(config, spec)
     return Plan(
         model=config.model.model,
         architecture=info.architecture,
@@ -196,9 +195,7 @@ def make_plan(
         problem=problem,
         settings=_settings(final, fitted),
         graphs=_graphs(final, step.total, memory),
-        thin_device_bytes=0 if split is None else split.thin_bytes,
-        thin_host_bytes=0 if split is None else split.host_bytes,
-        cache=0 if fitted is None else device_bytes(config, spec, fitted),
+        **({} if fitted is None else _caches(config, spec, fitted)),
     )
 
 
@@ -327,6 +324,16 @@ def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:
         )
         for group in spec.groups(max_model_len)
     ]
+
+
+def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> dict[str, int]:
+    """Return what the blocks of `fitted` take, by the names of `Plan`."""
+    split = split_of(config, spec) if fitted.num_thin_blocks else None
+    return {
+        "thin_device_bytes": 0 if split is None else split.thin_bytes,
+        "thin_host_bytes": 0 if split is None else split.host_bytes,
+        "cache": device_bytes(config, spec, fitted),
+    }
 
 
 def _concurrency(config: EngineConfig, spec: KVCacheSpec, fitted: Fit, lengths: tuple[int, ...]) -> list[Concurrency]:

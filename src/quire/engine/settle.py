@@ -340,7 +340,7 @@ def _count(
     if cache.kv_cache_memory_bytes is not None:
         return _count_in_bytes(cache, config, spec, block_bytes, room, budget)
     host = _host_share(config, spec, budget)
-    if host + block_bytes > budget and cache.swap_space:
+    if host and host + block_bytes > budget and cache.swap_space:
         fits = budget // HOST_PART // MIB * MIB
         raise _Misfit(
             "swap_space",
