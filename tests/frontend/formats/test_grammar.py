@@ -335,6 +335,7 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None
     reasoning = {"mistral": "mistral", "gemma4": "gemma4", "openai": None}.get(name, "qwen3")
     form = format_named(name, reasoning)
     _, guide, special = tokenizer_for(form, marked)
+    enough = 4 if marked == "calls" else 2
     calls = contents = 0
     ends = {text.encode() for text in (*markers_of(form), *'"}])>')}
     for settings in ASKS:
@@ -343,7 +344,7 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None
         assert grammar is not None
         done = 0
         for _ in range(20):
-            if done == 4:
+            if done == enough:
                 break
             drawn = walk(guide, grammar, rng, 300, ends)
             if drawn is not None:
@@ -352,4 +353,4 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None
                 calls += len(message.tool_calls)
                 contents += message.content is not None
         assert done, (settings, grammar)
-    assert calls >= 5 and contents >= 2
+    assert calls > enough and contents >= enough // 2
