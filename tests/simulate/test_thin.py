@@ -173,7 +173,7 @@ def test_first_tokens_come_earlier_and_second_ones_later_with_thin_blocks(run: C
     assert result["completed"] == without["completed"] == 12
     assert result["ttft"]["mean"] < 0.9 * without["ttft"]["mean"]
     assert result["second"]["mean"] > without["second"]["mean"]
-    assert "from it to the second" in table(result)
+    assert "from that to the second" in table(result)
 
 
 def test_without_pressure_thin_blocks_change_nothing(run: Callable[..., SimulatedRun]) -> None:
