@@ -82,17 +82,16 @@ def drive(folder: Path, kv_dtype: str, lanes: Callable[[], Lanes] | None) -> dic
             found.setdefault(name, []).extend((place.token_ids, place.logprobs) for place in logprobs)
 
     driver.add("a", PROMPT, GREEDY)
-    driver.add("b", PROMPT[::-1] + PROMPT, GREEDY)
-    step({"a": 3})
-    step({"a": 6, "b": 5})  # chunks
-    step({"a": 2, "b": 17}, branches={"b": ["b1"]})  # what the branch shares is copied when it is written
+    driver.add("b", PROMPT[:6], GREEDY)
+    step({"a": 6})
+    step({"a": 5, "b": 6}, branches={"b": ["b1"]})  # what the branch shares is copied when it is written
     step({"a": 1, "b": 1, "b1": 1})
     driver.end("b")
     forks = [driver.fork("a", "a1", 1)]
     driver.tell("a1", 30)
     step({"a": 1, "b1": 1})
-    driver.add("c", PROMPT[3:], GREEDY)  # in blocks that others had
-    step({"a1": 1, "c": 8, "a": 1, "b1": 1}, forks)
+    driver.add("c", PROMPT[6:], GREEDY)  # in blocks that others had
+    step({"a1": 1, "c": 5, "a": 1, "b1": 1}, forks)
     step({"a1": 1, "c": 1})
     driver.runner.close()
     return found
@@ -116,7 +115,5 @@ def test_nor_do_latent_vectors(tmp_path: Path, kv_dtype: str) -> None:
 
 
 def check(folder: Path, kv_dtype: str) -> None:
-    """Compare in order, and in an order that is not that of a device at leisure."""
-    expected = drive(folder, kv_dtype, None)
-    for lanes in (AtOnce, late(0), late(1)):
-        assert drive(folder, kv_dtype, lanes) == expected
+    """Compare with blocks that are whole."""
+    assert drive(folder, kv_dtype, late(1)) == drive(folder, kv_dtype, None)

@@ -132,7 +132,9 @@ class Worker:
         limits, length = self.config.scheduler, self.config.model.max_model_len
         assert length is not None, "settled by the engine"
         with as_memory_error():
-            runner = self._new_runner(PROFILE_BLOCKS, length, 0 if self.config.cache.swap_space == 0 else 1)
+            cache = self.config.cache
+            swaps = cache.swap_space != 0 and not cache.kv_resident_layers
+            runner = self._new_runner(PROFILE_BLOCKS, length, 1 if swaps else 0)
             try:
                 runner.graphs.compile_ahead()  # side by side, before this step has to wait for one after the other
                 runner.execute(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens))

@@ -7,9 +7,9 @@ second. Each half is handed on, by marks, from one to the next that may touch it
 
     IN fills it for layer k -> the model attends -> OUT empties it, if there was written -> IN fills it for layer k + 2
 
-and in the next step on to layers 0 and 1 again. What IN reads on the host is there when OUT has written it in the steps
-before; so a step's first load waits for the last store. OUT never overtakes a load of the same bytes: it waits for the
-model, which has waited for the load. The host waits for nothing.
+and in the next step on to layers 0 and 1 again. What lies on the host of a layer is written and read by way of its half
+only, so that the same marks order that as well, also with the next step launched before one has ended. The host waits
+for nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class GPULayerStream:
             GPUStreamedLayer(self, number, _from_block(arena, number * num_whole)) for number in range(num_layers)
         ]
         self._free: list[Mark | None] = [None] * WINDOW_LAYERS  # of each half: when the next one may touch it
-        self._stored: Mark | None = None  # when the host has all that was stored so far
         self._next: int | None = None  # layer to be entered, or left; None between steps
         self._loads: list[tuple[int, int]] = []
         self._stores: list[tuple[int, int]] = []
@@ -89,8 +88,6 @@ class GPULayerStream:
         self._next, self._thin = 0, None
         self._loads = runs(loads - self.first_thin, MOST_LOADS)
         self._stores = runs(stores - self.first_thin)
-        if self._loads and self._stored is not None:
-            self._lanes.wait(Lane.IN, self._stored)
         for number in range(min(WINDOW_LAYERS, len(self.layers))):
             self._load(number)
 
@@ -121,7 +118,7 @@ class GPULayerStream:
             self._lanes.wait(Lane.OUT, done)
             copies = [(host, window) for window, host in self._places(number, self._stores)]
             self._lanes.run(Lane.OUT, lambda: _copy(copies))
-            done = self._stored = self._lanes.mark(Lane.OUT)
+            done = self._lanes.mark(Lane.OUT)
         self._free[number % WINDOW_LAYERS] = done
         if number + WINDOW_LAYERS < len(self.layers):
             self._load(number + WINDOW_LAYERS)
