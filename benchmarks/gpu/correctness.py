@@ -119,7 +119,9 @@ def _group(
         left = seconds - (time.perf_counter() - started)
         if left < 1.0:
             return None
-        done = run_limited([*pytest, "-rfE", *shares[number]], left, cwd=ROOT)
+        done = run_limited(
+            [*pytest, "-rfE", *shares[number]], left, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"}
+        )
         (folder / f"{name} {number}.log").write_text(done.text)
         return Said(done.code, done.text)
 
