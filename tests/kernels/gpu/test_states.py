@@ -167,6 +167,22 @@ def test_chunks_are_as_good_as_tokens_one_by_one_even_where_keys_repeat(alike: f
     check_delta(GPUBackend(act, act, DEVICE), step, inputs, (1, 16, 16), None)
 
 
+def test_a_token_that_forgets_nearly_all_does_not_blur_those_after_it() -> None:
+    """Differences of sums of decays are as good as the decays, however long the sums are."""
+    step = step_of([(40, 40)])
+    q, k, v, decay, beta = draw_delta(step.tokens, 1, 1, 8, 8)
+    decay[:] = -0.01
+    decay[3::8] = -3000.3
+    GPUBackend("float32", "float32", DEVICE)  # mends the interpreter, if this test is the first
+    outs = []
+    for compute in (states_delta.scan, states_chunks.advance):
+        outs.append(torch.empty(step.tokens, 8, device=DEVICE))
+        state = torch.zeros(ROWS, 1, 8, 8, device=DEVICE)
+        compute(*(x.to(DEVICE) for x in (q, k, v, decay, beta)), state, step.metadata, outs[-1])
+        outs[-1] = torch.cat([outs[-1].flatten(), state[step.metadata.state_rows].flatten()])
+    assert float((outs[1] - outs[0]).norm()) <= 2e-6 * float(outs[0].norm())
+
+
 def test_a_prompt_is_the_same_however_it_is_cut_if_so_asked() -> None:
     backend = GPUBackend("float32", "float32", DEVICE, batch_invariant=True)
     inputs = [x.to(DEVICE) for x in draw_delta(40, 1, 2, 8, 8)]

@@ -43,7 +43,11 @@ def prepare_kernel(
     q_stride, k_stride, decay_stride, beta_stride, num_sequences, heads, shared,
     DK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head): (I + A)^-1 diag(beta) and the weights of outputs, [C, C] each, and g [C]."""
+    """Program (chunk, value head): (I + A)^-1 diag(beta) and the weights of outputs, [C, C] each; g and what is left of
+    it to the chunk's end, [2, C].
+
+    Sums of decays are long, and differences of them may be short: these would have the rounding of those.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, SB)
     before = (tl.load(ends + index, mask=index < num_sequences, other=2147483647) <= chunk).to(tl.int32)
@@ -63,8 +67,12 @@ def prepare_kernel(
     keys = tl.load(k + row[:, None] * k_stride + column[None, :], mask=mask, other=0)
     queries = tl.load(q + row[:, None] * q_stride + column[None, :], mask=mask, other=0)
     gate = tl.load(beta + row * beta_stride + head, mask=valid, other=0).to(tl.float32)
-    total = tl.cumsum(tl.load(decay + row * decay_stride + head, mask=valid, other=0).to(tl.float32), 0)
-    fade = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))  # above the diagonal it is not used
+    decays = tl.load(decay + row * decay_stride + head, mask=valid, other=0).to(tl.float64)
+    exact = tl.cumsum(decays, 0)
+    total = exact.to(tl.float32)
+    rest = (exact - total.to(tl.float64)).to(tl.float32)
+    between = (total[:, None] - total[None, :]) + (rest[:, None] - rest[None, :])
+    fade = tl.exp(tl.minimum(between, 0.0))  # above the diagonal it is not used
 
     lower = place[:, None] > place[None, :]
     step = tl.where(lower, tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * fade * -gate[:, None], 0.0)
@@ -81,7 +89,8 @@ def prepare_kernel(
     square = slot * C * C + place[:, None] * C + place[None, :]
     tl.store(inverses + square, solved * gate[None, :])
     tl.store(weights + square, seen.to(weights.dtype.element_ty))
-    tl.store(sums + slot * C + place, total)
+    tl.store(sums + slot * 2 * C + place, total)
+    tl.store(sums + (slot * 2 + 1) * C + place, (tl.sum(decays, 0) - exact).to(tl.float32))
 
 
 @triton.jit
@@ -117,8 +126,9 @@ def advance_kernel(
         slot = chunk.to(tl.int64) * heads + head  # type: ignore[attr-defined]  # a number of Triton
         inverse = tl.load(inverses + slot * C * C + square)
         weight = tl.load(weights + slot * C * C + square)
-        total = tl.load(sums + slot * C + place)
-        last = tl.load(sums + slot * C + C - 1)  # tokens that are not there do not decay
+        total = tl.load(sums + slot * 2 * C + place)
+        last = tl.load(sums + slot * 2 * C + C - 1)  # tokens that are not there do not decay
+        left = tl.load(sums + (slot * 2 + 1) * C + place)
         grown = tl.exp(total)[:, None]
         missing = values.to(tl.float32) - grown * _product(keys, matrix)
         high = inverse.to(keys.dtype)
@@ -128,7 +138,7 @@ def advance_kernel(
         found = grown * _product(queries, matrix) + _product(weight, added)
         target = out + (row * heads + head)[:, None] * DV + column[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=value_mask)
-        faded = added * tl.exp(last - total)[:, None]
+        faded = added * tl.exp(left)[:, None]
         matrix = matrix * tl.exp(last) + _product(tl.trans(keys), faded)
         chunk += 1
     tl.store(matrix_place, matrix, mask=whole)
@@ -160,7 +170,7 @@ def advance(
     ends, most = _chunk_ends(metadata), triton.cdiv(q.shape[0], CHUNK) + sequences
     inverses = torch.empty((most, heads, CHUNK, CHUNK), dtype=torch.float32, device=q.device)
     weights = torch.empty_like(inverses, dtype=q.dtype)  # these only matter to outputs
-    sums = torch.empty((most, heads, CHUNK), dtype=torch.float32, device=q.device)
+    sums = torch.empty((most, heads, 2, CHUNK), dtype=torch.float32, device=q.device)
     padded = max(16, triton.next_power_of_2(depth))
     columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
     prepare_kernel[(most, heads)](
