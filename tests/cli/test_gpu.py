@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -16,6 +17,8 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.engine import settle as settling
 from quire.engine.settle import settle
+from quire.errors import ConfigError
+from quire.kernels.create import create_backend
 from quire.kernels.gpu import driver, probe
 from quire.kernels.gpu.probe import GPU
 from tests.helpers.checkpoints import write_plain
@@ -86,6 +89,22 @@ def test_missing_packages_are_named_with_their_extra(
         assert main([*command, "--device", "cuda"]) == 2
         assert f"needs {words} not installed: pip install 'quire[gpu]'" in capsys.readouterr().err
     assert settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
+
+
+def test_a_pytorch_for_cpus_is_not_taken_for_one_that_knows_gpus(
+    folder: Path, machine: list[GPU], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.append(CARD)
+    versions, version = {"torch": "2.11.0+cpu"}, importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or version(name))
+    assert main(["generate", "-p", "x", "--device", "cuda"]) == 2
+    assert "installed is 2.11.0+cpu, which was built for CPUs" in capsys.readouterr().err
+    assert settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
+    versions["torch"] = "2.11.0+cu130"
+    assert probe.usable_gpu() == CARD
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="cannot use it; it was built without CUDA, or for a newer driver"):
+        create_backend("cuda", "float32", "float32")
 
 
 @pytest.mark.parametrize(

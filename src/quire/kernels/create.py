@@ -78,6 +78,14 @@ def _create_gpu(
     from quire.kernels.gpu.probe import check_gpu, interpreted
 
     check_gpu()
+    import torch
+
+    if not interpreted() and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device 'cuda': there is a GPU, but PyTorch {torch.__version__} cannot use it; it was built without CUDA, "
+            "or for a newer driver",
+            param="device",
+        )
     from quire.kernels.gpu.backend import GPUBackend
 
     return GPUBackend(

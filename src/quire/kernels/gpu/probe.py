@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
@@ -62,9 +63,18 @@ def missing_packages() -> list[str]:
     return [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
 
 
+def torch_for_cpus() -> str | None:
+    """Return PyTorch's version if it is one that knows no GPUs, as its name for a version says; it is not imported."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return version if version.endswith("+cpu") else None
+
+
 def usable_gpu() -> GPU | None:
     """Return the GPU that `--device auto` takes: the first, if it is new enough and the packages are installed."""
-    if missing_packages():
+    if missing_packages() or torch_for_cpus() is not None:
         return None
     gpus = find_gpus()
     return gpus[0] if gpus and gpus[0].capability >= LEAST_CAPABILITY else None
@@ -87,7 +97,15 @@ def check_gpu() -> None:
             param="device",
         )
     gpus = find_gpus()
-    if (gpus and gpus[0].capability >= LEAST_CAPABILITY) or interpreted():
+    if interpreted():
+        return
+    if gpus and gpus[0].capability >= LEAST_CAPABILITY:
+        version = torch_for_cpus()
+        if version is not None:
+            raise ConfigError(
+                f"device 'cuda' needs a PyTorch that knows GPUs; installed is {version}, which was built for CPUs",
+                param="device",
+            )
         return
     if not gpus:
         raise ConfigError("device 'cuda' needs an NVIDIA GPU and its driver; none was found", param="device")
