@@ -146,7 +146,6 @@ def test_a_name_may_be_used_again_while_the_aborted_one_flies(run, request_of, k
         {"n": 2},
         {"grammar": "any"},
         {"prompt_logprobs": 1},
-        {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
     ],
 )
 def test_steps_that_decide_more_are_waited_for(run, request_of, options):
@@ -157,6 +156,19 @@ def test_steps_that_decide_more_are_waited_for(run, request_of, options):
     assert plan.num_scheduled_tokens == {name: 6}
     assert one.flying is None and len(one.tokens[name]) >= 1
     one.finish()
+
+
+@pytest.mark.parametrize(
+    ("options", "waited"),
+    [({"prompt_logprobs": 1}, 1), ({"repetition_detection": {"max_pattern_size": 2, "min_count": 30}}, 0)],
+)
+def test_steps_fly_once_the_prompt_is_scored_and_while_repetitions_are_looked_for(run, request_of, options, waited):
+    one = run(ahead=True)
+    one.add(request_of("a", 6, 9, **options))
+    one.finish()
+    steps = [plan for plan in one.plans if plan.num_scheduled_tokens]
+    assert one.num_ahead == len(steps) - 1 - waited
+    assert one.tokens["a"] == one.expected("a")[0]
 
 
 def test_parts_of_a_prompt_fly_and_so_do_forked_sequences(run, request_of):

@@ -159,7 +159,7 @@ class BaseScheduler(Flights, ABC):
             self._advance_pooling(sequence, output, news)
             return
         prompt_logprobs = None
-        if request.wants_prompt_logprobs and sequence_id in output.prompt_logprobs:
+        if request.owes_prompt_logprobs and sequence_id in output.prompt_logprobs:
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
         sampled = output.sampled_token_ids.get(sequence_id, [])
         if bool(sampled) != (sequence.num_computed_tokens == len(sequence.token_ids)) and request.status is _RUNNING:

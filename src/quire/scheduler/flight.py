@@ -52,9 +52,10 @@ class Flights(RequestLives):
             return False
         for sequence_id, num_scheduled in plan.num_scheduled_tokens.items():
             sequence = self._sequences.get(sequence_id)
-            if sequence is None or sequence.request.is_plain:
+            if sequence is None:
                 continue
-            if sequence.num_left == num_scheduled or sequence.request.wants_prompt_logprobs:
+            request = sequence.request
+            if request.owes_prompt_logprobs or (not request.is_plain and sequence.num_left == num_scheduled):
                 return False
         self._flight = Flight(plan)
         return True

@@ -141,7 +141,7 @@ class Sequence:
             return False
         if request.pooling is not None:
             return not request.pooling.skip_reading_prefix_cache
-        return not request.wants_prompt_logprobs or request.num_prompt_logprobs >= request.num_prompt_tokens - 1
+        return not request.owes_prompt_logprobs
 
     def __repr__(self) -> str:
         return f"Sequence({self.sequence_id!r}, {self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -259,11 +259,7 @@ class Request:
         self.dry_breakers = dry_breakers or []
         self.pooling = pooling
         self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
-        self.is_plain = (
-            (beam is None and pooling is None and grammar is None and thinking is None)
-            and not self.wants_prompt_logprobs
-            and sampling_params.repetition_detection is None
-        )
+        self.is_plain = beam is None and pooling is None and grammar is None and thinking is None
         self._begin()
         self.forked = len(self.sequence_ids) == 1
         self.num_forks = 0
@@ -307,6 +303,11 @@ class Request:
     def prompt_logprobs_after(self) -> int:
         """How many prompt positions after the first are not scored, though others are (`prompt_logprob_start`)."""
         return max((self.sampling_params.prompt_logprob_start or 0) - 1, 0)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted that were not sent."""
+        return self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def num_seats(self) -> int:

@@ -206,11 +206,17 @@ class ModelRunner:
         sampled = inputs.sampled.tolist()
         for row, draws in zip(inputs.rows.tolist(), sampled, strict=True):
             extras = batch.extras[row]
-            if extras is not None and ((draws and extras.needs_host) or extras.num_prompt_logprobs is not None):
+            if extras is not None and ((draws and extras.needs_host) or self._is_scored(row)):
                 return True
             if draws and (batch.guides[row] is not None or batch.num_candidates[row]):
                 return True
         return False
+
+    def _is_scored(self, row: int) -> bool:
+        """Whether log-probabilities of its prompt are wanted that only this step, or a later one, can tell."""
+        batch, extras = self.batch, self.batch.extras[row]
+        wanted = extras is not None and extras.num_prompt_logprobs is not None
+        return wanted and bool(batch.num_computed_tokens[row] < batch.num_prompt_tokens[row] - 1)
 
     def _fly(self, inputs: StepInputs, output: ModelOutput) -> FlyingStep:
         """Launch a step in which the host has no part."""
@@ -284,8 +290,7 @@ class ModelRunner:
         """Compute logits, and sample where a sequence's last token was computed."""
         chosen = np.flatnonzero(inputs.sampled)
         last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
-        extras = [self.batch.extras[row] for row in inputs.rows.tolist()]
-        scored = any(extra is not None and extra.num_prompt_logprobs is not None for extra in extras)
+        scored = any(self._is_scored(row) for row in inputs.rows.tolist())
         if self.batch.num_guided:
             forked = [self.batch.row_of[fork.sequence_id] for fork in step.forks if fork.samples]
             self.guidance.start([*inputs.rows[chosen].tolist(), *forked], self.batch)
