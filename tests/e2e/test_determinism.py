@@ -132,7 +132,7 @@ def check_all_roads(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("float32", "bfloat16, int8 cache") else (pytest.mark.slow,))
+        pytest.param(name, marks=() if name == "bfloat16, int8 cache" else (pytest.mark.slow,))
         for name in FORMATS
         if name != "int8-weight-only"
     ],

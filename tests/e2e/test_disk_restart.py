@@ -120,7 +120,7 @@ def store_stride(store: Path) -> int:
 
 
 def test_another_process_reads_what_one_has_computed(tmp_path: Path, cold: Said) -> None:
-    first = elsewhere([prompt_of(0)], tmp_path)
+    first = here([prompt_of(0)], tmp_path)
     again = elsewhere([prompt_of(0), prompt_of(1)], tmp_path)
     assert first == [(0, cold)]
     assert again[0] == (COVERED, cold)

@@ -22,7 +22,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 FORGED = "2026-11-22 02:00:00 ERROR quire: forged"
 
 
-@pytest.fixture(scope="module", params=["json", "text"])
+@pytest.fixture(scope="module", params=[pytest.param("json", marks=pytest.mark.slow), "text"])
 def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """The style of a log, and its lines after all kinds of requests were made."""
     path = tmp_path_factory.mktemp("log") / "server.log"

@@ -229,8 +229,7 @@ def test_other_words_than_the_models_need_a_call(endpoint: ScriptedEndpoint) -> 
 
 
 @pytest.mark.parametrize("most", [1, 4, 5, 6, 100])
-@pytest.mark.parametrize("extra", [1, 7, 64])
-@pytest.mark.parametrize("end", ["", "\n", "\nEnd"])
+@pytest.mark.parametrize(("extra", "end"), [(1, ""), (7, "\n"), (64, "\nEnd")])
 def test_results_are_the_same_whatever_fits(endpoint: ScriptedEndpoint, most: int, extra: int, end: str) -> None:
     @program
     def short(s: State) -> None:

@@ -83,7 +83,7 @@ def start() -> Iterator[Callable[..., Process]]:
             pipe.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., Process], number: int) -> None:
     server = start()
     assert server.url.startswith("http://127.0.0.1:")
@@ -99,17 +99,18 @@ def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., P
     assert not [line for line in server.errors if "Traceback" in line or "ERROR" in line]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_running_requests_end_before_the_server_does(start: Callable[..., Process], stream: bool) -> None:
+def test_running_requests_end_before_the_server_does(start: Callable[..., Process]) -> None:
     server = start("paced", shutdown_timeout=60)
     server.line()
-    body = {**BODY, "max_tokens": 30, "ignore_eos": True, "stream": stream}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20)
-        server.wait_for_open(1)
+    body = {**BODY, "max_tokens": 30, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        bodies = (body, {**body, "stream": True})
+        answers = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for body in bodies]
+        server.wait_for_open(2)
         server.signal(signal.SIGTERM)
-        assert answer.result(20).status_code == 200
-        assert '"finish_reason":"length"' in answer.result(20).text
+        for answer in answers:
+            assert answer.result(20).status_code == 200
+            assert '"finish_reason":"length"' in answer.result(20).text
     assert server.end() == 0
 
 
