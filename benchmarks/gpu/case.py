@@ -27,6 +27,7 @@ class Case:
             limits measured in the same call is the roofline. unit: whose limit flops go by.
         against: what torch has for the same, by name.
         tuning: choices that are tried by `tune.py`, and none elsewhere.
+        recorded: whether launches can be recorded as a graph, which nothing can that comes from the host.
     """
 
     name: str
@@ -36,3 +37,4 @@ class Case:
     unit: str = "bfloat16"  # or "float8", "int8", "float32"
     against: Mapping[str, Run] = field(default_factory=dict)
     tuning: Tuning | None = None
+    recorded: bool = True

@@ -75,7 +75,7 @@ def measure_kernels(
 
 
 def _measure(case: Case, limits: Limits, table: Table) -> None:
-    ours = seconds(case.run)
+    ours = seconds(case.run, recorded=case.recorded)
     least = limits.least_seconds(case.num_bytes, case.flops, case.unit)
     others = {name: seconds(run) for name, run in case.against.items()}
     best = min(others, key=lambda name: others[name], default=None)

@@ -6,11 +6,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+
+from quire.kernels.gpu.graphs_cuda import end_broken_capture
 
 Run = Callable[[int], object]
 ROUNDS = 7  # medians are taken of so many
@@ -39,11 +41,11 @@ def wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def seconds(run: Run) -> float:
+def seconds(run: Run, *, recorded: bool = True) -> float:
     """Return the median device time of one launch [seconds].
 
     Launches are recorded as a CUDA graph where that is possible, so that the host's share is left out, as it is when
-    the engine replays a step. Without a GPU it is the time of one call.
+    the engine replays a step; `recorded`: whether to try. Without a GPU it is the time of one call.
     """
     if not on_gpu():
         return max(wall_seconds(lambda: run(0)), 1e-6)
@@ -52,7 +54,7 @@ def seconds(run: Run) -> float:
     synchronize()
     once = max(wall_seconds(lambda: run(3)), 1e-6)
     launches = max(4, min(MOST_LAUNCHES, int(ROUND_SECONDS / once)))
-    replay = _recorded(run, launches)
+    replay = _recorded(run, launches) if recorded else partial(_launch, run, launches)
     times = []
     for _ in range(ROUNDS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -64,22 +66,21 @@ def seconds(run: Run) -> float:
     return statistics.median(times)
 
 
+def _launch(run: Run, launches: int) -> None:
+    for number in range(launches):
+        run(number)
+
+
 def _recorded(run: Run, launches: int) -> Callable[[], object]:
     """Return what launches so many times, from a graph if possible."""
-
-    def eager() -> None:
-        for number in range(launches):
-            run(number)
-
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         with torch.cuda.graph(graph, pool=pool):
-            eager()
+            _launch(run, launches)
     except RuntimeError:  # what synchronizes cannot be recorded
-        with suppress(RuntimeError):  # torch's allocator may not know that it has ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        end_broken_capture(pool)
         torch.cuda.synchronize()
-        return eager
+        return partial(_launch, run, launches)
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay

@@ -36,7 +36,7 @@ def best_choice(case: Case, backend: object) -> tuple[dict[str, int], float, flo
                 case.run(0)
     for candidate, backend.choices in zip(case.tuning.candidates, choices, strict=True):  # type: ignore[attr-defined]
         try:
-            times.append((seconds(case.run), dict(candidate)))
+            times.append((seconds(case.run, recorded=case.recorded), dict(candidate)))
         except Exception as error:  # boundary: too much shared memory, say; the others may do
             print(f"  {candidate}: {type(error).__name__}")
             torch.cuda.synchronize()

@@ -20,6 +20,7 @@ class FakeCuda:
         self.users: dict[int, int] = {}  # by pool, graphs; 0: there were some
         self.underway: set[int] = set()
         self.breaks = False
+        self.capturing = False  # as the generator of random numbers has it
         numbers = itertools.count(1)
         fake = self
 
@@ -31,17 +32,27 @@ class FakeCuda:
                 assert pool not in fake.underway and fake.users.get(pool) != 0, "a pool that has ended"
                 fake.users[pool] = fake.users.get(pool, 0) + 1
                 fake.underway.add(pool)
+                fake.capturing = True
                 self.pool = pool
 
             def capture_end(self) -> None:
                 if fake.breaks:
                     raise RuntimeError("the capture was broken off")
                 fake.underway.remove(self.pool)
+                fake.capturing = False
 
             def __del__(self) -> None:
                 if self.pool is not None:
                     fake.users[self.pool] -= 1
                     assert self.pool not in fake.underway, "the allocator asks a graph that is gone"
+
+        class Generator:
+            def clone_state(self) -> Generator:
+                return Generator()
+
+            def graphsafe_set_state(self, state: Generator) -> None:
+                assert state is not self
+                fake.capturing = False
 
         class Stream:
             def __init__(self, *args: Any) -> None: ...
@@ -58,6 +69,7 @@ class FakeCuda:
             "Stream": Stream,
             "current_stream": lambda device: Stream(),
             "current_device": lambda: 0,
+            "default_generators": [Generator()],
             "stream": lambda stream: nullcontext(),
             "graph_pool_handle": lambda: next(numbers),
         }.items():
@@ -96,6 +108,6 @@ def test_a_capture_that_broke_off_is_over_for_the_allocator_and_others_go_on(mon
     with pytest.raises(RuntimeError, match="broken off"):
         record(recorder)
     gc.collect()
-    assert not cuda.underway and gc.isenabled()
+    assert not cuda.underway and not cuda.capturing and gc.isenabled()
     cuda.breaks = False
     assert record(recorder).pool != kept.pool

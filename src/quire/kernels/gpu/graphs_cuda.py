@@ -37,6 +37,20 @@ def spanned(tensor: torch.Tensor) -> int:
     return int(last + 1) * tensor.element_size()
 
 
+def end_broken_capture(pool: Any) -> None:
+    """Have torch forget a capture that broke off, and its pool.
+
+    Its allocator goes on asking the graph about every piece of memory, and random numbers are refused, as if it were
+    still under way.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError, AttributeError):  # it knew, or never does
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError, AttributeError):
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
 class CudaRecorder:
     """Records on one device. Captures forbid only to its own thread what cannot be captured."""
 
@@ -85,17 +99,12 @@ class CudaRecorder:
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Recorder.end`.
-
-        Where a capture was broken off, torch's allocator is left as if it went on, and asks the graph about every
-        piece of memory: so it is told, and the graph stays.
-        """
+        """See `Recorder.end`; a graph that is none stays, for torch may go on asking it."""
         try:
             graph.capture_end()
         except RuntimeError:
             self._broken.append(graph)
-            with suppress(RuntimeError):  # it knew
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            end_broken_capture(self._pool)
             raise
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
