@@ -127,7 +127,14 @@ def test_one_option_alone(name: str) -> None:
     assert np.abs(probs - plain).sum() > 0.05
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SETTINGS, 2)))
+# Every second pair is for slow runs; each option still meets half of the others.
+PAIRS = [
+    pytest.param(one, other, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+    for (i, one), (j, other) in itertools.combinations(enumerate(SETTINGS), 2)
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_two_options_together_do_what_both_say_or_are_refused_by_name(one: str, other: str) -> None:
     fields = {**SETTINGS[one], **SETTINGS[other]}
     try:
