@@ -91,7 +91,7 @@ def test_nothing_to_change() -> None:
 
 @pytest.mark.slow
 def test_benchmark_cases_run() -> None:
-    built = list(kernels_sampling.cases(BACKEND, 4096))
+    built = list(kernels_sampling.cases(GPUBackend("float32", "float32", DEVICE), 4096))
     assert len({case.name for case in built}) == len(built)
     for case in built[::11]:  # each kind once or so
         case.run(0)
