@@ -1,0 +1,181 @@
+"""Engines with thin blocks say what the CPU says, whatever they do with them; lanes do all as late as they may.
+
+Without a GPU the kernels run in Triton's interpreter, and most of it is slow.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.gpu.graphs import GraphOps
+from quire.kernels.gpu.layer_stream import GPULayerStream, StreamOps
+from quire.sampling_params import SamplingParams
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.lanes import Late
+
+# Rows of padding may hold anything, and NumPy, in the interpreter, says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+GPU = torch.cuda.is_available()
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_dtype": "float32",
+    "max_model_len": 32,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 24,
+    "enforce_eager": True,
+}
+MIXED: dict[str, Any] = {"kv_resident_layers": 1}  # as many whole blocks as one sequence may need, others thin
+RESIDENT = {**MIXED, "swap_space": "1MiB"}  # all blocks thin but one
+GREEDY, HOT = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+COMMON = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+ask = partial(Ask, max_tokens=5, stop_ids=())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", **SMALL)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have lanes be as late as they may, where they are not a GPU's."""
+    if not GPU:
+        monkeypatch.setattr(StreamOps, "new_lanes", lambda self: Late(random.Random(0).randrange))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many blocks each step with thin ones, or copy between blocks, has loaded, and stored."""
+    found: list[tuple[int, int]] = []
+    begin = GPULayerStream.begin
+
+    def noted(self: GPULayerStream, loads: Any, stores: Any) -> None:
+        found.append((len(loads), len(stores)))
+        begin(self, loads, stores)
+
+    monkeypatch.setattr(GPULayerStream, "begin", noted)
+    return found
+
+
+def said(driver: EngineDriver, turns: list[list[Ask]]) -> dict[str, list[int]]:
+    """Run the requests of each turn beside each other, and the turns one after the other."""
+    for turn, asks in enumerate(turns):
+        for number, item in enumerate(asks):
+            driver.add(f"{turn}.{number}", item)
+        driver.run()
+    driver.check_all_free()
+    return {name: told.tokens for name, told in driver.told.items()}
+
+
+def compare(folder: Path, turns: list[list[Ask]], resident: dict[str, Any] = RESIDENT, **options: Any) -> EngineDriver:
+    """Have a CPU and a GPU with thin blocks say it; return the GPU's driver."""
+    cpu = EngineDriver(folder, "cpu", **{**OPTIONS, **options})
+    expected = said(cpu, turns)
+    cpu.close()
+    driver = EngineDriver(folder, "cuda", **{**OPTIONS, **resident, **options})
+    assert said(driver, turns) == expected
+    return driver
+
+
+def test_what_layers_on_the_host_say(folder: Path, late: None, begun: list[tuple[int, int]]) -> None:
+    driver = compare(folder, [[ask(COMMON, GREEDY, max_tokens=3)]])
+    driver.close()
+    assert any(loads and stores for loads, stores in begun)
+
+
+MANY = [
+    ask([*COMMON, 20], GREEDY),
+    ask([*COMMON, 21, 22, 23], HOT, seeds=(1, 2, 3)),  # copies of what they share
+    ask(list(range(3, 25)), GREEDY, max_tokens=3),  # in chunks
+]
+AGAIN = [ask([*COMMON, 20, 30], GREEDY), ask([*range(3, 20), 40], HOT)]  # prefixes are in the cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "thin"])
+def test_chunks_forks_and_prefixes(
+    folder: Path, late: None, begun: list[tuple[int, int]], resident: dict[str, Any], overlapped: bool
+) -> None:
+    driver = compare(folder, [MANY, AGAIN], resident, async_scheduling=overlapped)
+    assert driver.told["1.0"].num_cached and driver.told["1.1"].num_cached
+    assert max(loads for loads, _ in begun) > 4
+    driver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "thin"])
+def test_preemption(folder: Path, late: None, begun: list[tuple[int, int]], resident: dict[str, Any]) -> None:
+    asks = [ask([*COMMON, 20 + number], GREEDY, max_tokens=9) for number in range(4)]
+    driver = compare(folder, [asks], resident, num_gpu_blocks_override=11, enable_prefix_caching=False)
+    assert driver.stats().num_preemptions and begun
+    driver.close()
+
+
+@pytest.mark.slow
+def test_steps_with_thin_blocks_stand_beside_recorded_ones(
+    folder: Path, late: None, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First one sequence in whole blocks, then more than these hold, then one again."""
+    if not GPU:
+        monkeypatch.setattr(GraphOps, "new_recorder", lambda self: TapeRecorder())
+    one = [ask([3, 4], GREEDY, max_tokens=6)]
+    more = [ask([*COMMON, 20 + number], GREEDY, max_tokens=3) for number in range(3)]
+    options = {"enforce_eager": False, "enable_prefix_caching": False}
+    driver = compare(folder, [one, more, one], MIXED, **options)
+    stats = driver.core.executor.runner.graphs.stats()  # type: ignore[attr-defined]
+    assert stats.recordings and not stats.failed and begun
+    driver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_thin_blocks_are_there_again_after_a_sleep(folder: Path, late: None, level: int) -> None:
+    driver = EngineDriver(folder, "cuda", **{**OPTIONS, **RESIDENT})
+    before = driver.ask("before", MANY[0])
+    stream = driver.core.executor.runner.stream  # type: ignore[attr-defined]
+    driver.core.call("sleep", {"level": level})
+    assert not stream.layers and not any(pool.pieces for pool in stream.pools)
+    driver.core.call("wake_up")
+    after = driver.ask("after", MANY[0])
+    assert after == before and after.num_cached == 0
+    driver.check_all_free()
+    driver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [("llama", "int8"), ("llama", "fp8"), ("deepseek_v3", "float32"), ("gpt2", "float32")]
+)
+def test_families_and_formats(
+    tmp_path: Path, late: None, begun: list[tuple[int, int]], family: str, kv_dtype: str
+) -> None:
+    """Compared with the same backend, all of whose blocks are whole."""
+    layers = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
+    path = write_checkpoint(tmp_path, family, **(SMALL if family == "llama" else {"vocab_size": 64, **layers}))
+    options = {**OPTIONS, "kv_cache_dtype": kv_dtype}
+    asks = [[ask([*COMMON, 20], GREEDY, max_tokens=3), ask([5, 6, 7], HOT, seeds=(1, 2), max_tokens=3)]]
+    plain = EngineDriver(path, "cuda", **options, swap_space=0)
+    expected = said(plain, asks)
+    plain.close()
+    driver = EngineDriver(path, "cuda", **options, kv_resident_layers=1, swap_space="1MiB")
+    assert said(driver, asks) == expected
+    assert any(loads and stores for loads, stores in begun)
+    driver.close()
