@@ -84,8 +84,10 @@ def _heed_ahead() -> None:
     """Have Triton launch nothing within `Ahead`, from now on in this process; everywhere else nothing changes."""
     original = JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return original(self, *args, grid=grid, warmup=warmup or isinstance(active_mode.get(), Ahead), **kwargs)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(active_mode.get(), Ahead):
+            kwargs["warmup"] = True
+        return original(self, *args, **kwargs)
 
     JITFunction.run = run  # type: ignore[method-assign]
 
