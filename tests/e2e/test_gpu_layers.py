@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.thin import split_of
 from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.layer_stream import GPULayerStream, StreamOps
 from quire.sampling_params import SamplingParams
@@ -96,8 +97,16 @@ def compare(folder: Path, turns: list[list[Ask]], resident: dict[str, Any] = RES
 
 def test_what_layers_on_the_host_say(folder: Path, late: None, begun: list[tuple[int, int]]) -> None:
     driver = compare(folder, [[ask(COMMON, GREEDY, max_tokens=3)]])
-    driver.close()
     assert any(loads and stores for loads, stores in begun)
+    # What was counted before anything was allocated is what is there.
+    executor, stats = driver.core.executor, driver.stats()
+    split, runner = split_of(driver.core.config, executor.kv_cache_spec()), executor.runner  # type: ignore[attr-defined]
+    assert split is not None
+    on_device = [*runner.kv_caches, runner.stream.layers[0].cache]
+    assert sum(cache.data.nbytes for cache in on_device) == split.device_bytes(stats.num_blocks, stats.num_thin_blocks)
+    on_host = sum(piece.nbytes for pool in runner.stream.pools for piece in pool.pieces)
+    assert on_host == stats.num_thin_blocks * split.host_bytes
+    driver.close()
 
 
 MANY = [
@@ -179,3 +188,9 @@ def test_families_and_formats(
     assert said(driver, asks) == expected
     assert any(loads and stores for loads, stores in begun)
     driver.close()
+
+
+@pytest.mark.slow
+def test_code_of_transformers(folder: Path, late: None, begun: list[tuple[int, int]]) -> None:
+    compare(folder, [[ask(COMMON, GREEDY, max_tokens=3)]], model_impl="transformers").close()
+    assert any(loads and stores for loads, stores in begun)

@@ -18,7 +18,7 @@ from quire.kernels.create import create_backend
 from quire.kernels.gpu import pinned
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
-from quire.kernels.gpu.lanes import Lane, Lanes
+from quire.kernels.gpu.lanes import AtOnce, Lane, Lanes
 from quire.kernels.gpu.layer_stream import MOST_LOADS, GPULayerStream
 from quire.kernels.gpu.pinned import PinnedPool
 from quire.kernels.layer_stream import runs, thin_blocks
@@ -165,6 +165,22 @@ def test_a_step_that_was_broken_off_does_not_spoil_the_next_one() -> None:
         scene.step([second] if again else [], [first])
         lanes.drain()
         scene.check()
+
+
+def test_what_is_planned_for_the_tables_of_one_layer_is_not_taken_for_anothers() -> None:
+    scene = Scene(AtOnce(), 3)
+    step = metadata(np.array([WHOLE, 0]), [])
+    step.plans["of all"] = 1
+    scene.stream.begin(np.array([WHOLE]), np.array([WHOLE]))
+    tables = []
+    for layer in scene.stream.layers:
+        own = layer.enter(step)
+        assert own.plans == {"of all": 1}
+        own.plans["of these tables"] = own.block_tables
+        tables.append(own.block_tables.tolist())
+        layer.leave()
+    assert tables == [[[9, 0]], [[10, 0]], [[3, 0]]]
+    assert scene.stream.layers[0].enter(step) is step, "between steps with thin blocks nothing is changed"
 
 
 def test_what_is_loaded_is_what_has_tokens_and_what_is_stored_what_gets_some() -> None:

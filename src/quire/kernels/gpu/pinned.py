@@ -55,8 +55,8 @@ class PinnedPool:
             error = self._register(piece.ctypes.data, piece.nbytes)
             if error:
                 logger.warning(
-                    "the host's pool could not be pinned (CUDA error %d, after %d of %d pieces): swapping is slower; "
-                    "`ulimit -l` and --swap-space say how much there may be",
+                    "the host's pool could not be pinned (CUDA error %d, after %d of %d pieces): copies to and from it "
+                    "are slower; `ulimit -l` and --swap-space say how much there may be",
                     error, len(self._pinned), len(self._pieces),
                 )  # fmt: skip
                 return
