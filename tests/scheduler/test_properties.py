@@ -226,7 +226,7 @@ class FlyingLoad(RandomLoad):
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=() if group < 2 else (pytest.mark.slow,)) for group in range(GROUPS)]
+    "group", [pytest.param(group, marks=() if group < 1 else (pytest.mark.slow,)) for group in range(GROUPS)]
 )
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
