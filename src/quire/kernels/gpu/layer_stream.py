@@ -122,7 +122,9 @@ class GPULayerStream:
         self._free[number % WINDOW_LAYERS] = done
         if number + WINDOW_LAYERS < len(self.layers):
             self._load(number + WINDOW_LAYERS)
-        self._next = number + 1 if number + 1 < len(self.layers) else None
+        self._next = number + 1
+        if self._next == len(self.layers):
+            self._next = self._thin = None
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
         """See `LayerStream.copy_blocks`."""
@@ -161,7 +163,7 @@ class GPULayerStream:
         if not self._loads:
             return
         half = number % WINDOW_LAYERS
-        free, copies = self._free[half], list(self._places(number, self._loads))
+        free, copies = self._free[half], self._places(number, self._loads)
         if free is not None:
             self._lanes.wait(Lane.IN, free)
         self._lanes.run(Lane.IN, lambda: _copy(copies))
