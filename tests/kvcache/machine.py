@@ -143,7 +143,7 @@ class Machine:
         self.scheduled, self.siblings, self.busy = {}, {}, set()
         often, seldom = (
             (self.begin, self.grow, self.advance),
-            (self.preempt, self.swap_out, self.swap_in, self.load, self.load, self.bring_back, self.bring_back),
+            (self.preempt, self.swap_out, self.swap_in, self.load, self.load, self.bring_back, self.send_out),
         )
         for operation in self.rng.choices(often * 2 + seldom, k=self.rng.randint(1, 8)):
             self.do(operation)
@@ -251,15 +251,38 @@ class Machine:
         pool = self.kv.pool
         chosen = [s.sequence_id for s in self.rng.sample(able, k=self.rng.randint(1, len(able)))]
         most, reserved = self.rng.randint(0, 5), self.rng.choice((0, 0, 1))
-        held = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
+        blocks = {block.block_id: block for name in chosen for block in self.kv._tables[name][0]}
+        held, able_to = set(blocks), [b for b in blocks.values() if b.block_id >= pool.first_thin]
+        num_able = sum(block.step < self.kv._step for block in able_to)  # others came in this step
         num_whole = pool.num_free - pool.num_free_thin
         left, moved = self.kv.thin.bring_back(chosen, most, reserved)
         now = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
-        assert moved == min(most, max(num_whole - reserved, 0), sum(name >= pool.first_thin for name in held))
+        assert moved == min(most, max(num_whole - reserved, 0), num_able)
         assert left == sum(name >= pool.first_thin for name in now)
         assert len(now) == len(held), "what was shared is not"
         assert pool.num_free - pool.num_free_thin == num_whole - moved
         self.counts["moved"] = self.counts.get("moved", 0) + moved
+        return True
+
+    def send_out(self) -> bool:
+        """Thin blocks take the place of whole ones of a sequence that nobody else holds."""
+        pool, able = self.kv.pool, self.idle()
+        if not self.kv.thin.in_use or not able:
+            return False
+        name = self.rng.choice(able).sequence_id
+        able_to = [
+            index
+            for index, block in enumerate(self.kv._tables[name][0])
+            if block.block_id < pool.first_thin and block.ref_count == 1 and block.step < self.kv._step
+        ]
+        before, num_thin, most = self.kv.block_ids(name)[0], pool.num_free_thin, self.rng.randint(0, 5)
+        count = self.kv.thin.send_out([name], most)
+        after = self.kv.block_ids(name)[0]
+        changed = [index for index, block in enumerate(before) if block != after[index]]
+        assert changed == able_to[len(able_to) - count :], "the last ones go first"
+        assert count == min(most, num_thin, len(able_to)) == num_thin - pool.num_free_thin
+        assert all(after[index] >= pool.first_thin for index in changed)
+        self.counts["sent"] = self.counts.get("sent", 0) + count
         return True
 
     def fork_samples(self, parent: Live, end: int) -> None:

@@ -18,13 +18,14 @@ OPERATIONS = {
     "swap_in",
     "load",
     "bring_back",
+    "send_out",
     "append",
     "end",
     "fork",
     "arrive",
     "reset",
 }
-OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged", "moved"}
+OUTCOMES = {"hit", "partial", "restored", "sample", "forget", "loaded", "damaged", "moved", "sent"}
 
 
 def run(seeds: range) -> None:

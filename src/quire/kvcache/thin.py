@@ -60,7 +60,8 @@ class ThinTables:
         """Let whole blocks take the place of thin ones of some sequences, the first in their tables first.
 
         What they share goes on being shared among them. At most `most` blocks are copied, and `num_reserved` whole
-        ones remain free. Returns how many thin blocks are left, and how many were copied.
+        ones remain free. What was copied in this step is not copied again. Returns how many thin blocks are left, and
+        how many were copied.
         """
         places = [self._places(sequence_id) for sequence_id in sequence_ids]
         room = min(most, self._pool.num_free - self._pool.num_free_thin - num_reserved)
@@ -76,7 +77,7 @@ class ThinTables:
                 whole = copies.get(thin.block_id)
                 if whole is not None:
                     self._pool.touch((whole,))
-                elif len(copies) < room:
+                elif len(copies) < room and thin.step < self.step:
                     whole = copies[thin.block_id] = self._copy(thin)
                 else:
                     remaining.append(index)
@@ -87,6 +88,31 @@ class ThinTables:
                 self.replaced.setdefault(sequence_id, []).append((0, index, whole.block_id))
             self._known[sequence_id] = len(table), remaining
         return len(left), len(copies)
+
+    def send_out(self, sequence_ids: Sequence[str], most: int) -> int:
+        """Let thin blocks take the place of whole ones of some sequences, of nobody else's and the last ones first.
+
+        At most `most`, and as many as are free; returns how many whole blocks that has set free.
+        """
+        room = min(most, self._pool.num_free_thin)
+        count = 0
+        for sequence_id in sequence_ids:
+            places = self._places(sequence_id)
+            (table,) = self._tables.get(sequence_id) or [[]]
+            if len(places) == len(table):
+                continue
+            first_thin = self._pool.first_thin
+            for index in range(len(table) - 1, -1, -1):
+                whole = table[index]
+                if count == room:
+                    break
+                if whole.ref_count == 1 and whole.block_id < first_thin and whole.step < self.step:
+                    table[index] = self._copy(whole)
+                    self._pool.free((whole,))
+                    self.replaced.setdefault(sequence_id, []).append((0, index, table[index].block_id))
+                    count += 1
+            self.forget(sequence_id)
+        return count
 
     def check_integrity(self) -> None:
         """Raise `QuireError` if anything is noted of who holds no blocks, or a thin block is not known to be one."""
@@ -111,15 +137,14 @@ class ThinTables:
             self._known[sequence_id] = len(table), places
         return places
 
-    def _copy(self, thin: Block) -> Block:
-        """Return a whole block with the content of a thin one, which is found in its place from now on."""
-        (whole,) = self._pool.get_new_blocks(1)
-        self._movements.copy(thin, whole)
-        name, parent, token_ids, step = thin.block_hash, thin.parent_hash, thin.token_ids, thin.step
-        assert step < self.step, "a copy of what is not computed yet"
+    def _copy(self, block: Block) -> Block:
+        """Return a block of the other kind with the content of `block`, which is found in its place from now on."""
+        (other,) = self._pool.get_new_blocks(1, sparing=block.block_id < self._pool.first_thin)
+        self._movements.copy(block, other)
+        name, parent, token_ids, step = block.block_hash, block.parent_hash, block.token_ids, block.step
         if name is not None:
-            self._pool.unregister(thin)
-            self._pool.register(whole, name, parent, token_ids, self.step)
-            if thin.ref_count > 1:
-                self._pool.register(thin, name, parent, token_ids, step)
-        return whole
+            self._pool.unregister(block)
+            self._pool.register(other, name, parent, token_ids, self.step)
+            if block.ref_count > 1:
+                self._pool.register(block, name, parent, token_ids, step)
+        return other

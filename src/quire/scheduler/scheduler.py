@@ -169,8 +169,9 @@ class Scheduler(BaseScheduler):
 
         Prompts may: while they are computed there is time to bring what is on the host. Decodes would keep all others
         waiting for it in every step. So they get whole blocks in place of thin ones as these become free, in order and
-        some in each step, and wait until no more are left than all others can do with beside those. Only the first in a
-        step never waits: where nobody goes before it, nobody may ever give it the blocks.
+        some in each step, and wait until no more are left than all others can do with beside those. A few they take
+        from the last in line, who get thin ones. Only the first in a step never waits: where nobody goes before it,
+        nobody may ever give it the blocks.
         """
         if any(sequence.num_left > 1 or not self.kv.holds_blocks(sequence) for sequence in request.sequences):
             return True
@@ -179,11 +180,24 @@ class Scheduler(BaseScheduler):
         most = self.kv.pool.num_blocks if is_first else room
         names = [sequence.sequence_id for sequence in request.sequences]
         left, moved = self.kv.thin.bring_back(names, most, self.watermark_blocks)
+        if 0 < left <= room - moved:
+            taken = self._take_from_the_last(request, left)
+            left, more = self.kv.thin.bring_back(names, taken, 0)
+            moved += more
         plan.num_streamed += moved
         if not is_first and left > room - moved:
             return False
         plan.num_streamed += left
         return True
+
+    def _take_from_the_last(self, request: Request, count: int) -> int:
+        """Free up to `count` whole blocks of requests behind `request`, which have thin ones then; return how many."""
+        taken = 0
+        for victim in reversed(self._running):
+            if victim is request or taken == count:
+                break
+            taken += self.kv.thin.send_out([sequence.sequence_id for sequence in victim.sequences], count - taken)
+        return taken
 
     def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
         """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted."""
