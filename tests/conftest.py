@@ -4,9 +4,10 @@ Triton's kernels run in its interpreter where there is no GPU. And one server fo
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -16,6 +17,18 @@ from tests.helpers.server import Server, serve
 
 if not find_gpus():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is imported and collected, which stays to the end, from being searched for garbage again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
