@@ -83,7 +83,7 @@ def start() -> Iterator[Callable[..., Process]]:
             pipe.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., Process], number: int) -> None:
     server = start()
     assert server.url.startswith("http://127.0.0.1:")
