@@ -376,7 +376,7 @@ class LinearOps(ArrayOps):
         tiles = -(-tokens // choice["BM"]) * -(-outputs // choice["BN"])
         gemm_kernel[(tiles, heads)](
             x, weight, weight, weight, weight, weight, weight, weight, out, tokens, outputs, inputs,
-            heads * inputs, weight.stride(1), 0, heads * outputs, inputs, weight.stride(0), outputs,
+            heads * x.stride(0), weight.stride(1), 0, heads * outputs, x.stride(0), weight.stride(0), outputs,
             KIND=0, G=0, HAS_ZEROS=False, HAS_BIAS=False, X_SCALED=False, X_CODES=False, ROW_SCALED=False, DIRECT=True,
             NATIVE=self._native, EVEN=inputs % choice["BK"] == 0, ACT=TL_TYPES[self.act], **choice,
         )  # fmt: skip
