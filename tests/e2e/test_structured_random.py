@@ -266,8 +266,8 @@ def check_random(server: Server, seed: int) -> bool:
 
 
 def test_random_requests(server: Server) -> None:
-    served = sum(check_random(server, seed) for seed in range(40))
-    assert served >= 20
+    served = sum(check_random(server, seed) for seed in range(20))
+    assert served >= 10
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_pressure_on_memory_changes_nothing() -> None:
     draw = random.Random(3)
     forms = [{"json": SCHEMAS[0]}, {"regex": "([a-z]{1,8} ){10,30}"}, {"grammar": "start: w{20,40}\nw: /[a-z]{1,5},/"}]
     prompts, params = [], []
-    for index in range(16):
+    for index in range(10):
         hot = index % 2 == 1
         prompts.append(f"prompt {index} " * draw.randint(1, 8))
         options = {"temperature": 1.0, "n": draw.choice([1, 2, 3])} if hot else {"temperature": 0.0}

@@ -94,7 +94,9 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [name if name == "lang_json_agent" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
+)
 def test_examples_run(example: str) -> None:
     assert EXAMPLES[example] in run(str(ROOT / "examples" / f"{example}.py"))
 

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.server import Server, serve
 from tests.server.streams import add_up, stream_events
 
-MAX_TOKENS = 200
+MAX_TOKENS = 100
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["hall", "cellar"]}, "lit": {"type": "boolean"}},
