@@ -14,6 +14,9 @@ from tests.parity.cases.every import EVERY
 from tests.parity.harness import check_logits, tokens
 
 QUICK = ("qwen3-tied-bias",)
+# Exponentials are approximations on a GPU. Some rows of random weights magnify any rounding: of gemma3-stretched-capped
+# one is off by 0.8e-5 in the reference as well.
+TOLERANCE = 3e-5
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -33,7 +36,7 @@ def texts(folder: Any, device: str, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", parameters(QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, checkpoint: Any) -> None:
-    check_logits(checkpoint(case), "cuda")
+    check_logits(checkpoint(case), "cuda", TOLERANCE)
 
 
 @pytest.mark.slow
