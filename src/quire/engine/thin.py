@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.layer_stream import WINDOW_LAYERS
 from quire.step import KVCacheSpec
 
-WINDOW = 2  # layers that have room on the device for what passes through: one is used while the next one comes
 OPTION = "kv_resident_layers"
 
 
@@ -36,7 +36,7 @@ class LayerSplit:
     @property
     def thin_bytes(self) -> int:
         """What a thin block takes on the device, its places in the window included."""
-        return (self.num_resident + WINDOW) * self.layer_bytes
+        return (self.num_resident + WINDOW_LAYERS) * self.layer_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -87,7 +87,7 @@ def split_of(config: EngineConfig, spec: KVCacheSpec) -> LayerSplit | None:
     shapes = {(layer.num_kv_heads, layer.head_size, layer.dtype, layer.latent) for layer in spec.layers}
     if len(groups) != 1 or len(shapes) != 1 or groups[0].sliding_window is not None:
         raise _refused(resident, "the attention layers of this model must be all alike and without sliding windows")
-    most = len(spec.layers) - WINDOW - 1
+    most = len(spec.layers) - WINDOW_LAYERS - 1
     if resident > most:
         allowed = f"1 to {most} are possible" if most > 0 else "these are too few for any"
         raise _refused(resident, f"this model has {len(spec.layers)} attention layers, so that {allowed}")
