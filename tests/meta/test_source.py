@@ -1,4 +1,4 @@
-"""Rules of the source code that no linter checks: sizes, docstrings, annotations, what may not appear."""
+"""Rules of the source code that no linter checks: docstrings, annotations, what may not appear."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 from tests.meta.source import PACKAGE, functions, modules, public_definitions, top_level_imports
 
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 60
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 # What reads pickles, or code, by another name. Of these, only training reads its own files, and without objects.
@@ -45,19 +43,6 @@ def offences(rule: Callable[[str, ast.Module], Iterator[str]], skip: tuple[str, 
 
 def test_the_package_is_found():
     assert len(modules()) > 40
-
-
-def test_files_and_functions_are_short():
-    def rule(name: str, tree: ast.Module) -> Iterator[str]:
-        lines = (PACKAGE / name).read_text("utf-8").count("\n")
-        if lines > MAX_FILE_LINES:
-            yield f"{lines} lines"
-        for function in functions(tree):
-            length = (function.end_lineno or function.lineno) - function.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{function.name} has {length} lines"
-
-    assert offences(rule) == []
 
 
 def test_modules_and_public_definitions_say_what_they_are_for():
