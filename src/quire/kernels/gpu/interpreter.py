@@ -46,7 +46,9 @@ def repair_interpreter() -> None:
         if a.dtype.is_int():
             wide = [x.astype(np.int32) for x in wide]
         else:
-            wide = [x.view(np.float32) for x in wide]
+            # A BLAS may add a row's products in another order where the row stands elsewhere in the tile, which no GPU
+            # does. In float64 that is lost in the rounding to the accumulator's type.
+            wide = [x.view(np.float32).astype(np.float64) for x in wide]
         return interpreter.TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter._patch_lang_tensor = patch
