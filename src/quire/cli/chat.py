@@ -15,10 +15,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import (
-    MODEL_HELP,
     OFFLINE_GROUPS,
     LogOptions,
     engine_config,
@@ -80,16 +79,14 @@ FLAGS = [
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "chat",
-        usage="quire chat [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="chat [OPTIONS] [MODEL]",
         help="talk to a model",
         description="Talk to a model. With input from a pipe, each line is a turn and only the replies are written.",
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     options: ChatOptions = options_from(ChatOptions, values)
     sampling = {"max_tokens": None, **sampling_values(values)}
     SamplingParams(**sampling)  # contradictions come to light before a model is loaded
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     if options.url is None:
         if options.api_key is not None:
             raise ConfigError("api_key is of use only together with url", param="api_key")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import logs
 from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
 from quire.cli.model import LogOptions, engine_config, options_from
 from quire.config import DeviceConfig, EngineConfig, ModelConfig
 from quire.errors import ConfigError, ModelError
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(ConvertOptions, values)
     out = Path(args.out).expanduser()
     config = engine_config({**values, "model": args.model_argument})
-    setup_logging(values.get("log_level", "warning"))
+    logs.setup(values.get("log_level", "warning"))
     _check_out(out, force=options.force)
     from quire.engine.settle import load_info, settle
 

@@ -144,6 +144,38 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], short: Map
             )
 
 
+MODEL_HELP = "model folder, Hugging Face id, or quire-demo (default); the same as --model"
+
+
+def add_command(
+    subparsers: Any,
+    name: str,
+    flags: Sequence[Flag],
+    *,
+    usage: str,
+    help: str,
+    description: str,
+    short: Mapping[str, str] | None = None,
+    model: bool = True,
+    config_file: bool = True,
+) -> argparse.ArgumentParser:
+    """Register a command with its flags, and with the arguments that commands share.
+
+    Args:
+        usage: what follows "quire NAME ". short: see `add_flags`.
+        model: whether it takes an optional MODEL. config_file: whether it takes `--config FILE`.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, usage=f"quire {usage}", help=help, description=description
+    )
+    if model:
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    if config_file:
+        parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
+    add_flags(parser, flags, short)
+    return parser
+
+
 def _converter(flag: Flag) -> Callable[[str], Any]:
     """Return the function that turns the text after a flag into a checked value, with argparse's kind of error."""
 

@@ -15,10 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import (
-    MODEL_HELP,
     OFFLINE_GROUPS,
     LogOptions,
     engine_config,
@@ -95,17 +94,16 @@ FLAGS = [
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "generate",
-        usage="quire generate [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="generate [OPTIONS] [MODEL]",
         help="complete prompts",
         description='Complete prompts. A line of input is a prompt, or JSON with "prompt", "messages" or '
         '"prompt_token_ids" (and, if wanted, "id" and "sampling_params").',
+        short={"prompt": "-p", "input": "-i", "output": "-o"},
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS, short={"prompt": "-p", "input": "-i", "output": "-o"})
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     beams: BeamOptions = options_from(BeamOptions, values)
     asker = Asker(sampling, beams if beams.use_beam_search else None)
     asker.params({})  # contradictions come to light before a model is loaded
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     if options.prompt is not None and options.input is not None:
         raise ConfigError("prompt contradicts input; give one of them", param="prompt")
     if options.prompt is not None and options.output is None and not _needs_lines(sampling):

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
 
-MODEL_HELP = "model folder, Hugging Face id, or quire-demo (default); the same as --model"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:

@@ -11,9 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
-from quire.cli.model import MODEL_HELP
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
 from quire.options import check_option, option, option_fields
@@ -47,17 +46,15 @@ DOES_NOT_FIT = 1
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "plan",
-        usage="quire plan [OPTIONS] [MODEL]",
+        [*PLAN_FLAGS, *FLAGS],
+        usage="plan [OPTIONS] [MODEL]",
         help="say what a model would take of memory and what would fit",
         description="Say what a model would take of this machine's memory, and how many tokens and requests would fit "
         "beside it, without loading it. Takes the options of quire serve. Exit code 1 if they do not fit.",
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, [*PLAN_FLAGS, *FLAGS])
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     options = PlanOptions(
         **{name: check_option(item, getattr(args, name)) for name, item in defaults.items() if hasattr(args, name)}
     )
-    setup_logging("error")
+    logs.setup("error")
     from quire.engine.plan import make_plan  # heavy: only once the options are known to be good
     from quire.engine.settle import load_info
 

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
-from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, LogOptions, engine_config, open_async_llm, options_from
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_async_llm, options_from
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.options import option
@@ -49,18 +49,17 @@ FLAGS = [*flags_of((BatchOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "run-batch",
-        usage="quire run-batch -i FILE -o FILE [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="run-batch -i FILE -o FILE [OPTIONS] [MODEL]",
         help="answer a file of requests",
         description="Answer a file of requests in OpenAI's batch format, without opening a port. A line of input has "
         '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, '
         '/v1/score, /v1/rerank) and "body"; a line of output has "custom_id" and "response" or "error".',
+        short={"input": "-i", "output": "-o"},
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS, short={"input": "-i", "output": "-o"})
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     values = given_values(args, FLAGS)
     options: BatchOptions = options_from(BatchOptions, values)
     config, concurrency = _settled(engine_config(values), options)
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     if options.input is None or options.output is None:
         name = "input" if options.input is None else "output"
         raise ConfigError(f"{name}: give a file with -{name[0]}, or - for standard {name}", param=name)

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
-from quire.cli.model import MODEL_HELP
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model_file import check_room, read_entries
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
@@ -29,16 +28,14 @@ FLAGS = flags_of(SERVER_GROUPS)
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "serve",
-        usage="quire serve [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="serve [OPTIONS] [MODEL]",
         help="serve a model over HTTP",
         description="Serve a model over HTTP, with the OpenAI API. Without MODEL it serves the built-in one.",
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values)
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
-    setup_logging(config.server.log_level, config.server.log_format)
+    logs.setup(config.server.log_level, config.server.log_format)
     first = start_engine(config) if entries is None and config.server.engine == "process" else None
     try:
         from quire.server.run import run_server  # heavy: only once the options are known to be good

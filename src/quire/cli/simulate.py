@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
-from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, LogOptions, engine_config, options_from
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, options_from
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.options import option
@@ -67,16 +67,14 @@ FLAGS = [*flags_of((SimulateOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "simulate",
-        usage="quire simulate [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="simulate [OPTIONS] [MODEL]",
         help="replay a trace against the scheduler in virtual time",
         description="Replay a trace against the scheduler and the block manager in virtual time.",
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     options: SimulateOptions = options_from(SimulateOptions, values)
     config = engine_config(values)
     _check(options)
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     return _calibrate(options, config) if options.calibrate else _simulate(options, config)
 
 

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
-from quire.cli.model import MODEL_HELP, OFFLINE_GROUPS, engine_config, options_from
+from quire import logs
+from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.model import OFFLINE_GROUPS, engine_config, options_from
 from quire.options import option
 
 if TYPE_CHECKING:
@@ -68,17 +68,17 @@ AFTER_ALL = "after the last attention: feed-forward layer, norm, or head"
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "verify",
-        usage="quire verify [OPTIONS] [MODEL]",
+        FLAGS,
+        usage="verify [OPTIONS] [MODEL]",
         help="compare a model with transformers, and name the layer that differs",
         description="Compare a model's logits and greedy text with those of transformers in float32, whole and cut "
         "into pieces; where they differ, layer by layer. Our side computes in float32 unless --dtype says otherwise. "
         "Needs PyTorch and transformers, and memory for both models. Exit code 1 if they differ.",
+        config_file=False,
     )
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     values = given_values(args, FLAGS)
     options = options_from(VerifyOptions, values)
     config = engine_config({"dtype": "float32", **values})
-    setup_logging(values.get("log_level", "error"))
+    logs.setup(values.get("log_level", "error"))
     from quire.checkpoint.folder import resolve_model
     from quire.engine.settle import load_info, settle
     from quire.tokenizer.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import logs
 from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
 from quire.options import option
 from quire.sampling_params import SamplingParams
@@ -46,15 +46,15 @@ FLAGS = [*flags_of((LatencyOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the benchmark."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "latency",
-        usage="quire bench latency [OPTIONS]",
+        FLAGS,
+        usage="bench latency [OPTIONS]",
         help="time of one batch",
         description="Measure the time that one batch of requests takes in the offline engine.",
+        model=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     values = given_values(args, FLAGS)
     options: LatencyOptions = options_from(LatencyOptions, values)
     config = engine_config({"enable_prefix_caching": False, **values})
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     import numpy as np
 
     rng = np.random.default_rng(config.model.seed)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import logs
 from quire.cli.bench.report import write_json
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.errors import ConfigError
@@ -87,15 +87,15 @@ class Score:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the benchmark."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "quality",
-        usage="quire bench quality [OPTIONS]",
+        FLAGS,
+        usage="bench quality [OPTIONS]",
         help="perplexity with quantized weights and caches",
         description="Measure what each kind of rounding costs, as perplexity on held-back text.",
+        model=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in VARIANTS:
             raise ConfigError(f"variant: {name!r} is not one of {', '.join(VARIANTS)}", param="variant")
     texts = read_texts(options, config.model.model)
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     scores: dict[str, Score] = {}
     for name in names:
         scores[name] = score(variant_of(config, name), texts, options)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import logs
 from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import LogOptions, options_from
 from quire.errors import ConfigError, QuireError
 from quire.options import option
@@ -116,21 +116,21 @@ class Plan:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the benchmark."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "serve",
-        usage="quire bench serve [OPTIONS]",
+        FLAGS,
+        usage="bench serve [OPTIONS]",
         help="a running server under load",
         description="Measure a running server: requests arrive at a given rate, whether or not it keeps up.",
+        model=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if any request succeeded."""
     values = given_values(args, FLAGS)
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     plan = make_plan(values)
     result, answers = asyncio.run(measure(plan))
     show(plan, result)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import logs
 from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_flags, flags_of, given_values
-from quire.cli.log import setup_logging
+from quire.cli.flags import add_command, flags_of, given_values
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
 from quire.options import option
 from quire.sampling_params import SamplingParams
@@ -50,15 +50,15 @@ FLAGS = [*flags_of((ThroughputOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the benchmark."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    return add_command(
+        subparsers,
         "throughput",
-        usage="quire bench throughput [OPTIONS]",
+        FLAGS,
+        usage="bench throughput [OPTIONS]",
         help="tokens per second of many requests",
         description="Measure the offline engine with all requests there from the start.",
+        model=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, FLAGS)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     values = given_values(args, FLAGS)
     options: ThroughputOptions = options_from(ThroughputOptions, values)
     config = engine_config(values)
-    setup_logging(options_from(LogOptions, values).log_level)
+    logs.setup(options_from(LogOptions, values).log_level)
     import numpy as np
 
     with open_llm(config) as llm:
