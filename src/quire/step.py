@@ -120,7 +120,7 @@ class TransferKind(IntEnum):
 
 
 class BlockSave(msgspec.Struct, array_like=True):
-    """Write device block `block_id` to record `slot` of the disk store, under `header` (`kvcache/disk_index.py`)."""
+    """Write device block `block_id` to record `slot` of the disk store, under `header` (`kvcache/tiers.py`)."""
 
     block_id: int
     slot: int

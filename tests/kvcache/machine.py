@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass, field
 
 from quire.kvcache.block_hash import BlockHasher
-from quire.kvcache.disk_index import RecordHeader
+from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.prefix_hit import NO_BLOCK
+from quire.kvcache.tiers import RecordHeader
 from quire.step import TransferKind
 
 CHECK_EVERY = 3
@@ -221,7 +221,7 @@ class Machine:
         for group, table in enumerate(kv._tables[sequence.sequence_id]):
             assert len(table) == -(-(start + num_new) // size)
             for index, block in enumerate(table):
-                if block is not NO_BLOCK:
+                if block is not NULL_BLOCK:
                     assert block.block_id == expected[group][index], "the worker was not told of a change"
             for block in table[start // size :]:
                 assert block.ref_count == 1, "a block about to be written is shared"
@@ -241,7 +241,7 @@ class Machine:
         for group, table in enumerate(self.kv._tables[sequence.sequence_id]):
             assert len(table) == len(new[group])
             for block, told in zip(table, new[group], strict=True):
-                assert block is NO_BLOCK or block.block_id == told, "the worker was not told of a change"
+                assert block is NULL_BLOCK or block.block_id == told, "the worker was not told of a change"
 
     def bring_back(self) -> bool:
         """Whole blocks take the place of thin ones, of several sequences at a time, computed in this step or not."""
@@ -421,7 +421,7 @@ class Machine:
             window = self.kv.windows[group]
             first = 0 if window is None else max(sequence.num_computed_tokens - window + 1, 0)
             for index in range(first // self.size, -(-end // self.size)):
-                assert table[index] is not NO_BLOCK, "a block that is still seen was given back"
+                assert table[index] is not NULL_BLOCK, "a block that is still seen was given back"
                 content = self.device[table[index].block_id]
                 wanted = prefixes[index * self.size : min((index + 1) * self.size, end)]
                 assert content.group == group
@@ -506,7 +506,7 @@ class Machine:
         kv.check_integrity()
         assert kv._tables.keys() == {s.sequence_id for s in self.running}
         assert kv._swapped.keys() == {s.sequence_id for group in self.swapped for s in group}
-        held = {b for tables in kv._tables.values() for table in tables for b in table if b is not NO_BLOCK}
+        held = {b for tables in kv._tables.values() for table in tables for b in table if b is not NULL_BLOCK}
         assert len(held) + kv.num_loading + kv.pool.num_free == kv.pool.num_blocks
         if everything:
             self.check_writable()

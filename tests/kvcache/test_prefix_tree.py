@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from quire.kvcache.block import Block
-from quire.kvcache.prefix_tree import MOST_CHILDREN, PrefixTree, common_length, draw, prefix_nodes
+from quire.kvcache.block_pool import Block
+from quire.kvcache.prefix_cache import MOST_CHILDREN, PrefixTree, common_length
+from quire.kvcache.view import draw, prefix_nodes
 from tests.kvcache.model import Sequence, fork, grow, manager, start
 
 

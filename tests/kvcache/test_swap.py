@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcache.prefix_hit import NO_BLOCK
+from quire.kvcache.block_pool import NULL_BLOCK
 from tests.kvcache.model import IN, OUT, Sequence, cached, fill, fork, grow, manager, snapshot, start, table, transfers
 
 
@@ -164,4 +164,4 @@ def test_windows_and_groups_are_swapped_with_their_holes():
     kv.swap_in([a])
     kv.check_integrity()
     assert kv.num_held([a]) == held
-    assert [block is NO_BLOCK for block in kv._tables["a"][1]] == [True, True, False, False]
+    assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, False, False]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcache.block_hash import BlockHasher
-from quire.kvcache.disk_index import RecordHeader
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.prefix_hit import HostBlock
+from quire.kvcache.prefix_cache import HostBlock
+from quire.kvcache.tiers import RecordHeader
 from tests.kvcache.model import BLOCK, COPY, IN, OUT, Sequence, cached, fill, grow, manager, snapshot, start, table
 from tests.kvcache.model import transfers as moved
 

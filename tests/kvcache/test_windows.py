@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcache.prefix_hit import NO_BLOCK, first_seen, longest_hit
+from quire.kvcache.block_pool import NULL_BLOCK
+from quire.kvcache.prefix_cache import first_seen, longest_hit
 from tests.kvcache.model import Sequence, cached, fork, grow, manager, start, table, transfers
 
 
@@ -26,7 +27,7 @@ def test_blocks_behind_the_window_are_given_back_as_decoding_goes_on():
         held.append(kv.num_held([a]))
     assert held == [3, 2, 2, 2, 3, 2, 2, 2, 3, 2, 2, 2]
     assert len(table(kv, a)) == 5  # the table keeps its length
-    assert [block is NO_BLOCK for block in kv._tables["a"][0]] == [True, True, True, False, False]
+    assert [block is NULL_BLOCK for block in kv._tables["a"][0]] == [True, True, True, False, False]
     assert max(held) <= kv.num_blocks_for(20)
 
 
@@ -36,8 +37,8 @@ def test_only_windowed_groups_give_blocks_back():
     start(kv, a)
     grow(kv, a, *range(8, 17))
     assert kv.num_held([a]) == 5 + 2
-    assert [block is NO_BLOCK for block in kv._tables["a"][1]] == [True, True, True, False, False]
-    assert NO_BLOCK.ref_count == 0
+    assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, True, False, False]
+    assert NULL_BLOCK.ref_count == 0
 
 
 def test_a_long_prompt_in_chunks_never_holds_more_than_window_and_chunk():
@@ -73,7 +74,7 @@ def test_a_hit_needs_only_the_blocks_in_the_last_window():
     b = Sequence("b", list(range(17)))
     hit = kv.find_prefix(b)
     assert hit.num_tokens == 16
-    assert hit.tables[0][:3] == [NO_BLOCK] * 3  # position 16 sees 13 .. 16
+    assert hit.tables[0][:3] == [NULL_BLOCK] * 3  # position 16 sees 13 .. 16
     assert hit.tables[0][3].block_id == rest[1]
     kv.start_step()
     assert kv.allocate_slots(b, 1, hit) is not None
@@ -157,4 +158,4 @@ def test_longest_hit_against_a_plain_search():
             tables = longest_hit(windows, size, limit, find)  # type: ignore[arg-type]
             assert [len(row) for row in tables] == [expected, expected]
             for group, row in enumerate(tables):
-                assert all(found is NO_BLOCK or found is marks[group][index] for index, found in enumerate(row))
+                assert all(found is NULL_BLOCK or found is marks[group][index] for index, found in enumerate(row))

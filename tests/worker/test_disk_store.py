@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.kvcache.disk_index import RecordHeader
+from quire.kvcache.tiers import RecordHeader
 from quire.worker import disk_store
 from quire.worker.disk_store import HEAD, DiskStore, StoreGeometry
 

@@ -24,7 +24,7 @@ from quire.errors import ConfigError
 from quire.kernels.backend import QUANTIZATIONS
 from quire.kernels.gpu.probe import usable_gpu
 from quire.kernels.memory import DeviceMemory
-from quire.kvcache.growth import longest_length, most_blocks
+from quire.kvcache.manager import longest_length, most_blocks
 from quire.step import KVCacheSpec
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ import hashlib
 import secrets
 from array import array
 
-from quire.kvcache.cached_sequence import CacheSalt
-
 DIGEST_BYTES = 16
+
+# What a request says, or (name of its LoRA adapter, what the request says).
+CacheSalt = str | tuple[str, str | None] | None
 
 
 class BlockHasher:

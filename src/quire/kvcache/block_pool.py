@@ -1,7 +1,7 @@
-"""`BlockPool`: which blocks are free, which are in use and by how many, and which content can be found again.
+"""`BlockPool`: which blocks are free, which are in use and by how many block tables, and which can be found by hash.
 
-A pool of ids and counts: it moves no data, and knows neither sequences nor tokens (see `manager`). A free block keeps
-its content until it is handed out again, so the free queue *is* the prefix cache, in least-recently-used order.
+Bookkeeping only: the worker owns the memory. A free block keeps its content and its hash until it is allocated again,
+so the free queue *is* the prefix cache, in LRU order. Sequences and tokens are the concern of `manager`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,128 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from quire.errors import QuireError
-from quire.kvcache.block import Block
-from quire.kvcache.free_queue import FreeQueue
+
+
+class Block:
+    """One block: `block_size` slots of KV memory in each layer of a group, known by its id.
+
+    Attributes:
+        block_id: index into the worker's KV storage (or into the host's pool, see `tiers`).
+        ref_count: sequences whose block table holds it; 0 means it stands in the free queue.
+        block_hash: name of the token prefix that the content stands for, once it may be shared; None otherwise. A free
+            block keeps its name, and so can be hit, until it is handed out again.
+        parent_hash, token_ids: of a named block: the name of the prefix before it, and its own tokens. A block whose
+            tokens are fewer than its slots is a *tail*, the last one of a sequence that has left.
+        step: in which step the content was or will be computed.
+        prev_free, next_free: neighbours in the free queue; None while the block is in use.
+    """
+
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "next_free",
+        "parent_hash",
+        "prev_free",
+        "ref_count",
+        "step",
+        "token_ids",
+    )
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.parent_hash: bytes = b""
+        self.token_ids: list[int] = []
+        self.step = -1
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        digest = self.block_hash.hex()[:8] if self.block_hash else None
+        return f"Block(id={self.block_id}, refs={self.ref_count}, hash={digest})"
+
+
+NULL_BLOCK = Block(0)
+"""Stands in a block table where a window has moved on: the worker never reads there, so any valid id will do."""
+
+
+class FreeBlockQueue:
+    """An intrusive doubly linked list of free blocks. A block may stand in one queue at most."""
+
+    __slots__ = ("_head", "_length", "_tail")
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        # Two sentinels spare every operation the cases of an empty queue and of its ends.
+        self._head = Block(-1)
+        self._tail = Block(-1)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks in the order in which `popleft` would return them."""
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+    def popleft(self) -> Block:
+        """Remove and return the block at the front; raise `QuireError` when the queue is empty."""
+        block = self._head.next_free
+        if block is None or block is self._tail:
+            raise QuireError("the free queue is empty: a caller took a block without checking that one is free")
+        self.remove(block)
+        return block
+
+    def append(self, block: Block) -> None:
+        """Add `block` at the back, to be reused last."""
+        assert self._tail.prev_free is not None
+        self._insert(self._tail.prev_free, block, self._tail)
+
+    def prepend(self, block: Block) -> None:
+        """Add `block` at the front, to be reused first."""
+        assert self._head.next_free is not None
+        self._insert(self._head, block, self._head.next_free)
+
+    def remove(self, block: Block) -> None:
+        """Take `block` out, wherever it stands; raise `QuireError` if it stands in no queue."""
+        before, after = block.prev_free, block.next_free
+        if before is None or after is None:
+            raise QuireError(f"{block!r} is not in the free queue")
+        before.next_free = after
+        after.prev_free = before
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def check_integrity(self) -> None:
+        """Walk the list; raise `QuireError` if a link or the length is wrong."""
+        count = 0
+        before = self._head
+        while before is not self._tail:
+            after = before.next_free
+            if after is None or after.prev_free is not before:
+                raise QuireError(f"free queue: broken link after {before!r}")
+            count += after is not self._tail
+            if count > self._length:
+                raise QuireError(f"free queue: more than the {self._length} blocks it counts")
+            before = after
+        if count != self._length:
+            raise QuireError(f"free queue: {count} blocks linked, {self._length} counted")
+
+    def _insert(self, before: Block, block: Block, after: Block) -> None:
+        if block.prev_free is not None:
+            raise QuireError(f"{block!r} is already in the free queue")
+        before.next_free = block
+        block.prev_free = before
+        block.next_free = after
+        after.prev_free = block
+        self._length += 1
 
 
 class BlockPool:
@@ -49,8 +169,8 @@ class BlockPool:
         self.num_reused = 0
         self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
         self.first_thin = num_blocks - num_thin_blocks
-        self._free = FreeQueue(self.blocks[: self.first_thin])
-        self._free_thin = FreeQueue(self.blocks[self.first_thin :])
+        self._free = FreeBlockQueue(self.blocks[: self.first_thin])
+        self._free_thin = FreeBlockQueue(self.blocks[self.first_thin :])
         self._cached: dict[bytes, Block] = {}
         self._duplicates: dict[bytes, dict[int, Block]] = {}
 
@@ -129,7 +249,7 @@ class BlockPool:
                 else:
                     self._queue_of(block).append(block)
 
-    def _queue_of(self, block: Block) -> FreeQueue:
+    def _queue_of(self, block: Block) -> FreeBlockQueue:
         return self._free if block.block_id < self.first_thin else self._free_thin
 
     def lookup(self, block_hash: bytes) -> Block | None:

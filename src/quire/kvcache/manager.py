@@ -12,19 +12,16 @@ runs, are only taken of what earlier steps computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Protocol
 
 from quire.errors import ConfigError, QuireError
-from quire.kvcache.block import Block
-from quire.kvcache.block_hash import BlockHasher
-from quire.kvcache.block_pool import BlockPool
-from quire.kvcache.cached_sequence import CachedSequence
-from quire.kvcache.growth import longest_length, most_blocks, num_blocks_to_advance
-from quire.kvcache.loading import Loading
-from quire.kvcache.prefix_hit import NO_BLOCK, DiskRecord, Found, HostBlock, PrefixHit, first_seen, longest_hit
-from quire.kvcache.prefix_tree import PrefixTree
+from quire.kvcache.block_hash import BlockHasher, CacheSalt
+from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
+from quire.kvcache.prefix_cache import DiskRecord, Found, HostBlock, PrefixHit, PrefixTree, first_seen, longest_hit
 from quire.kvcache.thin import ThinTables
-from quire.kvcache.tiers import DiskTier, HostTier, Movements
+from quire.kvcache.tiers import DiskTier, HostTier, Loading, Movements
 from quire.step import UNKNOWN_TOKEN
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
@@ -33,6 +30,29 @@ MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more th
 # block id) that were replaced.
 Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
 UNCHANGED: Allocation = ([], [])
+
+
+class CachedSequence(Protocol):
+    """The manager reads all of this. It writes `block_hashes` and nothing else.
+
+    Attributes:
+        token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block tables.
+        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block tables.
+        reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
+    """
+
+    sequence_id: str
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_hashes: list[bytes]
+
+    @property
+    def cache_salt(self) -> CacheSalt:
+        """Blocks are shared only among sequences with the same one."""
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand in for computing the sequence's first tokens."""
 
 
 class KVCacheManager:
@@ -300,7 +320,7 @@ class KVCacheManager:
             for found in (found for table in hit.tables for found in table):
                 if isinstance(found, HostBlock):
                     self.host.pin(found.block)
-                elif isinstance(found, Block) and found is not NO_BLOCK:
+                elif isinstance(found, Block) and found is not NULL_BLOCK:
                     self.pool.touch((found,))
         appended = []
         for group, table in enumerate(tables):
@@ -354,7 +374,7 @@ class KVCacheManager:
             name = hashes[index]
             for group, table in enumerate(tables):
                 block = table[index]
-                if block.block_hash is None and block is not NO_BLOCK:
+                if block.block_hash is None and block is not NULL_BLOCK:
                     above = _of_group(parent, group) if index else parent
                     self.pool.register(block, _of_group(name, group), above, token_ids, self._step)
             parent = name
@@ -374,9 +394,9 @@ class KVCacheManager:
             first = min(first_seen(position, window, self.block_size), len(table))
             for index in range(first - 1, -1, -1):
                 block = table[index]
-                if block is NO_BLOCK:
+                if block is NULL_BLOCK:
                     break
-                table[index] = NO_BLOCK
+                table[index] = NULL_BLOCK
                 self._free((block,))
 
     def num_blocks_to_advance(self, sequences: Sequence[CachedSequence]) -> int:
@@ -391,7 +411,7 @@ class KVCacheManager:
         """Let `child` share all blocks of `parent`, the last half-full one too: whoever writes first copies."""
         tables = self._tables[parent.sequence_id]
         for table in tables:
-            self.pool.touch(block for block in table if block is not NO_BLOCK)
+            self.pool.touch(block for block in table if block is not NULL_BLOCK)
         self._tables[child.sequence_id] = [list(table) for table in tables]
         self.thin.fork(parent.sequence_id, child.sequence_id)
         if parent.sequence_id in self._unshared:
@@ -405,7 +425,7 @@ class KVCacheManager:
         places = dict(zip(blocks, self.host.swap_out(blocks.values()), strict=True))
         swapped = {
             sequence.sequence_id: [
-                [NO_BLOCK if block is NO_BLOCK else places[block.block_id] for block in table] for table in tables
+                [NULL_BLOCK if block is NULL_BLOCK else places[block.block_id] for block in table] for table in tables
             ]
             for sequence in sequences
             if (tables := self._tables.get(sequence.sequence_id)) is not None
@@ -416,7 +436,7 @@ class KVCacheManager:
         self._swapped |= swapped
         self._unshared |= unshared
         # A host block has one reference for each table that holds it, like any other; it was taken with one.
-        held = [block for tables in swapped.values() for table in tables for block in table if block is not NO_BLOCK]
+        held = [block for tables in swapped.values() for table in tables for block in table if block is not NULL_BLOCK]
         self.host.pool.touch(held)
         self.host.pool.free(places.values())
         return True
@@ -441,11 +461,11 @@ class KVCacheManager:
         for block_id, source in sources.items():
             self.host.restore(source, places[block_id])
         for sequence, rows in swapped:
-            tables = [[NO_BLOCK if block is NO_BLOCK else places[block.block_id] for block in row] for row in rows]
+            tables = [[NULL_BLOCK if block is NULL_BLOCK else places[block.block_id] for block in row] for row in rows]
             self._tables[sequence.sequence_id] = tables
             for row, table in zip(rows, tables, strict=True):
-                self.host.pool.free(block for block in row if block is not NO_BLOCK)
-                self.pool.touch(block for block in table if block is not NO_BLOCK)
+                self.host.pool.free(block for block in row if block is not NULL_BLOCK)
+                self.pool.touch(block for block in table if block is not NULL_BLOCK)
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
         self.pool.free(places.values())  # they were taken with one reference each, and have one for each table now
 
@@ -456,20 +476,20 @@ class KVCacheManager:
         """
         swapped = self._swapped.pop(sequence.sequence_id, None)
         if swapped is not None:
-            self.host.pool.free(block for table in swapped for block in reversed(table) if block is not NO_BLOCK)
+            self.host.pool.free(block for table in swapped for block in reversed(table) if block is not NULL_BLOCK)
         tables = self._tables.pop(sequence.sequence_id, None)
         if tables is None:
             self._unshared.discard(sequence.sequence_id)
             return
         if forget:
-            for block in (block for table in tables for block in table if block is not NO_BLOCK):
+            for block in (block for table in tables for block in table if block is not NULL_BLOCK):
                 self.pool.unregister(block)
         elif len(tables) == 1:
             self._name_tail(sequence, tables[0])
         self._unshared.discard(sequence.sequence_id)
         self.thin.ended(sequence.sequence_id)
         for table in tables:
-            self._free([block for block in reversed(table) if block is not NO_BLOCK])
+            self._free([block for block in reversed(table) if block is not NULL_BLOCK])
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self.pool.free(blocks)
@@ -538,7 +558,7 @@ class KVCacheManager:
 
     @property
     def tables(self) -> Mapping[str, list[list[Block]]]:
-        """Block tables by sequence id, to be read only; `NO_BLOCK` stands where a window has moved on."""
+        """Block tables by sequence id, to be read only; `NULL_BLOCK` stands where a window has moved on."""
         return self._tables
 
     @property
@@ -556,7 +576,7 @@ class KVCacheManager:
         counts = [0] * self.pool.num_blocks
         for sequence_id, tables in self._tables.items():
             for table in tables:
-                ids = [block.block_id for block in table if block is not NO_BLOCK]
+                ids = [block.block_id for block in table if block is not NULL_BLOCK]
                 if not table or len(set(ids)) != len(ids):
                     raise QuireError(f"block table of {sequence_id!r} is empty or holds a block twice")
                 for block_id in ids:
@@ -567,7 +587,7 @@ class KVCacheManager:
         self.thin.check_integrity()
         host_counts = [0] * self.host.pool.num_blocks
         for tables in self._swapped.values():
-            for block in (block for table in tables for block in table if block is not NO_BLOCK):
+            for block in (block for table in tables for block in table if block is not NULL_BLOCK):
                 host_counts[block.block_id] += 1
         self.host.pool.check_integrity(host_counts)
 
@@ -578,7 +598,7 @@ class KVCacheManager:
             for tables in tables_of_sequences
             for table in tables
             for block in table
-            if block is not NO_BLOCK
+            if block is not NULL_BLOCK
         }
 
     def _name(self, sequence: CachedSequence, index: int, group: int) -> bytes:
@@ -598,3 +618,57 @@ class KVCacheManager:
 def _of_group(name: bytes, group: int) -> bytes:
     """Return the name of a block of the given group of layers."""
     return name + bytes((group,)) if group else name
+
+
+def num_blocks_to_advance(
+    sequences: Sequence[CachedSequence],
+    tables_of: Callable[[str], list[list[Block]] | None],
+    num_groups: int,
+    block_size: int,
+) -> int:
+    """Return how many new blocks it takes to compute one more token of each sequence that has tokens left.
+
+    A sequence needs one, in each group of layers, where its last block is full, or shared: of those that share a block
+    all but one get a copy, or all if somebody else holds it as well.
+
+    Args:
+        tables_of: returns the block tables of a sequence by its id; None if it has none.
+    """
+    count = 0
+    writers: Counter[int] = Counter()
+    shared: dict[int, Block] = {}
+    for sequence in sequences:
+        index, offset = divmod(sequence.num_computed_tokens, block_size)
+        if len(sequence.token_ids) == sequence.num_computed_tokens:
+            continue
+        tables = tables_of(sequence.sequence_id)
+        for group in range(num_groups):
+            if tables is None or index >= len(tables[group]):
+                count += 1
+            elif offset:
+                block = tables[group][index]
+                writers[block.block_id] += 1
+                shared[block.block_id] = block
+    return count + sum(min(number, shared[name].ref_count - 1) for name, number in writers.items())
+
+
+def most_blocks(num_tokens: int, windows: Iterable[int | None], block_size: int, max_step_tokens: int) -> int:
+    """Return the most blocks that a sequence of `num_tokens` tokens holds at a time, in groups of these windows.
+
+    A windowed group needs what the queries of a step of `max_step_tokens` see, wherever in a block that begins.
+    """
+    step = min(num_tokens, max_step_tokens)
+    count = 0
+    for window in windows:
+        whole = -(-num_tokens // block_size)
+        count += whole if window is None else min(whole, (window + step - 2) // block_size + 2)
+    return count
+
+
+def longest_length(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest length up to `most` that `fits`; whatever is shorter than one that does fits, too."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quire.errors import QuireError
-from quire.kvcache.block import Block
-from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.block_pool import Block, BlockPool
 from quire.kvcache.tiers import Movements
 
 

@@ -10,13 +10,15 @@ What is to be moved is noted in `Movements`, in order, and leaves with the next 
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from itertools import islice
 
-from quire.kvcache.block import Block
-from quire.kvcache.block_pool import BlockPool
-from quire.kvcache.disk_index import RecordHeader
+from quire.kvcache.block_hash import DIGEST_BYTES
+from quire.kvcache.block_pool import Block, BlockPool
 from quire.step import BlockLoad, BlockSave, TransferKind
 
 AHEAD = 64  # blocks copied to the host at a time, before they are reused
@@ -125,6 +127,47 @@ class HostTier:
         return places
 
 
+_FIXED = struct.Struct("<BBI")  # length of the name, length of the parent's, number of tokens
+NAME_BYTES = DIGEST_BYTES + 1  # names of further groups of layers have one byte more
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The name of a block, that of the prefix before it, and its tokens."""
+
+    name: bytes
+    parent: bytes
+    token_ids: list[int]
+
+    @staticmethod
+    def max_bytes(block_size: int) -> int:
+        """Size of the longest header of blocks of `block_size` tokens."""
+        return _FIXED.size + 2 * NAME_BYTES + TOKEN_BYTES * block_size
+
+    def encode(self) -> bytes:
+        """Return it as bytes, at most `max_bytes`."""
+        tokens = array("I", self.token_ids)
+        assert tokens.itemsize == TOKEN_BYTES
+        return _FIXED.pack(len(self.name), len(self.parent), len(tokens)) + self.name + self.parent + tokens.tobytes()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RecordHeader | None:
+        """Return the header that `encode` made, zeros behind it ignored; None if these bytes are none."""
+        if len(data) < _FIXED.size:
+            return None
+        name_size, parent_size, count = _FIXED.unpack_from(data)
+        start = _FIXED.size
+        end = start + name_size + parent_size + TOKEN_BYTES * count
+        if not DIGEST_BYTES <= name_size <= NAME_BYTES or parent_size > NAME_BYTES or end > len(data):
+            return None
+        tokens = array("I")
+        tokens.frombytes(data[start + name_size + parent_size : end])
+        return cls(
+            data[start : start + name_size], data[start + name_size : start + name_size + parent_size], list(tokens)
+        )
+
+
 class DiskTier:
     """Records on disk by name, least recently used first.
 
@@ -203,3 +246,63 @@ class DiskTier:
             self._movements.saves.clear()
             self._movements.erase_stored = True
         return count
+
+
+@dataclass(slots=True)
+class _Load:
+    """What a block will be; no name if that was forgotten meanwhile."""
+
+    block: Block
+    name: bytes
+    parent: bytes
+    token_ids: list[int]
+
+
+class Loading:
+    """Loads from `disk` into blocks of `pool`."""
+
+    def __init__(self, pool: BlockPool, disk: DiskTier) -> None:
+        self._pool, self._disk = pool, disk
+        self._loads: dict[int, _Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def block_ids(self) -> Set[int]:
+        """The blocks that are being filled."""
+        return self._loads.keys()
+
+    def names(self) -> set[bytes]:
+        """Return what they are being filled with."""
+        return {load.name for load in self._loads.values()}
+
+    def start(self, names: Sequence[bytes], num_reserved_blocks: int) -> list[int]:
+        """Begin to read records, as many as there are blocks for beyond the reserved ones; return the block ids."""
+        started = []
+        for name in names:
+            if self._pool.num_free <= num_reserved_blocks:
+                break
+            (block,) = self._pool.get_new_blocks(1)  # whose content may go to disk, in the place of an older record
+            if self._disk.find(name) is None:
+                self._pool.free((block,))
+                continue
+            header = self._disk.header(name)
+            self._disk.load(name, block)
+            self._loads[block.block_id] = _Load(block, name, header.parent, header.token_ids)
+            started.append(block.block_id)
+        return started
+
+    def finish(self, block_id: int, sound: bool, step: int) -> None:
+        """A load has ended; what was read counts as computed in `step`. A damaged record is forgotten."""
+        load = self._loads.pop(block_id)
+        if load.name and not sound:
+            self._disk.drop(load.name)
+        elif load.name and self._pool.lookup(load.name) is None:
+            self._pool.register(load.block, load.name, load.parent, load.token_ids, step)
+        self._pool.free((load.block,))
+
+    def forget(self) -> None:
+        """Whatever comes of the loads under way, nobody may find it."""
+        for load in self._loads.values():
+            load.name = b""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from quire.errors import ConfigError, RequestError, echo
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.prefix_hit import PrefixHit
+from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.plan import Plan
 from quire.scheduler.policy import BY_ORDER, Policy, WaitingQueue

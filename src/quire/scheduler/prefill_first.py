@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.prefix_hit import PrefixHit
+from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.plan import Plan
 from quire.scheduler.request import Request, RequestStatus, Sequence

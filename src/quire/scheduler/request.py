@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
-from quire.kvcache.cached_sequence import CacheSalt
+from quire.kvcache.block_hash import CacheSalt
 from quire.lora.request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams

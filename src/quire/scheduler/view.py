@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import echo
-from quire.kvcache.block_map import map_blocks
-from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks
+from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks, map_blocks
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import Request, RequestStatus
 

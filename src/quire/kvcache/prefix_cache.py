@@ -1,10 +1,17 @@
-"""`PrefixHit`: what the caches hold of a sequence's beginning, and the search for it over several groups of layers."""
+"""Prefix lookup: what the tiers hold of the beginning of a sequence, by whole blocks and by tokens.
+
+`longest_hit` searches for whole blocks over several groups of layers. `PrefixTree` finds the block that continues a
+prefix and begins as a prompt does, so that reuse is token-granular, as in a radix tree (Zheng et al. 2024, SGLang,
+section 3), while blocks stay blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.kvcache.block import Block
+from quire.kvcache.block_pool import NULL_BLOCK, Block
+
+MOST_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
 
 class HostBlock:
@@ -27,9 +34,6 @@ class DiskRecord:
 
 Found = Block | HostBlock | DiskRecord
 
-NO_BLOCK = Block(0)
-"""Stands in a block table where a window has moved on: the worker never reads there, so any valid id will do."""
-
 
 class PrefixHit:
     """The longest cached beginning of a sequence.
@@ -37,7 +41,7 @@ class PrefixHit:
     Takes no references: use it for allocating before anything else is allocated.
 
     Attributes:
-        tables: for each group of layers the blocks from the first on; `NO_BLOCK` where the group's window is past.
+        tables: for each group of layers the blocks from the first on; `NULL_BLOCK` where the group's window is past.
         num_tokens: tokens that need not be computed, those of `partial` included.
         partial, num_partial: a block whose first tokens are those after the whole blocks, and how many; to be copied.
         loads: names on disk that would make the hit longer.
@@ -65,7 +69,7 @@ class PrefixHit:
         for table in self.tables:
             for found in table:
                 if isinstance(found, Block):
-                    num_woken += found.ref_count == 0 and found is not NO_BLOCK
+                    num_woken += found.ref_count == 0 and found is not NULL_BLOCK
                 else:
                     num_restored += 1
         return num_woken, num_restored
@@ -119,7 +123,7 @@ def longest_hit(
     tables: list[list[Found]] = []
     for group, window in enumerate(windows):
         first = 0 if window is None else first_seen(limit * block_size, window, block_size)
-        row: list[Found] = [NO_BLOCK] * min(first, limit)
+        row: list[Found] = [NULL_BLOCK] * min(first, limit)
         for found in columns[group][first:limit]:
             assert found is not None
             row.append(found)
@@ -130,3 +134,55 @@ def longest_hit(
 def first_seen(position: int, window: int, block_size: int) -> int:
     """Return the index of the first block that a query at `position` sees through `window`."""
     return max(position - window + 1, 0) // block_size
+
+
+class PrefixTree:
+    """Named blocks below their prefixes."""
+
+    __slots__ = ("_children",)
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[bytes, int], dict[int, Block]] = {}
+
+    def add(self, block: Block) -> None:
+        """Take in a block that was just named."""
+        if block.token_ids:
+            self._children.setdefault((block.parent_hash, block.token_ids[0]), {})[block.block_id] = block
+
+    def remove(self, block: Block) -> None:
+        """Forget a block that is about to lose its name."""
+        if block.token_ids:
+            key = (block.parent_hash, block.token_ids[0])
+            siblings = self._children[key]
+            del siblings[block.block_id]
+            if not siblings:
+                del self._children[key]
+
+    def match(self, parent_hash: bytes, token_ids: list[int], before_step: int) -> tuple[Block | None, int]:
+        """Return the block after the prefix `parent_hash` that begins as `token_ids` do for longest, and how long.
+
+        Only blocks computed before step `before_step` count; of many children the latest are looked at.
+        """
+        if not token_ids:
+            return None, 0
+        best, most = None, 0
+        siblings = self._children.get((parent_hash, token_ids[0]))
+        if siblings is None:
+            return None, 0
+        for number, block in enumerate(reversed(siblings.values())):
+            if number == MOST_CHILDREN:
+                break
+            # Most children part from the prompt no later than the best so far, which one comparison tells.
+            if block.step < before_step and block.token_ids[: most + 1] == token_ids[: most + 1]:
+                length = common_length(block.token_ids, token_ids)
+                if length > most:
+                    best, most = block, length
+        return best, most
+
+
+def common_length(left: list[int], right: list[int]) -> int:
+    """Return how many items two lists have in common at their beginnings."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(index for index in range(length) if left[index] != right[index])
