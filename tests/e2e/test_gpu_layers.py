@@ -100,7 +100,7 @@ def test_what_layers_on_the_host_say(folder: Path, late: None, begun: list[tuple
     assert any(loads and stores for loads, stores in begun)
     # What was counted before anything was allocated is what is there.
     executor, stats = driver.core.executor, driver.stats()
-    split, runner = split_of(driver.core.config, executor.kv_cache_spec()), executor.runner  # type: ignore[attr-defined]
+    split, runner = split_of(driver.core.config, executor.kv_cache_spec()), executor.worker.runner  # type: ignore[attr-defined]
     assert split is not None
     on_device = [*runner.kv_caches, runner.stream.layers[0].cache]
     assert sum(cache.data.nbytes for cache in on_device) == split.device_bytes(stats.num_blocks, stats.num_thin_blocks)
@@ -149,7 +149,7 @@ def test_steps_with_thin_blocks_stand_beside_recorded_ones(
     more = [ask([*COMMON, 20 + number], GREEDY, max_tokens=3) for number in range(3)]
     options = {"enforce_eager": False, "enable_prefix_caching": False}
     driver = compare(folder, [one, more, one], MIXED, **options)
-    stats = driver.core.executor.runner.graphs.stats()  # type: ignore[attr-defined]
+    stats = driver.core.executor.worker.runner.graphs.stats()  # type: ignore[attr-defined]
     assert stats.recordings and not stats.failed and begun
     driver.close()
 
@@ -159,7 +159,7 @@ def test_steps_with_thin_blocks_stand_beside_recorded_ones(
 def test_thin_blocks_are_there_again_after_a_sleep(folder: Path, late: None, level: int) -> None:
     driver = EngineDriver(folder, "cuda", **{**OPTIONS, **RESIDENT})
     before = driver.ask("before", MANY[0])
-    stream = driver.core.executor.runner.stream  # type: ignore[attr-defined]
+    stream = driver.core.executor.worker.runner.stream  # type: ignore[attr-defined]
     driver.core.call("sleep", {"level": level})
     assert not stream.layers and not any(pool.pieces for pool in stream.pools)
     driver.core.call("wake_up")

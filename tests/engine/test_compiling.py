@@ -18,7 +18,9 @@ from quire.step import SequenceOutput
 
 
 class Compiler(NullExecutor):
-    """Says that a grammar is ready when the test does."""
+    """Says that a grammar is ready when the test does. It is its own store of grammars."""
+
+    end_ids = [12]
 
     def __init__(self) -> None:
         super().__init__(1000)
@@ -26,19 +28,20 @@ class Compiler(NullExecutor):
         self.finished: dict[str, str | None] = {}
         self.waits: list[float] = []
 
-    def prepare_grammar(self, grammar: str) -> None:
+    @property
+    def grammars(self) -> Compiler:  # type: ignore[override]
+        return self
+
+    def prepare(self, grammar: str) -> None:
         self.users[grammar] += 1
 
-    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
+    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
         self.waits.append(wait)
         finished, self.finished = self.finished, {}
         return finished
 
-    def release_grammar(self, grammar: str) -> None:
+    def release(self, grammar: str) -> None:
         self.users[grammar] -= 1
-
-    def end_ids(self) -> list[int]:
-        return [12]
 
     def in_use(self) -> set[str]:
         return {grammar for grammar, number in self.users.items() if number}

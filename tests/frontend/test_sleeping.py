@@ -34,7 +34,7 @@ def answers(llm: LLM) -> list[object]:
 
 def write_all_blocks(llm: LLM) -> None:
     """Have the system give memory for the whole KV cache; the text of what is cached no longer matters."""
-    for cache in core_of(llm).executor.runner.kv_caches:  # type: ignore[attr-defined]
+    for cache in core_of(llm).executor.worker.runner.kv_caches:  # type: ignore[attr-defined]
         cache.flat_keys.fill(1)
         cache.flat_values.fill(1)
 

@@ -127,7 +127,7 @@ def test_any_spelling_of_an_allowed_text_is_allowed(
 
 def test_a_decoder_that_joins_tokens_otherwise_is_refused() -> None:
     store = GrammarStore(lambda: tokenizer_of("wordpiece"), 200)
-    store.request("start: /a/")
+    store.prepare("start: /a/")
     [(grammar, error)] = store.poll(60.0).items()
     assert grammar == "start: /a/"
     assert error is not None
@@ -139,7 +139,7 @@ def test_a_decoder_that_joins_tokens_otherwise_is_refused() -> None:
 
 def test_folders_without_a_tokenizer_say_so(tmp_path: Path) -> None:
     store = GrammarStore(lambda: Tokenizer.from_folder(tmp_path), 100)
-    store.request("start: /a/")
+    store.prepare("start: /a/")
     [error] = store.poll(60.0).values()
     assert error is not None
     assert "needs a tokenizer" in error
@@ -185,8 +185,8 @@ def test_without_an_end_token_a_text_ends_where_nothing_may_follow() -> None:
 )
 def test_bad_grammars_are_told_in_one_line(grammar: str, error: str) -> None:
     store = GrammarStore(lambda: tokenizer_of("byte_level"), 425)
-    store.request(grammar)
-    store.request("start: /fine/")
+    store.prepare(grammar)
+    store.prepare("start: /fine/")
     found: dict[str, str | None] = {}
     while len(found) < 2:
         found.update(store.poll(60.0))
@@ -218,7 +218,7 @@ class Compiled:
 
     def use(self, grammar: str) -> None:
         """Request it and wait."""
-        self.store.request(grammar)
+        self.store.prepare(grammar)
         while grammar not in self.store.poll(60.0):
             pass
 
@@ -228,11 +228,11 @@ def test_a_grammar_is_compiled_once_and_matchers_are_independent() -> None:
     store = counted.store
     counted.may.clear()
     for _ in range(3):
-        store.request("start: /ab/")
+        store.prepare("start: /ab/")
     assert store.poll() == {}
     counted.may.set()
     assert store.poll(60.0) == {"start: /ab/": None}
-    store.request("start: /ab/")
+    store.prepare("start: /ab/")
     assert store.poll(60.0) == {"start: /ab/": None}
     first, second = store.start("start: /ab/"), store.start("start: /ab/")
     assert first.consume_token(64)
@@ -284,9 +284,9 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     counted = Compiled()
     store = counted.store
     counted.may.clear()
-    store.request("start: /first/")
-    store.request("start: /given up/")
-    store.request("start: /last/")
+    store.prepare("start: /first/")
+    store.prepare("start: /given up/")
+    store.prepare("start: /last/")
     store.release("start: /given up/")
     counted.may.set()
     found: dict[str, str | None] = {}

@@ -54,7 +54,7 @@ class Compiling:
         self._requests[request.request_id] = request
         self._sequence_ids.update(request.sequence_ids)
         self._grammars[request.request_id] = request.grammar
-        self._executor.prepare_grammar(request.grammar)
+        self._executor.grammars.prepare(request.grammar)
 
     def abort(self, names: Iterable[str]) -> None:
         """Forget those of the requests and sequences called so that are here."""
@@ -72,7 +72,7 @@ class Compiling:
 
         With nothing to tell it waits for it up to `wait` seconds.
         """
-        found = self._executor.prepared_grammars(wait)
+        found = self._executor.grammars.poll(wait)
         able: list[Request] = []
         news: list[SequenceOutput] = []
         for request in list(self._requests.values()):
@@ -96,7 +96,7 @@ class Compiling:
         """Let go of the grammars of requests that are neither here nor `live`."""
         ended = [name for name in self._grammars if not (name in self._requests or live.is_live(name))]
         for request_id in ended:
-            self._executor.release_grammar(self._grammars.pop(request_id))
+            self._executor.grammars.release(self._grammars.pop(request_id))
 
     def _leave(self, request: Request) -> None:
         del self._requests[request.request_id]

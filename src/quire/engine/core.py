@@ -87,7 +87,7 @@ class EngineCore:
         if executor is None:
             # Lazy, both: this module must not pull in the data plane.
             from quire.engine.plan import check_before_loading
-            from quire.executor.create import create_executor
+            from quire.executor.ranks import create_executor
 
             scratch = check_before_loading(asked, config, info)
             executor = create_executor(config, info)
@@ -257,6 +257,8 @@ class EngineCore:
             else:
                 outputs = self._begin(flying)
         except Exception:
+            for rank in self.executor.failed_ranks:
+                logger.error("rank %d of %d has died", rank, self.executor.world_size)
             logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._release()
@@ -320,7 +322,7 @@ class EngineCore:
         for request in able:
             self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
             if request.beam_params is not None:  # a beam that has said all that it may must end, also with `ignore_eos`
-                request.stop_ids |= frozenset(self.executor.end_ids())
+                request.stop_ids |= frozenset(self.executor.grammars.end_ids)
             self.scheduler.add_request(request)
         return news
 

@@ -1,7 +1,9 @@
-"""The Executor interface: how the engine reaches whoever runs the model."""
+"""`Executor`: the engine's view of whoever runs the model. How ranks are reached is `ranks.py`'s business."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from quire.kernels.memory import DeviceMemory
@@ -10,133 +12,143 @@ from quire.step import AdapterNews, Done, KVCacheSpec, ModelOutput, Pending, Sch
 
 
 class Adapters(Protocol):
-    """LoRA adapters of an executor, kept while somebody uses them. Methods are those of `lora.store.AdapterStore`."""
+    """The LoRA adapters of an executor, reference-counted by their users (`lora.store.AdapterStore`)."""
 
     def prepare(self, request: LoRARequest, user: str) -> None:
-        """Begin to read an adapter, if need be; every call is to be followed by one of `release`."""
+        """Begin to load an adapter if necessary. Every call must be followed by one of `release`."""
 
     def poll(self, wait: float = 0.0) -> dict[str, AdapterNews]:
-        """Return, by user, what became of what was asked for; with nothing to tell wait so many seconds."""
+        """Return the outcome of finished loads by user; with none, wait up to `wait` seconds for one."""
 
     def release(self, number: int, user: str) -> None:
-        """Say that one who asked for an adapter needs it no more, or waits for it no more."""
+        """End one use of an adapter, or the wait for it."""
 
     def forget(self, number: int) -> None:
-        """Let an adapter go as soon as no request needs it."""
+        """Unload an adapter as soon as no request uses it."""
 
 
-class Executor(Protocol):
-    """Runs steps. The engine calls `kv_cache_spec` and `device_memory`, then `allocate`, then the rest."""
+class Grammars(Protocol):
+    """The compiled grammars of an executor, reference-counted by their users (`sampling.grammars.GrammarStore`)."""
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end a text which has a grammar; complete once a grammar was compiled."""
+
+    def prepare(self, grammar: str) -> None:
+        """Begin to compile a grammar if necessary. Every call must be followed by one of `release`."""
+
+    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
+        """Return the grammars that became ready, each with its error or None; with none, wait up to `wait` seconds."""
+
+    def release(self, grammar: str) -> None:
+        """End one use of a grammar."""
+
+
+class UnusedGrammars:
+    """The grammars of an executor that ignores them: each is ready at once."""
+
+    end_ids: list[int] = []
+
+    def __init__(self) -> None:
+        self._ready: dict[str, str | None] = {}
+
+    def prepare(self, grammar: str) -> None:
+        """See `Grammars`."""
+        self._ready[grammar] = None
+
+    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
+        """See `Grammars`."""
+        ready, self._ready = self._ready, {}
+        return ready
+
+    def release(self, grammar: str) -> None:
+        """See `Grammars`."""
+
+
+class Executor(ABC):
+    """Runs steps on `world_size` ranks. `kv_cache_spec` and `device_memory` are called first, then `allocate`.
+
+    The defaults are those of an executor without adapters, grammars and disk tier that computes a step at a time.
+
+    Attributes:
+        failed_ranks: the ranks that no longer answer; steps fail from then on.
+    """
+
+    world_size: int = 1
+    failed_ranks: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self._grammars = UnusedGrammars()
 
     @property
     def adapters(self) -> Adapters | None:
-        """LoRA adapters; None where there are none."""
+        """The LoRA adapters; None where LoRA is off."""
+        return None
 
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of structured output."""
+        return self._grammars
+
+    @abstractmethod
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Return what the model's layers cache."""
+        """Return what the model's layers cache, on one rank."""
 
+    @abstractmethod
     def available_memory(self) -> int:
-        """Return the bytes free for the KV cache."""
+        """Return the bytes free for the KV cache on the rank that has the fewest."""
 
     def device_memory(self) -> DeviceMemory:
-        """Say what the device has, and what of it is not for the KV cache; may run the largest step to see.
+        """Return the memory of the rank that has the least free; may run the largest step to measure its peak.
 
         To be called once, before `allocate`.
         """
+        return DeviceMemory(self.available_memory())
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
-        """Allocate the KV cache, and as many blocks of host memory, and open the disk tier if the config asks for it.
+    def allocate(  # noqa: B027: executors without a model have nothing to allocate
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0
+    ) -> None:
+        """Allocate the KV cache and the pool of host blocks, and open the disk tier if the config has one.
 
-        Of the last `num_thin_blocks` blocks some layers are on the host; `kv_resident_layers` says how many are not.
-        Also after `sleep`, which it ends.
+        Of the last `num_thin_blocks` blocks only the first `kv_resident_layers` layers are on the device. A call after
+        `sleep` wakes the executor up.
 
         Raises:
             MemoryError: the KV cache does not fit.
             ConfigError: the host blocks do not, or the disk tier cannot be used.
-            ModelError: weights that `sleep` has let go of cannot be read again.
+            ModelError: weights that `sleep` has freed cannot be read again.
         """
 
     def sleep(self, level: int) -> int:
         """Free what `allocate` has allocated, at level 2 also the weights, between steps; return how many bytes.
 
-        Nothing runs until the next `allocate`. An allocation that has failed halfway is freed as well.
+        No step runs until the next `allocate`. An allocation that has failed halfway is freed as well.
         """
+        return 0
 
     def num_disk_blocks(self) -> int:
         """Return how many slots the disk tier has; 0 without one."""
+        return 0
 
     def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """Return (slot, header) of what the disk tier held when it was opened."""
+        """Return (slot, header) of the records that the disk tier held when it was opened."""
+        return []
 
     def hash_key(self) -> bytes | None:
-        """Return the key that names of blocks must be made with, so that those on disk are found; None: any will do."""
+        """Return the key for block hashes that match those on disk; None: any key will do."""
+        return None
 
-    def prepare_grammar(self, grammar: str) -> None:
-        """Begin to compile a grammar, if need be; every call is to be followed by one of `release_grammar`."""
-
-    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
-        """Return the grammars that became ready, with what is wrong with those that cannot be used.
-
-        With none to tell it waits for one up to `wait` seconds.
-        """
-
-    def release_grammar(self, grammar: str) -> None:
-        """Say that a request has ended for which it was prepared."""
-
-    def end_ids(self) -> list[int]:
-        """Return the tokens that end a text which has a grammar; complete once one was compiled."""
-
+    @abstractmethod
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step and return its result."""
 
     def submit(self, step: SchedulerOutput) -> Pending:
-        """Begin a step. One that does not overlap must be waited for before the next is begun."""
-
-    def idle(self) -> bool:
-        """With nothing to compute, do one small thing that makes later steps faster; say whether there was any."""
-
-    def close(self) -> None:
-        """Release model and memory."""
-
-
-class _InTurn(Protocol):
-    """What executes a step before it returns."""
-
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """See `Executor`."""
-
-
-class NoGrammars:
-    """For executors that pay no heed to grammars: all of them are ready at once. Adapters they have none.
-
-    They compute one step at a time.
-    """
-
-    adapters: Adapters | None = None
-
-    def __init__(self) -> None:
-        self._prepared: dict[str, str | None] = {}
-
-    def submit(self: _InTurn, step: SchedulerOutput) -> Pending:
-        """See `Executor`; the step is computed before this returns."""
+        """Begin a step. One that does not overlap must be waited for before the next is submitted."""
         return Done(self.execute(step))
 
     def idle(self) -> bool:
-        """See `Executor`; there is nothing."""
+        """With no request to compute, warm up one graph for later steps; return whether there was one."""
         return False
 
-    def prepare_grammar(self, grammar: str) -> None:
-        """See `Executor`."""
-        self._prepared[grammar] = None
-
-    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
-        """See `Executor`."""
-        prepared, self._prepared = self._prepared, {}
-        return prepared
-
-    def release_grammar(self, grammar: str) -> None:
-        """Nothing was kept."""
-
-    def end_ids(self) -> list[int]:
-        """None are known."""
-        return []
+    def close(self) -> None:  # noqa: B027: nor anything to release
+        """Release model and memory."""

@@ -6,8 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from quire.executor.base import NoGrammars
-from quire.kernels.memory import DeviceMemory
+from quire.executor.base import Executor
 from quire.step import (
     ForkData,
     KVCacheSpec,
@@ -29,7 +28,7 @@ class _Known:
     pools: bool = False
 
 
-class NullExecutor(NoGrammars):
+class NullExecutor(Executor):
     """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end.
 
     The i-th fork (from 1) that draws from one parent in a step gets the token i further on. A beam's candidates are the
@@ -51,29 +50,10 @@ class NullExecutor(NoGrammars):
         """One GiB."""
         return 2**30
 
-    def device_memory(self) -> DeviceMemory:
-        """All of it is free."""
-        return DeviceMemory(self.available_memory())
-
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
-        """Nothing to allocate."""
-
     def sleep(self, level: int) -> int:
         """Nothing to free; sequences are forgotten."""
         self._known.clear()
         return 0
-
-    def num_disk_blocks(self) -> int:
-        """No disk tier."""
-        return 0
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """No disk tier."""
-        return []
-
-    def hash_key(self) -> bytes | None:
-        """No disk tier."""
-        return None
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""
@@ -136,6 +116,3 @@ class NullExecutor(NoGrammars):
         tokens = [(known.last + 1 + place) % self.vocab_size for place in range(number)]
         logprobs = [-math.log(2.0) * (place + 1) for place in range(number)]
         return TokenTopLogprobs([tokens[0], *tokens], [logprobs[0], *logprobs], 1)
-
-    def close(self) -> None:
-        """Nothing to release."""

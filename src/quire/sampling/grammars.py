@@ -124,7 +124,7 @@ class _Entry:
 class GrammarStore:
     """Compiles grammars in a thread of its own, one after the other, and keeps them.
 
-    Every `request` is to be followed by a `release`: what is in use stays. The rest goes, the longest unused first,
+    Every `prepare` is to be followed by a `release`: what is in use stays. The rest goes, the longest unused first,
     when it is too much.
 
     Args:
@@ -160,7 +160,7 @@ class GrammarStore:
         ids = self._eos_token_ids if vocabulary is None else vocabulary.eos_token_ids
         return [index for index in ids if index < self.vocab_size]
 
-    def request(self, grammar: str) -> None:
+    def prepare(self, grammar: str) -> None:
         """Begin to use a grammar; `poll` says when it is ready."""
         with self._lock:
             entry = self._entries.get(grammar)

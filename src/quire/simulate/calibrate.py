@@ -21,8 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine.settle import load_info
-from quire.executor.base import Executor, NoGrammars
-from quire.kernels.memory import DeviceMemory
+from quire.executor.base import Executor
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
@@ -210,7 +209,7 @@ def _medians(steps: Sequence[Measured]) -> list[Measured]:
     return [sorted(found, key=lambda step: step.seconds)[(len(found) - 1) // 2] for found in kinds.values()]
 
 
-class TimedExecutor(NoGrammars):
+class TimedExecutor(Executor):
     """An executor around another, whose KV cache is allocated: measures its steps and notes what was in them.
 
     Args:
@@ -234,29 +233,6 @@ class TimedExecutor(NoGrammars):
         """Enough for any number of blocks: they are allocated."""
         return 2**62
 
-    def device_memory(self) -> DeviceMemory:
-        """All of it is free."""
-        return DeviceMemory(self.available_memory())
-
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
-        """Nothing: that was done."""
-
-    def sleep(self, level: int) -> int:
-        """Nothing to free."""
-        return 0
-
-    def num_disk_blocks(self) -> int:
-        """No tier below is measured."""
-        return 0
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """No tier below is measured."""
-        return []
-
-    def hash_key(self) -> bytes | None:
-        """Any will do."""
-        return None
-
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Execute, measure, note."""
         contents, _ = self._reader.read(step)
@@ -264,9 +240,6 @@ class TimedExecutor(NoGrammars):
         result = self._inner.execute(step)
         self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
         return result
-
-    def close(self) -> None:
-        """Nothing: who made the inner one closes it."""
 
 
 def measure_moves(executor: TimedExecutor, count: int) -> float:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.executor.base import NoGrammars
-from quire.kernels.memory import DeviceMemory
+from quire.executor.base import Executor
 from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
@@ -26,7 +25,7 @@ def kv_spec(config: EngineConfig, info: ModelInfo) -> KVCacheSpec:
     return Footprint(config, info).spec
 
 
-class SimulatedExecutor(NoGrammars):
+class SimulatedExecutor(Executor):
     """Executes steps by moving `clock` on by what `cost` says.
 
     Blocks are moved, and loaded from disk, within the step that asks for it.
@@ -75,26 +74,14 @@ class SimulatedExecutor(NoGrammars):
         """The bytes given."""
         return self._memory
 
-    def device_memory(self) -> DeviceMemory:
-        """All of it is free."""
-        return DeviceMemory(self._memory)
-
     def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
         """Nothing to allocate; thin blocks are followed from now on."""
         if num_thin_blocks:
             self._reader.follow_thin(num_blocks - num_thin_blocks, self._block_size, self._streamed_share)
 
-    def sleep(self, level: int) -> int:
-        """Nothing to free."""
-        return 0
-
     def num_disk_blocks(self) -> int:
         """As given."""
         return self._num_disk_blocks
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """The disk is empty at first."""
-        return []
 
     def hash_key(self) -> bytes | None:
         """The same in every run."""

@@ -207,22 +207,6 @@ class Worker:
         """Return the key under which the disk tier's blocks are named; None without one."""
         return None if self._store is None else self._store.hash_key
 
-    def prepare_grammar(self, grammar: str) -> None:
-        """Begin to compile a grammar in a thread."""
-        self.grammars.request(grammar)
-
-    def prepared_grammars(self, wait: float = 0.0) -> dict[str, str | None]:
-        """Return the grammars that became ready; see `Executor`."""
-        return self.grammars.poll(wait)
-
-    def release_grammar(self, grammar: str) -> None:
-        """Let go of a grammar that a request used."""
-        self.grammars.release(grammar)
-
-    def end_ids(self) -> list[int]:
-        """Return the tokens that end a text which has a grammar."""
-        return self.grammars.end_ids
-
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step."""
         assert self.runner is not None, "allocate() comes before execute()"
