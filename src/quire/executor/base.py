@@ -105,7 +105,7 @@ class Executor(ABC):
         """
         return DeviceMemory(self.available_memory())
 
-    def allocate(  # noqa: B027: executors without a model have nothing to allocate
+    def allocate(  # noqa: B027 - executors without a model have nothing to allocate
         self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0
     ) -> None:
         """Allocate the KV cache and the pool of host blocks, and open the disk tier if the config has one.
@@ -150,5 +150,5 @@ class Executor(ABC):
         """With no request to compute, warm up one graph for later steps; return whether there was one."""
         return False
 
-    def close(self) -> None:  # noqa: B027: nor anything to release
+    def close(self) -> None:  # noqa: B027 - nor anything to release
         """Release model and memory."""
