@@ -6,9 +6,9 @@ It looks at the checkout ROOT (by default its own) from outside: the public name
 command, a YAML file with every key, a running server with the built-in model, and a folder of the disk tier. Nothing
 below the public names is imported, so that it runs on any version. It takes about half a minute.
 
-Sections: `api`, `cli`, `yaml`, `routes`, `unlisted` (routes outside the description), `fields` (what each route answers
-to each known field), `answers` (keys and types), `errors`, `error_messages`, `metrics`, `logs`, `plugins`, `disk`. Texts
-for people only are in `error_messages` and in the help of `cli` and `metrics`.
+Sections: `api`, `cli`, `yaml`, `routes`, `unlisted` (routes outside the description), `fields` (what each route
+answers to each known field), `answers` (keys and types), `errors`, `error_messages`, `metrics`, `logs`, `plugins` and
+`disk`. Texts for people only are in `error_messages` and in the help of `cli` and `metrics`.
 """
 
 from __future__ import annotations
