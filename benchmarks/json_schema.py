@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema.compiler import SchemaError, add_schema
-from quire.structured.json_schema.dialects import FORMS
-from quire.structured.limits import parser_limits
+from quire.structured.json_schema.document import FORMS
+from quire.structured.lark import parser_limits
 
 Group = tuple[str, Any, list[dict[str, Any]]]
 DRAFT7 = "http://json-schema.org/draft-07/schema#"

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import llguidance
 
-from quire.structured.limits import parser_limits
+from quire.structured.lark import parser_limits
 
 
 @lru_cache(maxsize=1)

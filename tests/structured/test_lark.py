@@ -6,8 +6,7 @@ import pytest
 
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder, literal
-from quire.structured.lark import add_grammar
-from quire.structured.limits import MAX_GRAMMAR_CHARS
+from quire.structured.lark import MAX_GRAMMAR_CHARS, add_grammar
 from tests.helpers.grammars import accepts
 
 ARITHMETIC = """

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
-from quire.structured.limits import MAX_REGEX_CHARS
-from quire.structured.regex import add_regex
+from quire.structured.lark import MAX_REGEX_CHARS, add_regex
 from tests.helpers.grammars import accepts
 
 

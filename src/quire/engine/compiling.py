@@ -12,7 +12,7 @@ from quire.errors import RequestError, echo
 from quire.executor.base import Executor
 from quire.scheduler.request import Request
 from quire.step import SequenceOutput
-from quire.structured.limits import GRAMMAR_FAILED
+from quire.structured.lark import GRAMMAR_FAILED
 
 
 class Live(Protocol):

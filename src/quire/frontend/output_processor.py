@@ -21,7 +21,7 @@ from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetric
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
-from quire.structured.limits import GRAMMAR_FAILED, error_code
+from quire.structured.lark import GRAMMAR_FAILED, error_code
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from quire.kernels.backend import Array, Backend, TopLogprobs
 from quire.sampling.sampler import Bitmask
-from quire.structured.limits import GRAMMAR_FAILED, first_line
+from quire.structured.lark import GRAMMAR_FAILED, first_line
 
 MOST_THREADS = 8  # they run beside the model, which has use for all cores
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from quire.errors import QuireError, RequestError
-from quire.structured.limits import first_line, parser_limits
+from quire.structured.lark import first_line, parser_limits
 from quire.tokenizer.tokenizer import Tokenizer
 
 # Of grammars that nobody uses: what they are compiled to is many times as long, and a short one may have grown to tens

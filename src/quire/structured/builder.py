@@ -1,12 +1,14 @@
-"""`GrammarBuilder`: puts together one grammar, in the Lark dialect of llguidance, from parts that know nothing of
-each other. JSON schemas, tool-call formats and structural tags all write their rules into one of these.
+"""`GrammarBuilder`: builds one grammar, in the Lark dialect of llguidance, from parts that do not know each other.
+
+JSON schemas, tool-call formats and structural tags all write their rules into one builder. Rules for free text, up to
+a marker or without one, are here as well.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.errors import RequestError
 
@@ -85,3 +87,40 @@ def _clean(hint: str) -> str:
     # Rule names of Lark begin with a letter; anything a caller may have written into a schema must not get in.
     cleaned = re.sub(r"[^a-z]", "_", hint.lower()).strip("_")[:24]
     return cleaned or "r"
+
+
+ANY = "/(?s:.*)/"
+
+
+def add_text_without(builder: GrammarBuilder, markers: Sequence[str] = ()) -> str:
+    """Return a terminal for text, perhaps empty, in which none of `markers` occurs as text.
+
+    Markers that are special tokens cannot occur: text never matches those.
+    """
+    spelled = [marker for marker in markers if marker not in builder.special_tokens]
+    if not spelled:
+        return builder.terminal(ANY, "text")
+    # One complement of all of them: the library's lexer pays for each.
+    return builder.terminal(f"{ANY} & ~({ANY} ({' | '.join(map(literal, spelled))}) {ANY})", "text")
+
+
+def add_text_until(builder: GrammarBuilder, markers: Sequence[str], without: Sequence[str] = ()) -> str:
+    """Return a rule for text up to and including the first occurrence of one of `markers`.
+
+    None of `markers` may be empty. `without`: further markers that must not occur before it.
+
+    The library's lexer takes the longest match, so that text would swallow the beginning of a spelled-out marker; a
+    lazy lexeme that has the marker at its end does not.
+    """
+    spelled = [marker for marker in markers if marker not in builder.special_tokens]
+    special = [marker for marker in markers if marker in builder.special_tokens]
+    ways = []
+    if spelled:
+        ends = " | ".join(map(literal, spelled))
+        text = add_text_without(builder, [marker for marker in without if marker not in spelled])
+        ways.append(builder.rule(f"{text} ({ends})", "until", "lazy"))
+    if special:
+        text = add_text_without(builder, [*without, *spelled])
+        ends = " | ".join(map(builder.marker, special))
+        ways.append(builder.rule(f"{text}? ({ends})", "until"))
+    return ways[0] if len(ways) == 1 else builder.rule(" | ".join(ways), "until")

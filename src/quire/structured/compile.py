@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_json_object, add_schema
-from quire.structured.lark import add_grammar
-from quire.structured.limits import MAX_CHOICE_CHARS, error_code, first_line, parser_limits
-from quire.structured.regex import add_regex
+from quire.structured.lark import MAX_CHOICE_CHARS, add_grammar, add_regex, error_code, first_line, parser_limits
 from quire.structured.structural_tag import add_structural_tag
 from quire.structured_outputs import StructuredOutputParams
 

@@ -1,12 +1,72 @@
-"""Grammars of callers: Lark as llguidance reads it, or GBNF/EBNF, which is converted. They keep their own names."""
+"""Grammars and regexes that callers bring, and what one grammar may cost.
+
+Grammars are Lark as llguidance reads it, or GBNF/EBNF, which is converted; their rules keep their names. Regexes have
+the syntax of Rust's `regex` crate: Python's without look-around and backreferences, with \\d for [0-9]. A regex
+matches the whole text, so anchors at both ends change nothing, and laziness means nothing.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
-from quire.structured.limits import MAX_GRAMMAR_CHARS, error_code, parser_limits
+
+if TYPE_CHECKING:
+    import llguidance
+
+
+from quire.errors import echo
+
+MAX_REGEX_CHARS = 4096
+MAX_GRAMMAR_CHARS = 65536
+MAX_CHOICE_CHARS = 65536
+
+# Of the lexer: states it may build in all (1 to 2 kB each), and work in one step (about 14 units a microsecond).
+MAX_LEXER_STATES = 50_000
+STEP_LEXER_FUEL = 200_000
+INITIAL_LEXER_FUEL = 2_000_000
+# Of the parser: items in a row, items in one step (about 20 a microsecond), symbols of the whole grammar.
+MAX_ITEMS_IN_ROW = 2_000
+STEP_MAX_ITEMS = 50_000
+MAX_GRAMMAR_SYMBOLS = 500_000
+
+MOST_ERROR_CHARS = 500
+GRAMMAR_FAILED = "structured output failed: "  # how errors begin that tell of a grammar in the engine
+_TOO_MUCH = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """Return the bounds within which a grammar is compiled and followed; who exceeds them fails alone."""
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
+    return llguidance.LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        verbose_errors=False,
+    )
+
+
+def first_line(error: str) -> str:
+    """Return what llguidance says in one line, in words that mean something without its source at hand."""
+    line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
+    if line == "NoExtensionBias":
+        return "no text satisfies the grammar"
+    if line.startswith("panic"):
+        return "the grammar is too large"
+    return line or "the grammar failed"
+
+
+def error_code(problem: str) -> str:
+    """Return the code of an error that is explained by what llguidance says: too complex, or not sound."""
+    said = problem.lower()
+    return "grammar_too_complex" if any(words in said for words in _TOO_MUCH) else "invalid_grammar"
+
 
 # Attributes in the head of a rule which llguidance reads and this engine does nothing about.
 _WITHOUT_EFFECT = re.compile(
@@ -57,3 +117,42 @@ def _from_gbnf(text: str, param: str) -> str:
         raise RequestError(
             f"{param} cannot be read as GBNF: {str(error)[:200]}", param=param, code="invalid_grammar"
         ) from None
+
+
+def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured_outputs.regex") -> str:
+    """Add a terminal that matches what `pattern` matches as a whole; return its name.
+
+    Raises:
+        RequestError: "invalid_grammar" with the position, or "grammar_too_complex".
+    """
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
+    if len(pattern) > MAX_REGEX_CHARS:
+        raise RequestError(
+            f"{param} may have at most {MAX_REGEX_CHARS} characters, got {len(pattern)}",
+            param=param,
+            code="grammar_too_complex",
+        )
+    if "\0" in pattern:
+        position = pattern.index("\0")
+        raise RequestError(f"{param} has a NUL character at position {position}", param=param, code="invalid_grammar")
+    body = f"/{llguidance.regex_to_lark(pattern, 'd')}/" if pattern else '""'
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+        f"start: T\nT: {body}\n", None, limits=parser_limits()
+    )
+    if failed:
+        raise _error(pattern, messages[0], param)
+    return builder.terminal(body, "regex")
+
+
+def _error(pattern: str, message: str, param: str) -> RequestError:
+    """Say in one line what the library says in several, with a caret below the place."""
+    lines = message.splitlines()
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reason = reasons[0] if reasons else lines[0].split("(in regex): ")[-1]
+    reason = reason.split(" in regex /")[0]
+    carets = [line.index("^") - 4 for line in lines if line.startswith("    ") and set(line.strip()) == {"^"}]
+    where = f" at position {carets[0]}" if reasons and carets and 0 <= carets[0] <= len(pattern) else ""
+    return RequestError(
+        f"{param} {echo(pattern)} is no valid regex{where}: {reason}", param=param, code=error_code(reason)
+    )

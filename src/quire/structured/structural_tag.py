@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import RequestError, echo
-from quire.structured.builder import GrammarBuilder
-from quire.structured.free_text import add_text_until, add_text_without
+from quire.structured.builder import GrammarBuilder, add_text_until, add_text_without
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_schema
-from quire.structured.lark import add_grammar
-from quire.structured.regex import add_regex
+from quire.structured.lark import add_grammar, add_regex
 
 PARAM = "structured_outputs.structural_tag"
 MAX_DEPTH = 16

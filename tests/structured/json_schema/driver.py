@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema.compiler import JsonOptions, add_schema
-from quire.structured.limits import parser_limits
+from quire.structured.lark import parser_limits
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 SUITE = DATA / "json_schema_test_suite"

@@ -1,5 +1,7 @@
-"""Arrays as rules. Elements are counted by repetition; those of `uniqueItems` are ticked off in the bits of a
-parametric rule. Arrays with `contains` are in `containing`.
+"""Arrays as rules. Elements are counted by repetition; bits of a parametric rule mark those of `uniqueItems`.
+
+Arrays with `contains` (`Containing`) get one rule for each number of matching elements that must be told apart; where
+the number of elements is bounded too, a parameter's bits count them.
 """
 
 from __future__ import annotations
@@ -7,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.containing import Containing
 from quire.structured.json_schema.errors import too_complex, unsupported
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.shapes import (
@@ -23,6 +24,19 @@ from quire.structured.json_schema.shapes import (
 
 if TYPE_CHECKING:
     from quire.structured.json_schema.emit import Emitter
+
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from quire.structured.json_schema.assertions import negated
+from quire.structured.json_schema.errors import MAX_CONTAINS_STATES
+
+if TYPE_CHECKING:
+    from quire.structured.json_schema.emit import Emitter
+
 
 _MAX_DIFFERENT = 48
 
@@ -148,3 +162,120 @@ def _written(emitter: Emitter, values: list[object]) -> list[str]:
             assert isinstance(value, int | float)
             found.append(emitter.texts.number(number_language(NumberShape(values=(value,)))))
     return found
+
+
+State = tuple[int, ...]
+
+
+class Containing:
+    """Writes the rules of one array shape. A state says how many elements fulfilled each of the demands so far.
+
+    Args:
+        most: how many elements there may be, None for any number. length: how many positions have demands of their own.
+    """
+
+    def __init__(self, emitter: Emitter, shape: ArrayShape, most: int | None, length: int, pointer: str) -> None:
+        self.emitter, self.shape, self.most, self.length, self.pointer = emitter, shape, most, length, pointer
+        self.contains = [part for part in shape.contains if part[1] or part[2] is not None]
+        self.limits = [least if high is None else high for _, least, high in self.contains]
+        if math.prod(limit + 1 for limit in self.limits) * (length + 1) > MAX_CONTAINS_STATES:
+            raise too_complex(f"{pointer}/contains", "too many numbers of elements to tell apart")
+        limit = max(shape.least, most or 0)
+        self.count = f"[0:{limit.bit_length()}]" if limit else ""
+        self._rules: dict[tuple[int, State], str] = {}
+        self._elements: dict[tuple[int, State], str] = {}
+        self._viable: dict[tuple[int, State], bool] = {}
+
+    def expression(self) -> str:
+        """Return the expression of the arrays."""
+        texts = self.emitter.texts
+        zero = (0,) * len(self.contains)
+        choices = []
+        if self._goes_on(0, zero):
+            # The first element counts already: rules that only change the parameter of another lose the change.
+            choices.append(f"{self._element(0, zero)}::{'0x1' if self.count else '0x0'}")
+        if self.shape.least == 0 and self._enough(zero):
+            choices.append(texts.close_array)
+        if not choices:
+            raise unsupported(f"{self.pointer}/contains", "no array has such elements")
+        return f"{texts.open_array} ({' | '.join(choices)})"
+
+    def _full(self, index: int) -> bool:
+        return self.most is not None and index >= self.most
+
+    def _counted(self) -> str:
+        return f"::incr({self.count})" if self.count else "::_"
+
+    def _enough(self, state: State) -> bool:
+        return all(number >= least for number, (_, least, _) in zip(state, self.contains))
+
+    def _element(self, index: int, state: State) -> str:
+        """Return the rule of the element at `index` (or later, if all are alike) and what follows."""
+        if (index, state) not in self._elements:
+            builder = self.emitter.builder
+            name = self._elements[index, state] = builder.declare("element")
+            choices = []
+            for demand, after in self._after(index, state):
+                follow = self._follow(min(index + 1, self.length), after)
+                choices.append(f"{self.emitter.value(demand)} {follow}::_{self._room_for(after)}")
+            builder.define(name, " | ".join(choices), "::_")
+        return self._elements[index, state]
+
+    def _room_for(self, state: State) -> str:
+        """Return the condition that enough elements may follow to bring a state to what is wanted."""
+        missing = max(max(least - number, 0) for number, (_, least, _) in zip(state, self.contains))
+        return f" %if le({self.count}, {self.most - missing})" if self.most is not None and missing else ""
+
+    def _demand(self, base: All, state: State, fitting: tuple[bool, ...]) -> All | None:
+        """Return the demand on an element that fulfils the demands named by `fitting`; None if that is of no use."""
+        demand = base
+        for number, limit, fits, (wanted, _, high) in zip(state, self.limits, fitting, self.contains):
+            if fits and number == limit:
+                # Beyond the upper limit, or (without one) no longer of interest.
+                return None
+            if fits:
+                demand = join(demand, wanted)
+            elif high is not None:
+                demand = join(demand, negated(wanted))
+        return demand
+
+    def _follow(self, index: int, state: State) -> str:
+        """Return the rule behind an element."""
+        if (index, state) not in self._rules:
+            texts, builder = self.emitter.texts, self.emitter.builder
+            name = self._rules[index, state] = builder.declare("elements")
+            choices = []
+            if self._goes_on(index, state):
+                # A rule of one unconditional choice that changes the parameter would be inlined, and lose the change.
+                room = f" %if lt({self.count}, {self.most})" if self.most is not None else " %if ge([0:1], 0)"
+                choices.append(f"{texts.comma} {self._element(index, state)}{self._counted()}{room}")
+            if self._enough(state):
+                # Parametric rules must look at their parameter, so where nothing is asked, it is not less than 0.
+                choices.append(f"{texts.close_array} %if ge({self.count or '[0:1]'}, {self.shape.least})")
+            builder.define(name, " | ".join(choices), "::_")
+        return self._rules[index, state]
+
+    def _goes_on(self, index: int, state: State) -> bool:
+        """Tell whether there may be an element at `index`."""
+        if self._full(index) or self._over(index):
+            return False
+        key = (index, state)
+        if key not in self._viable:
+            self._viable[key] = False
+            self._viable[key] = any(self._after(index, state))
+        return self._viable[key]
+
+    def _after(self, index: int, state: State) -> Iterator[tuple[All, State]]:
+        """Yield the demands that an element at `index` may fulfil, and the states behind it, if these lead anywhere."""
+        base = self.emitter.emptiness.element(self.shape, index)
+        for fitting in itertools.product((True, False), repeat=len(self.contains)):
+            demand = self._demand(base, state, fitting)
+            if demand is None or self.emitter.emptiness.of_demand(demand, self.pointer):
+                continue
+            after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
+            if self._enough(after) or self._goes_on(min(index + 1, self.length), after):
+                yield demand, after
+
+    def _over(self, index: int) -> bool:
+        demand = self.emitter.emptiness.element(self.shape, index)
+        return self.emitter.emptiness.of_demand(demand, self.pointer)

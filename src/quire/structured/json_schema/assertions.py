@@ -9,11 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.structured.json_schema.dialects import TYPES
-from quire.structured.json_schema.document import Document, Node
+from quire.structured.json_schema.document import TYPES, Document, Node
 from quire.structured.json_schema.ecma import PatternError, pattern_language
-from quire.structured.json_schema.errors import SchemaError, step, too_complex, unsupported
-from quire.structured.json_schema.limits import MAX_ALTERNATIVES, MAX_BOUND, MAX_ITEMS, MAX_LENGTH, MAX_MIN
+from quire.structured.json_schema.errors import (
+    MAX_ALTERNATIVES,
+    MAX_BOUND,
+    MAX_ITEMS,
+    MAX_LENGTH,
+    MAX_MIN,
+    SchemaError,
+    step,
+    too_complex,
+    unsupported,
+)
 from quire.structured.json_schema.presence import all_of, has, negation
 from quire.structured.json_schema.regular import Lang, alt, neg, text
 from quire.structured.json_schema.shapes import (

@@ -7,11 +7,9 @@ from typing import Any
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema.document import Document
-from quire.structured.json_schema.emit import Emitter
-from quire.structured.json_schema.errors import SchemaError, too_complex
+from quire.structured.json_schema.emit import Emitter, JsonOptions
+from quire.structured.json_schema.errors import Budget, SchemaError, too_complex
 from quire.structured.json_schema.expand import Expander
-from quire.structured.json_schema.limits import Budget
-from quire.structured.json_schema.options import JsonOptions
 from quire.structured.json_schema.regular import TooLargeError
 from quire.structured.json_schema.shapes import EVERYTHING, one
 

@@ -1,19 +1,20 @@
-"""Patterns of JSON Schema (ECMA-262 regular expressions, read as with the `u` flag) as languages of whole strings.
+"""Patterns of JSON Schema (ECMA-262 regular expressions with the `u` flag) as languages of whole strings.
 
-`pattern_language` gives the strings in which the pattern is found. Anchors and look-ahead are exact: a pattern is
-translated from its end to its beginning, each part given the language of what may come behind it, once for the start
-of the string and once for any later place. Back references, look-behind and word boundaries are refused.
+`pattern_language` returns the strings that contain a match of the pattern. Anchors and look-ahead are exact: a pattern
+is translated from its end to its beginning, each part given the language of what may follow it, once for the start
+of the string and once for any later position. Back references, look-behind and word boundaries are refused.
+`property_ranges` knows the character properties of \\p{...}: general categories and a few binary properties.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from functools import lru_cache
 from typing import Any
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.limits import MAX_PATTERN_CHARS, MAX_REPEATS
+from quire.structured.json_schema.errors import MAX_PATTERN_CHARS, MAX_REPEATS
 from quire.structured.json_schema.regular import ALL, ANY, EMPTY, EPSILON, Lang, Ranges, complement, ranges_of
-from quire.structured.json_schema.unicode_sets import property_ranges
 
 Node = tuple[Any, ...]
 Pair = tuple[Lang, Lang]
@@ -361,3 +362,34 @@ class _Parser:
 
 def _is_number(digits: str) -> bool:
     return digits.isascii() and digits.isdigit() and len(digits) <= 9
+
+
+_CATEGORIES = {
+    "L": "Letter", "LC": "Cased_Letter", "Lu": "Uppercase_Letter", "Ll": "Lowercase_Letter", "Lt": "Titlecase_Letter",
+    "Lm": "Modifier_Letter", "Lo": "Other_Letter", "M": "Mark", "Mn": "Nonspacing_Mark", "Mc": "Spacing_Mark",
+    "Me": "Enclosing_Mark", "N": "Number", "Nd": "Decimal_Number", "Nl": "Letter_Number", "No": "Other_Number",
+    "P": "Punctuation", "Pc": "Connector_Punctuation", "Pd": "Dash_Punctuation", "Ps": "Open_Punctuation",
+    "Pe": "Close_Punctuation", "Pi": "Initial_Punctuation", "Pf": "Final_Punctuation", "Po": "Other_Punctuation",
+    "S": "Symbol", "Sm": "Math_Symbol", "Sc": "Currency_Symbol", "Sk": "Modifier_Symbol", "So": "Other_Symbol",
+    "Z": "Separator", "Zs": "Space_Separator", "Zl": "Line_Separator", "Zp": "Paragraph_Separator",
+}  # fmt: skip
+_ALIASES = {**{long: short for short, long in _CATEGORIES.items()}, "digit": "Nd", "punct": "P", "Combining_Mark": "M"}
+
+
+def property_ranges(name: str) -> Ranges | None:
+    """Return the characters of the property `name` ("Lu", "Letter", "gc=L", "ASCII"), or None if it is not known."""
+    if name == "ASCII":
+        return ((0, 0x7F),)
+    if name == "Any":
+        return ((0, 0xD7FF), (0xE000, 0x10FFFF))
+    for prefix in ("General_Category=", "gc="):
+        name = name.removeprefix(prefix)
+    short = _ALIASES.get(name, name)
+    return _category(short) if short in _CATEGORIES else None
+
+
+@lru_cache(maxsize=40)
+def _category(short: str) -> Ranges:
+    wanted = ("Lu", "Ll", "Lt") if short == "LC" else (short,)
+    points = [point for point in range(0x110000) if unicodedata.category(chr(point)).startswith(wanted)]
+    return ranges_of((point, point) for point in points)

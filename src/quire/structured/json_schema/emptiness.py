@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.errors import too_complex
+from quire.structured.json_schema.errors import MAX_CLAUSES, MAX_KEY_KINDS, too_complex
 from quire.structured.json_schema.expand import Expander, SelfReference
-from quire.structured.json_schema.limits import MAX_CLAUSES, MAX_KEY_KINDS
 from quire.structured.json_schema.multiples import has_none, listed_values
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.presence import NEVER, Clause, Formula, any_of, assume, clauses, has, names_in

@@ -10,11 +10,17 @@ from typing import Any
 
 from quire.structured.json_schema import assertions as say
 from quire.structured.json_schema.assertions import Assertion, fixed, refusal
-from quire.structured.json_schema.dialects import knows
-from quire.structured.json_schema.document import Document, Node
-from quire.structured.json_schema.errors import SchemaError, invalid, step, too_complex, unsupported
+from quire.structured.json_schema.document import Document, Node, knows
+from quire.structured.json_schema.errors import (
+    MAX_ALTERNATIVES,
+    Budget,
+    SchemaError,
+    invalid,
+    step,
+    too_complex,
+    unsupported,
+)
 from quire.structured.json_schema.formats import format_language
-from quire.structured.json_schema.limits import MAX_ALTERNATIVES, Budget
 from quire.structured.json_schema.presence import all_of, any_of, has, negation
 from quire.structured.json_schema.shapes import (
     BOTTOM,

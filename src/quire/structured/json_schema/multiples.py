@@ -13,8 +13,7 @@ from fractions import Fraction
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.errors import too_complex, unsupported
-from quire.structured.json_schema.limits import MAX_LISTED
+from quire.structured.json_schema.errors import MAX_LISTED, too_complex, unsupported
 from quire.structured.json_schema.numbers import large_scientific, next_whole, number_language
 from quire.structured.json_schema.regular import EMPTY, Lang, both, cat, chars, derive, rep, text
 from quire.structured.json_schema.shapes import NumberShape, exact, fits

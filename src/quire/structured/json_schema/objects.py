@@ -1,5 +1,8 @@
-"""Objects as rules. A parametric rule carries one bit for each property that has a name: at most once each, in any
-order, and at the end those are checked that must be there. With `ordered`, a chain of rules does without bits.
+"""Objects as rules. A parametric rule carries one bit per named property: each occurs at most once, in any order.
+
+Required bits are checked at the end. With `ordered`, a chain of rules needs no bits. Objects of at most two properties
+are listed (`few_members`): that is how a `maxProperties` of 1 or 2 is combined with assertions that some property must
+satisfy.
 """
 
 from __future__ import annotations
@@ -10,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from quire.structured.json_schema import regular
 from quire.structured.json_schema.emptiness import FreeNames, ObjectPlan
-from quire.structured.json_schema.errors import too_complex, unsupported
-from quire.structured.json_schema.few_members import few_members
-from quire.structured.json_schema.limits import MAX_VARIANTS
+from quire.structured.json_schema.errors import MAX_VARIANTS, too_complex, unsupported
 from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of, assume, has, names_in, negation
 from quire.structured.json_schema.shapes import All, ObjectShape
 
 if TYPE_CHECKING:
     from quire.structured.json_schema.emit import Emitter
+
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from quire.structured.json_schema.shapes import join
+
+if TYPE_CHECKING:
+    from quire.structured.json_schema.emit import Emitter
+
 
 _BITS = 63
 _BITS_BESIDE_COUNTS = 48
@@ -323,3 +334,77 @@ class _InOrder(_Members):
             self.builder.define(rule, " | ".join(choices), self.mark)
             found.append(rule)
         return found[0], found[1]
+
+
+_MAX_PARTS = 24
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One property: its terminal, the demand on its value, its name if that is listed, and what it is an example of."""
+
+    terminal: str
+    demand: All
+    name: str | None
+    kinds: frozenset[Any]
+
+
+def few_members(emitter: Emitter, plan: ObjectPlan, shape: ObjectShape, pointer: str) -> list[str]:
+    """Return expressions whose union is the objects of `shape`, which has at most two properties."""
+    assert shape.most is not None and shape.most <= 2
+    parts = list(_parts(emitter, plan))
+    if len(parts) > _MAX_PARTS and shape.most == 2:
+        raise too_complex(pointer, "too many pairs of properties")
+    texts = emitter.texts
+    found: dict[str, None] = {}
+    for must, never in plan.clauses:
+        demanded = [kind for kind in must if isinstance(kind, tuple) and kind[0] == "value"]
+        if demanded and shape.most != 1:
+            raise unsupported(demanded[0][3], "its negation, as names may repeat")
+        if shape.least == 0 and not must:
+            found[""] = None
+        for part in parts if shape.most else ():
+            if part.name in never or not must <= _proof(part, demanded):
+                continue
+            value = join(part.demand, *(kind[2] for kind in demanded))
+            if shape.least <= 1 and not emitter.emptiness.of_demand(value, pointer):
+                found[f"{part.terminal} {emitter.value(value)}"] = None
+        if shape.most == 2:
+            found |= dict.fromkeys(_pairs(emitter, parts, must, never, shape.least, pointer))
+    return [f"{texts.open_object} {members} {texts.close_object}".replace("  ", " ") for members in found]
+
+
+def _parts(emitter: Emitter, plan: ObjectPlan) -> Iterator[_Part]:
+    for name, demand in plan.names.items():
+        terminal = emitter.texts.name(regular.text(name))
+        yield _Part(terminal, demand, name, frozenset((name,)))
+    for part in plan.free:
+        kinds = frozenset(("language", language) for language in part.kinds)
+        yield _Part(emitter.texts.name(part.language), part.demand, None, kinds)
+
+
+def _proof(part: _Part, demanded: list[Any]) -> frozenset[Any]:
+    """Return what is there if `part` is, given that its value will be made to fulfil what is `demanded`."""
+    own = {
+        kind
+        for kind in demanded
+        if ("language", kind[1]) in part.kinds or (part.name is not None and regular.matches(kind[1], part.name))
+    }
+    return part.kinds | own
+
+
+def _pairs(
+    emitter: Emitter, parts: list[_Part], must: frozenset[Any], never: frozenset[Any], least: int, pointer: str
+) -> Iterator[str]:
+    for first in parts:
+        for second in parts:
+            if first.name in never or second.name in never or not must <= first.kinds | second.kinds:
+                continue
+            if first is second and first.name is not None:
+                continue
+            if first is second and least == 2:
+                raise unsupported(f"{pointer}/minProperties", "more properties than are named; names may repeat")
+            yield (
+                f"{first.terminal} {emitter.value(first.demand)} {emitter.texts.comma} "
+                f"{second.terminal} {emitter.value(second.demand)}"
+            )
