@@ -20,9 +20,8 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.settle import load_info
 from quire.simulate.calibrate import calibrate, calibration_table
-from quire.simulate.clock import WallClock
 from quire.simulate.cost import FittedCost
-from quire.simulate.driver import RunLog, drive
+from quire.simulate.driver import RunLog, WallClock, drive
 from quire.simulate.report import summarize
 from quire.simulate.run import simulate
 from quire.simulate.trace import Synthetic, TraceRequest, draw

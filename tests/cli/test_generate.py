@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire.cli.prompts import read_prompts
+from quire.cli.generate import read_prompts
 from quire.errors import ModelError, RequestError
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 

@@ -15,7 +15,6 @@ from quire.config import EngineConfig
 from quire.engine.settle import load_info, settle
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
-from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, attended, windows_of
 from quire.simulate.cost import (
     DEVICE_FEATURES,
@@ -26,6 +25,7 @@ from quire.simulate.cost import (
     parse_roofline,
     token_weights,
 )
+from quire.simulate.driver import VirtualClock
 from quire.simulate.executor import SimulatedExecutor, kv_spec
 from quire.simulate.fit import Measured, fit_device, fit_host, nnls
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput

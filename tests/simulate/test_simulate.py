@@ -12,8 +12,8 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.settle import load_info, settle
 from quire.simulate.calibrate import measure
-from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents
+from quire.simulate.driver import VirtualClock
 from quire.simulate.executor import SimulatedExecutor, kv_spec
 from quire.simulate.report import as_csv, summarize, summarize_run, table
 from quire.simulate.run import RunHasher

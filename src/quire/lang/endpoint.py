@@ -1,8 +1,16 @@
 """`OpenAIBackend`: programs on any server with OpenAI's API, through the `openai` package (`pip install quire[lang]`).
 
-Plain text goes to completions, programs with roles to chat completions. The endpoint is a black box: the whole text is
-sent with each call, and whether forks share anything there is its own affair (the prefix cache of a Quire server finds
-it). What an endpoint cannot do is refused before anything is sent.
+Plain text goes to completions, programs with roles to chat completions. The endpoint is a black box: each call sends
+the whole text, and whether forks share a prefix is up to its prefix cache. What an endpoint cannot do is refused before
+anything is sent.
+
+With speculation (SGLang, Zheng et al. 2024, section "API speculative execution") a gen with a stop text asks for more
+than its own piece, without the stop. What follows the piece, the *surplus*, is how the model would go on; if the
+program goes on with the same words, the next gen is taken from the surplus without a call. A piece is used only where a
+call of its own would have given it, as far as that can be known without the endpoint's tokenizer: its stop text was
+found, or the text ended, within `max_tokens` bytes, since a token has at least one byte (the end of text is a token,
+too). A deterministic endpoint gives the same results with and without speculation, as long as how the text is tokenized
+does not change how it goes on.
 """
 
 from __future__ import annotations
@@ -25,11 +33,75 @@ from quire.errors import (
 )
 from quire.lang.backend import Backend, Capture, Context, Emit, Transcript
 from quire.lang.parts import Gen, Select, max_tokens_of
-from quire.lang.speculation import Surplus
 from quire.structured_outputs import KINDS, StructuredOutputParams
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+
+from dataclasses import dataclass, field
+
+from quire.frontend.detokenizer import StopChecker
+
+# What may differ between two gens that share a call. Seeds are drawn for each gen, so they cannot be the same.
+OWN_OPTIONS = frozenset(("stop", "max_tokens", "seed"))
+
+
+@dataclass(slots=True)
+class Surplus:
+    """Text that the endpoint has written beyond what the program asked for.
+
+    Attributes:
+        ended: whether the model ended the text there. options: under which it was written.
+    """
+
+    text: str = ""
+    ended: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def literal(self, text: str) -> None:
+        """Go past text of the program; if it is not what the model wrote, the surplus is void."""
+        if text and self.text.startswith(text):
+            self.text = self.text[len(text) :]
+        elif text:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget it."""
+        self.text, self.ended = "", False
+
+    def fill(self, text: str, options: dict[str, Any], *, ended: bool) -> None:
+        """Note what a call without stop texts gave."""
+        self.text, self.ended, self.options = text, ended, _shared(options)
+
+    def take(self, options: dict[str, Any]) -> Capture | None:
+        """Return what a gen with these options gets out of it, or None if it needs a call of its own."""
+        if not (self.text or self.ended) or self.options != _shared(options):
+            return None
+        stops = options.get("stop") or []
+        checker = StopChecker([stops] if isinstance(stops, str) else stops, include=False)
+        piece = checker.add(self.text)
+        if checker.matched is None:
+            piece += checker.flush()
+            if not self.ended:
+                return None
+        most = max_tokens_of(options)
+        num_bytes = len(piece.encode()) + (1 if checker.matched is None else len(checker.matched.encode()))
+        if most is not None and num_bytes > most:
+            return None
+        self.text = self.text[len(piece) :]
+        if not self.text:
+            self.clear()
+        return Capture(piece, "stop", checker.matched, speculated=True)
+
+    def copy(self) -> Surplus:
+        """Return an independent copy."""
+        return Surplus(self.text, self.ended, self.options)
+
+
+def _shared(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+
 
 DIALECTS = ("basic", "openai", "vllm")
 # Sampling options that every endpoint knows; others are fields of vLLM's dialect, which Quire's servers speak.

@@ -1,17 +1,70 @@
-"""`drive`: replays a trace against an engine and notes when what happened. Works in virtual and in real time."""
+"""`drive` replays a trace against an engine and records when each request was added, started and finished.
+
+It runs under a `VirtualClock`, which a cost model moves, or under the machine's `WallClock`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.errors import QuireError
 from quire.sampling_params import SamplingParams
-from quire.simulate.clock import Clock
 from quire.simulate.trace import TraceRequest
 from quire.step import SchedulerStats
+
+
+class Clock(Protocol):
+    """Seconds since the replay began."""
+
+    def __call__(self) -> float:
+        """Return the time."""
+
+    def wait_until(self, when: float) -> None:
+        """Let time pass until `when`; return at once if that is over."""
+
+
+class VirtualClock:
+    """A clock that stands still unless it is moved."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the virtual time [s]."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        self.now += seconds
+
+    def wait_until(self, when: float) -> None:
+        """Jump to `when`, never back."""
+        self.now = max(self.now, when)
+
+
+class WallClock:
+    """Real time, from the moment of construction."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self) -> float:
+        """Return seconds since construction."""
+        return time.perf_counter() - self._start
+
+    def wait_until(self, when: float) -> None:
+        """Sleep until `when`."""
+        left = when - self()
+        if left > 0:
+            time.sleep(left)
+
 
 MAX_IDLE_STEPS = 1000  # steps on end that compute nothing, let no time pass and end nothing
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.simulate.clock import VirtualClock
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
+from quire.simulate.driver import VirtualClock
 from quire.simulate.trace import OWN_TOKENS
 from quire.step import KVCacheSpec, ModelOutput, SchedulerOutput
 from quire.worker.footprint import Footprint

@@ -15,9 +15,8 @@ from quire.engine.settle import settle
 from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
-from quire.simulate.clock import VirtualClock
 from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
-from quire.simulate.driver import RunLog, drive
+from quire.simulate.driver import RunLog, VirtualClock, drive
 from quire.simulate.executor import Observer, SimulatedExecutor, kv_spec
 from quire.simulate.trace import TraceRequest
 from quire.simulate.waste import WasteMeter

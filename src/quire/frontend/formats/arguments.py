@@ -13,11 +13,11 @@ from quire.frontend.formats.literals import (
     check_references,
     json_rule,
     named_properties,
+    pairs,
     references_in,
     text_language,
 )
 from quire.frontend.formats.message import Tool
-from quire.frontend.formats.pairs import pairs
 from quire.frontend.formats.parameters import DEFINITIONS, JSON, NOTES, STRING, kind_of, resolve
 from quire.frontend.formats.parts import Braces, JsonObject, Notation, Tagged
 from quire.structured.builder import GrammarBuilder, literal

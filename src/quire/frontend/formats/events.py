@@ -1,10 +1,10 @@
-"""Collecting the events of a message, and trimming its texts."""
+"""The events of a message: what parsers have in common (`ReadingParser`), collecting and trimming events."""
 
 from __future__ import annotations
 
 from quire.frontend.formats.message import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
 from quire.frontend.formats.parts import BLANKS
-from quire.frontend.formats.source import Sink
+from quire.frontend.formats.source import Reading, Sink, Source
 
 
 class Events:
@@ -95,3 +95,25 @@ class Trimmed:
     def drop(self) -> None:
         """Drop the blanks at the end."""
         self._held.clear()
+
+
+class ReadingParser:
+    """`MessageParser` around `_reader`, a generator that takes from `_source` and tells `_events`; it is set last."""
+
+    _reader: Reading[None]
+
+    def __init__(self) -> None:
+        self._source = Source()
+        self._events = Events()
+
+    def feed(self, text: str) -> list[Event]:
+        """As in `MessageParser`."""
+        self._source.push(text)
+        next(self._reader, None)
+        return self._events.take()
+
+    def finish(self) -> list[Event]:
+        """As in `MessageParser`."""
+        self._source.end()
+        next(self._reader, None)
+        return self._events.take()

@@ -8,10 +8,10 @@ recipient may also stand before the channel. Commentary without a recipient is m
 from __future__ import annotations
 
 from quire.frontend.formats.arguments import add_arguments
+from quire.frontend.formats.events import ReadingParser
 from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
 from quire.frontend.formats.message import MessageAsk
 from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
-from quire.frontend.formats.reading import ReadingParser
 from quire.frontend.formats.source import Reading, Sink, markers_of
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder

@@ -8,7 +8,7 @@ it never ends, and the rest of it, up to where the format has its end, is droppe
 
 from __future__ import annotations
 
-from quire.frontend.formats.events import Trimmed
+from quire.frontend.formats.events import ReadingParser, Trimmed
 from quire.frontend.formats.grammar import loose_after
 from quire.frontend.formats.match import CUT, MORE, NO, Found, first_chars, match
 from quire.frontend.formats.message import MessageAsk
@@ -23,7 +23,6 @@ from quire.frontend.formats.parts import (
     ReasoningFormat,
     Text,
 )
-from quire.frontend.formats.reading import ReadingParser
 from quire.frontend.formats.source import Reading, markers_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.lang.backend import Turn
-from quire.lang.token_text import TurnWriter, common_length, continuation_ids, kept_tokens
+from quire.lang.local import TurnWriter, common_length, continuation_ids, kept_tokens
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import CORPUS, MAKERS, NAMED, train_byte_level
 from tests.frontend.families import FAMILIES

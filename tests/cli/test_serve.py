@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.model_file import check_room, read_entries
+from quire.cli.serve import check_room, read_entries
 from quire.errors import ConfigError
 
 Write = Callable[[str], Path]
