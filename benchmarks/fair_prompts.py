@@ -20,18 +20,18 @@ from common import print_header, print_table
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 
 Arrivals = list[tuple[float, str, int]]  # seconds, name, tokens of the prompt
 
 
-def request(name: str, num_tokens: int, arrival: float, vocab_size: int, num_output: int) -> AddRequest:
+def request(name: str, num_tokens: int, arrival: float, vocab_size: int, num_output: int) -> EngineRequest:
     """Return a request whose prompt shares no beginning with another's."""
     start = sum(name.encode()) * 31
     prompt = [1 + (start + 7 * index) % (vocab_size - 1) for index in range(num_tokens)]
     prompt[0] = 1 + hash(name) % (vocab_size - 1)
-    return AddRequest(
+    return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=num_output, temperature=0.0),

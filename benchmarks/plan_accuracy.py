@@ -128,7 +128,7 @@ def run(options: dict[str, Any], length: int) -> None:
     """Fill the cache, decode, and print the peaks; in a process of its own."""
     from quire.config import EngineConfig
     from quire.engine.core import EngineCore
-    from quire.engine.messages import AddRequest
+    from quire.engine_request import EngineRequest
     from quire.sampling_params import SamplingParams
 
     start = peak_rss()
@@ -137,7 +137,7 @@ def run(options: dict[str, Any], length: int) -> None:
     last = 8
     for number in range(options["max_num_seqs"]):
         core.add(
-            AddRequest(
+            EngineRequest(
                 request_id=str(number),
                 sequence_ids=[str(number)],
                 prompt_token_ids=[(7 * number + i) % 900 + 5 for i in range(length - last)],

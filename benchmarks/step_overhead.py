@@ -22,7 +22,7 @@ from common import print_header, print_table
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 
@@ -119,9 +119,9 @@ def make_core(running: int, tokens_each: int) -> EngineCore:
     return EngineCore(config, executor=NullExecutor(VOCAB_SIZE), info=info)
 
 
-def make_request(request_id: str, prompt: list[int]) -> AddRequest:
+def make_request(request_id: str, prompt: list[int]) -> EngineRequest:
     """Return a request that never ends by itself."""
-    return AddRequest(
+    return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=None, ignore_eos=True),

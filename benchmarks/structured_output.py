@@ -24,7 +24,7 @@ from common import ROOT, print_header, print_table
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.errors import QuireError
 from quire.sampling.grammars import GrammarStore, first_line
 from quire.sampling_params import SamplingParams
@@ -210,9 +210,9 @@ def time_steps(core: EngineCore, grammar: str | None, number: int) -> float:
     return statistics.median(taken)
 
 
-def make_request(name: str, prompt: list[int], grammar: str | None, seed: int, max_tokens: int) -> AddRequest:
+def make_request(name: str, prompt: list[int], grammar: str | None, seed: int, max_tokens: int) -> EngineRequest:
     """Return a request that samples."""
-    return AddRequest(
+    return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(temperature=0.7, ignore_eos=True),

@@ -20,7 +20,7 @@ from shapes import shape_of, work_of, write_config
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 
 STEPS, SMALL_STEPS = 48, 2  # that are timed
@@ -119,7 +119,7 @@ class Bench:
         name = f"request-{self._sent}"
         prompt = [self._random.randrange(2, self._vocab) for _ in range(prompt_tokens)]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add(AddRequest(name, prompt, params, self.core.clock(), [name], [0], [], max_tokens))
+        self.core.add(EngineRequest(name, prompt, params, self.core.clock(), max_tokens))
 
     def step(self) -> int:
         """Run a step; return how many tokens came of it."""

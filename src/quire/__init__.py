@@ -17,10 +17,10 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine_request import LoRARequest
     from quire.errors import QuireError
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
-    from quire.lora.request import LoRARequest
     from quire.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -67,7 +67,7 @@ _HOMES = {
     "CompletionOutput": "quire.outputs",
     "EmbeddingRequestOutput": "quire.outputs",
     "EngineConfig": "quire.config",
-    "LoRARequest": "quire.lora.request",
+    "LoRARequest": "quire.engine_request",
     "PoolingParams": "quire.pooling_params",
     "PoolingRequestOutput": "quire.outputs",
     "QuireError": "quire.errors",

@@ -14,26 +14,11 @@ from typing import Protocol
 
 import msgspec
 
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.engine_request import EngineRequest
 
 UNKNOWN_TOKEN = -1  # stands in a sequence for the token that a step under way is about to sample
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-
-
-class ThinkingData(msgspec.Struct, frozen=True):
-    """How to end a sequence's reasoning when it grows too long.
-
-    Reasoning is open from the first generated token on if `open` is set, otherwise from where `start_ids` were
-    generated, and ends where `end_ids` were. After `budget` tokens of it that are not its end, `end_ids` are appended
-    as if they had been sampled. Only the first reasoning of a sequence counts.
-    """
-
-    start_ids: list[int]
-    end_ids: list[int]
-    budget: int
-    open: bool = False
 
 
 class AdapterNews(msgspec.Struct, frozen=True):
@@ -49,38 +34,41 @@ class AdapterNews(msgspec.Struct, frozen=True):
 
 
 class NewSequenceData(msgspec.Struct):
-    """A sequence the worker does not know (first time, or resumed after preemption), in full.
+    """A sequence the worker does not know (first time, or resumed after preemption), with its whole request.
 
-    `token_ids` holds the prompt and, after a preemption, the tokens generated so far; the first `num_prompt_tokens`
-    are the prompt. `block_ids` holds its block tables, one for each group of layers (`KVCacheSpec.groups`); the first
-    `num_computed_tokens` tokens have their KV there. `seed` is always set: the front draws one for requests that gave
-    none. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
+    `output_token_ids` are the tokens generated so far (after a preemption). `block_ids` holds its block tables, one for
+    each group of layers (`KVCacheSpec.groups`); the first `num_computed_tokens` tokens have their KV there. `seed` keys
+    its draws. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
     tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
+    `sampler_state` is what `ModelOutput.sampler_states` last said of it.
 
-    `adapter` is the number of its LoRA adapter (`LoRARequest.lora_int_id`), 0 for none.
-
-    With `grammar` (Lark, as `structured.builder` writes it) the tokens after the prompt spell a text of its language.
-    `sampler_state` is what `ModelOutput.sampler_states` last said of it. `dry_breakers` are the tokens that spell a
-    sequence breaker of the DRY sampler: any of the first, then exactly the second ones. With `pooling` nothing is
-    sampled: when the last token is computed, `ModelOutput.pooled` has the text's vector or scores.
+    If its request has pooling parameters nothing is sampled: when the last token is computed, `ModelOutput.pooled` has
+    the text's vector or scores.
     """
 
     sequence_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    sampling_params: SamplingParams
-    seed: int
-    stop_ids: list[int]
-    bad_words_ids: list[list[int]]
+    request: EngineRequest
     block_ids: list[list[int]]
-    num_computed_tokens: int
+    num_computed_tokens: int = 0
+    output_token_ids: list[int] = []
+    seed: int = 0
     num_candidates: int = 0
-    grammar: str | None = None
-    thinking: ThinkingData | None = None
     sampler_state: float | None = None
-    dry_breakers: list[tuple[list[int], list[int]]] = []
-    adapter: int = 0
-    pooling: PoolingParams | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output, in a list of the caller's own."""
+        return self.request.prompt_token_ids + self.output_token_ids
 
 
 class ContinuingSequenceData(msgspec.Struct):

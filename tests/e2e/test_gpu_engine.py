@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.engine_request import ThinkingData
 from quire.errors import ModelError
 from quire.sampling_params import BeamSearchParams
-from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.e2e.test_structured import CHOICE, RECORD
 from tests.frontend.conftest import train_byte_level, write_folder

@@ -11,9 +11,9 @@ import pytest
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
-from quire.engine.messages import AddRequest
 from quire.engine.plan import make_plan
 from quire.engine.settle import settle
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
@@ -113,7 +113,7 @@ def test_nothing_is_left_of_states_after_sleep(folder: Path, expected: dict[str,
 def beams_of(driver: EngineDriver, prompts: list[list[int]], params: BeamSearchParams) -> dict[str, list[BeamOutput]]:
     for number, prompt in enumerate(prompts):
         driver.core.add(
-            AddRequest(
+            EngineRequest(
                 request_id=f"{number}",
                 sequence_ids=[f"{number}"],
                 prompt_token_ids=prompt,

@@ -9,7 +9,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest
+from quire.engine.messages import AbortRequests
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 
 VOCAB = 160
@@ -38,7 +39,7 @@ def make_core(folder: Path, device: str, **options: object) -> EngineCore:
 
 def add(core: EngineCore, request_id: str, index: int, params: SamplingParams) -> None:
     core.add(
-        AddRequest(
+        EngineRequest(
             request_id=request_id,
             sequence_ids=[request_id],
             prompt_token_ids=PROMPTS[index],

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.checkpoint.pooling_spec import PoolingSpec
-from quire.engine.messages import AddRequest, EngineOutputs
+from quire.engine.messages import EngineOutputs
+from quire.engine_request import EngineRequest
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.pooling import pooled_output
 from quire.frontend.processor import Processor
@@ -29,7 +30,7 @@ def test_what_another_engine_is_told_is_the_same_request() -> None:
     adds = processor.process([5, 6, 7], params, "a", arrival_time=0.0)
     outputs = OutputProcessor(None)
     state = outputs.add("a", None, adds, params)
-    again: list[AddRequest] = outputs.replay("a")
+    again: list[EngineRequest] = outputs.replay("a")
     assert again == adds
     assert again[0].pooling == PoolingParams(task="embed", dimensions=2, skip_reading_prefix_cache=True)
     data = PooledData(b"\0\0\x80\x3f\0\0\0\0", [2])

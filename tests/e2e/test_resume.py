@@ -9,8 +9,8 @@ import pytest
 
 from quire import SamplingParams
 from quire.demo import demo_model_path
+from quire.engine_request import ThinkingData
 from quire.errors import RequestError
-from quire.step import ThinkingData
 from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, names_of
 
 VOCAB = 400

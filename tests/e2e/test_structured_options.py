@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest, ThinkingData
 from quire.sampling.grammars import MOST_SPELLED_BYTES
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SequenceOutput, ThinkingData
+from quire.step import SequenceOutput
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.checkpoints import write_checkpoint
@@ -48,7 +48,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_segments([text])
 
 
-def run(driver: EngineDriver, message: AddRequest) -> list[SequenceOutput]:
+def run(driver: EngineDriver, message: EngineRequest) -> list[SequenceOutput]:
     """Return all the news of a request."""
     driver.core.add(message)
     news = []
@@ -57,10 +57,10 @@ def run(driver: EngineDriver, message: AddRequest) -> list[SequenceOutput]:
     return news
 
 
-def message(prompt: list[int], params: SamplingParams, **fields: object) -> AddRequest:
+def message(prompt: list[int], params: SamplingParams, **fields: object) -> EngineRequest:
     """Return a request of one sequence."""
     given = {"request_id": "r", "sequence_ids": ["r"], "arrival_time": 0.0, "seeds": [0], "stop_ids": [422]}
-    return AddRequest(prompt_token_ids=prompt, sampling_params=params, **{**given, "max_tokens": 40, **fields})  # type: ignore[arg-type]
+    return EngineRequest(prompt_token_ids=prompt, sampling_params=params, **{**given, "max_tokens": 40, **fields})  # type: ignore[arg-type]
 
 
 def end_of(news: list[SequenceOutput]) -> SequenceOutput:

@@ -14,8 +14,9 @@ import pytest
 
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.create import create_client
-from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.engine.process import ProcessClient
+from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 from quire.sampling_params import SamplingParams
 
@@ -25,8 +26,8 @@ def config_for(folder: Path, **options: object) -> EngineConfig:
     return EngineConfig.from_kwargs(groups=SERVER_GROUPS, log_level="warning", **{**defaults, **options})
 
 
-def request(request_id: str, max_tokens: int = 4) -> AddRequest:
-    return AddRequest(
+def request(request_id: str, max_tokens: int = 4) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         sequence_ids=[request_id],
         prompt_token_ids=[1, 2, 3],

@@ -10,7 +10,8 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import GRAMMAR_WAIT_SECONDS, EngineCore
-from quire.engine.messages import AbortRequests, AddRequest
+from quire.engine.messages import AbortRequests
+from quire.engine_request import EngineRequest
 from quire.errors import RequestError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -58,8 +59,10 @@ def core(folder: Path, compiler: Compiler) -> EngineCore:
     return EngineCore(config, executor=compiler, info=load_model_info(folder))
 
 
-def request(name: str, grammar: str | None, num_sequences: int = 1, beam: BeamSearchParams | None = None) -> AddRequest:
-    return AddRequest(
+def request(
+    name: str, grammar: str | None, num_sequences: int = 1, beam: BeamSearchParams | None = None
+) -> EngineRequest:
+    return EngineRequest(
         request_id=name,
         sequence_ids=[name] if num_sequences == 1 else [f"{name}-{index}" for index in range(num_sequences)],
         prompt_token_ids=[1, 2, 3],

@@ -10,7 +10,8 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import run as run_loop
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
@@ -21,8 +22,8 @@ def make_core(folder: Path, **options: object) -> EngineCore:
     return EngineCore(config, executor=NullExecutor(1000), info=load_model_info(folder))
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> AddRequest:
-    return AddRequest(
+def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         sequence_ids=[request_id],
         prompt_token_ids=prompt,

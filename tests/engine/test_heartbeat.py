@@ -23,7 +23,8 @@ from quire.engine.heartbeat import (
     create_heartbeat,
 )
 from quire.engine.loop import run
-from quire.engine.messages import AbortRequests, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, Call, FromEngine, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import ModelOutput, SchedulerOutput
@@ -47,9 +48,9 @@ def memory() -> Iterator[Heartbeat]:
     made.close()
 
 
-def request(request_id: str, *, max_tokens: int = 3, sequences: int = 1) -> AddRequest:
+def request(request_id: str, *, max_tokens: int = 3, sequences: int = 1) -> EngineRequest:
     names = [request_id] if sequences == 1 else [f"{request_id}-{number}" for number in range(sequences)]
-    return AddRequest(
+    return EngineRequest(
         request_id=request_id,
         sequence_ids=names,
         prompt_token_ids=[1, 2, 3],
@@ -337,7 +338,7 @@ def test_after_a_death_in_a_message_only_its_request_is_suspected(
 ) -> None:
     add = EngineCore.add
 
-    def dying(core: EngineCore, message: AddRequest) -> None:
+    def dying(core: EngineCore, message: EngineRequest) -> None:
         if message.request_id == "bad":
             raise Death
         add(core, message)

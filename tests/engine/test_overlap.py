@@ -14,7 +14,8 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Unwatched
 from quire.engine.loop import run as run_loop
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import Done, ModelOutput, Pending, SchedulerOutput
@@ -91,8 +92,8 @@ def make_core(folder: Path) -> Iterator[Callable[..., EngineCore]]:
         core.close()
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> AddRequest:
-    return AddRequest(
+def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         sequence_ids=[request_id],
         prompt_token_ids=prompt,

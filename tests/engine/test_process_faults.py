@@ -27,8 +27,9 @@ import uvloop
 
 from quire.engine import channel, heartbeat
 from quire.engine.channel import framed
-from quire.engine.messages import AddRequest, Call, CallResult, EngineOutputs
+from quire.engine.messages import Call, CallResult, EngineOutputs
 from quire.engine.process import ProcessClient
+from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError
 from quire.frontend.grammar_jobs import FormJob
 from quire.frontend.grammars import GrammarCompiler
@@ -40,7 +41,7 @@ from tests.helpers.faulty_engine import HANG, KILL, RAISE, SEGFAULT
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bad(request_id: str, token: int) -> AddRequest:
+def bad(request_id: str, token: int) -> EngineRequest:
     """A request that does `token` to the engine."""
     return msgspec.structs.replace(request(request_id), prompt_token_ids=[token, 1])
 
@@ -185,7 +186,7 @@ def hostile(path: Path) -> dict[str, bytes]:
         "a pickle": pickle.dumps(Bomb(path)),
         "a frame with a pickle": framed(pickle.dumps(Bomb(path))),
         "a length of 2 GiB": struct.pack(">I", 2**31) + noise,
-        "the wrong message": framed(msgspec.msgpack.encode({"type": "AddRequest", "request_id": 7})),
+        "the wrong message": framed(msgspec.msgpack.encode({"type": "EngineRequest", "request_id": 7})),
         "text that is not UTF-8": framed(b"\x82\xa4type\xa2\xff\xfe"),
         "nesting without end": framed(b"\x91" * 100_000),
         "a field nested without end": framed(b"\x82\xa4type\xa8Shutdown\xa1x" + b"\x91" * 100_000 + b"\xc0"),

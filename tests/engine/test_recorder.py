@@ -12,8 +12,8 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine import recorder as recorder_module
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
 from quire.engine.recorder import MAX_STEPS, FlightRecorder, StepRecord
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def make_core(folder: Path, **options: object) -> EngineCore:
 def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int, count: int = 1) -> None:
     names = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
     params = SamplingParams(max_tokens=max_tokens, n=count, seed=1)
-    core.add(AddRequest(name, prompt, params, core.clock(), names, [0] * count, [], max_tokens))
+    core.add(EngineRequest(name, prompt, params, core.clock(), max_tokens, sequence_ids=names, seeds=[0] * count))
 
 
 def finish(core: EngineCore) -> None:

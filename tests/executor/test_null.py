@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import BlockLoad, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
@@ -11,15 +12,11 @@ from quire.step import BlockLoad, ContinuingSequenceData, ForkData, NewSequenceD
 
 def new(sequence_id: str, tokens: list[int], computed: int = 0, num_candidates: int = 0) -> NewSequenceData:
     return NewSequenceData(
-        sequence_id=sequence_id,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens),
-        sampling_params=SamplingParams(),
+        sequence_id,
+        EngineRequest(sequence_id, tokens, SamplingParams()),
+        [[0]],
+        computed,
         seed=1,
-        stop_ids=[],
-        bad_words_ids=[],
-        block_ids=[[0]],
-        num_computed_tokens=computed,
         num_candidates=num_candidates,
     )
 

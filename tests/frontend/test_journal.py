@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.frontend.journal import Journal, Progress
 from quire.sampling_params import SamplingParams
 
@@ -16,17 +16,17 @@ from quire.sampling_params import SamplingParams
 class Told:
     """One request, as an engine that heard everything knows it."""
 
-    adds: list[AddRequest]
+    adds: list[EngineRequest]
     texts: dict[str, list[int]]
     states: dict[str, float]
     ended: set[str] = field(default_factory=set)
 
 
-def make_adds(name: str, count: int, size: int) -> list[AddRequest]:
+def make_adds(name: str, count: int, size: int) -> list[EngineRequest]:
     names = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
     params = SamplingParams(n=count, seed=3, prompt_logprobs=2, prompt_logprob_start=1)
     return [
-        AddRequest(
+        EngineRequest(
             request_id=name if count <= size else f"{name}/{start}",
             prompt_token_ids=[1, 2, 3],
             sampling_params=params,

@@ -14,7 +14,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.messages import AddRequest, EngineOutputs
+from quire.engine.messages import EngineOutputs
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, ContextLengthError, EngineDeadError, GenerationError, ModelError, RequestError
 from quire.frontend.loading import load_front_model
 from quire.sampling_params import RequestOutputKind
@@ -313,7 +314,7 @@ def test_adds_reach_the_engine_with_running_ids() -> None:
     quiet(llm, ["a", "b"])
     quiet(llm, "c")
     assert [add.request_id for add in engine.added] == ["0", "1", "2"]
-    assert all(isinstance(add, AddRequest) for add in engine.added)
+    assert all(isinstance(add, EngineRequest) for add in engine.added)
 
 
 def test_a_script_repeats_itself_and_its_requests_differ() -> None:

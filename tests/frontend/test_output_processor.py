@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs
+from quire.engine.messages import AbortRequests, EngineOutputs
+from quire.engine_request import EngineRequest
 from quire.errors import RequestError
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.processor import Processor
@@ -127,7 +128,7 @@ def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
     assert item.logprobs is not None
     assert len(item.logprobs) == len(item.token_ids) == 2
     assert item.cumulative_logprob == pytest.approx(-1.5)
-    rig.engine.send(AddRequest("other", [1], SamplingParams(), 0.0, ["other"], [0], [], 5))
+    rig.engine.send(EngineRequest("other", [1], SamplingParams(), max_tokens=5))
     assert rig.outputs.num_unfinished == 0
     rig.step()  # news of the aborted request, on its way already, are ignored
     assert state.take() is None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.processor import Processor
@@ -27,7 +27,7 @@ def processor(**options: Any) -> Processor:
     return Processor(tokenizer, **{"vocab_size": tokenizer.vocab_size, "max_model_len": 64, **options})
 
 
-def build(front: Processor, **fields: Any) -> AddRequest:
+def build(front: Processor, **fields: Any) -> EngineRequest:
     [add] = front.process("hello world", SamplingParams(**fields), "r", arrival_time=0.0)
     return add
 
@@ -71,7 +71,7 @@ def test_the_engine_is_told_how_breakers_are_spelled() -> None:
     assert {newline, colon, quote, star} <= set(heads) and tail == []
     add = build(front, dry_multiplier=1.0, dry_sequence_breakers=["*"])
     assert add.dry_breakers == [([star], [])]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(add), type=AddRequest) == add
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(add), type=EngineRequest) == add
     assert build(front, dry_multiplier=1.0, dry_sequence_breakers=[]).dry_breakers == []
     bare = Processor(None, vocab_size=100, max_model_len=64)
     with pytest.raises(RequestError, match=r"dry_sequence_breakers must be \[\]"):

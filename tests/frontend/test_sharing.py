@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire import BeamSearchOutput, BeamSearchParams, SamplingParams
-from quire.engine.messages import AddRequest, EngineOutputs
+from quire.engine.messages import EngineOutputs
+from quire.engine_request import EngineRequest
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.sampling_params import RequestOutputKind
 from quire.step import SchedulerStats, SequenceOutput
@@ -94,7 +95,7 @@ def test_offline_best_of_several_prompts() -> None:
 # Beam search
 
 
-def beam_reply(request: AddRequest) -> list[int]:
+def beam_reply(request: EngineRequest) -> list[int]:
     """Beam of rank r: r + 1 letters "b", then end-of-text."""
     eos = small_tokenizer().eos_token_id
     assert eos is not None
@@ -287,7 +288,7 @@ def test_a_request_in_several_parts_is_one_to_its_caller() -> None:
 def test_preemptions_of_a_request_are_counted_once_however_many_sequences_report_them() -> None:
     rig = Rig("x")
     params = SamplingParams(n=2)
-    add = AddRequest("p", [5], params.clone(n=1), 0.0, ["p-0", "p-1"], [1, 2], [], 8)
+    add = EngineRequest("p", [5], params.clone(n=1), max_tokens=8, sequence_ids=["p-0", "p-1"], seeds=[1, 2])
     state = rig.outputs.add("p", "a", [add], params)
     for count in (1, 2, 2):
         news = [SequenceOutput(name, [5], num_preemptions=count) for name in add.sequence_ids]

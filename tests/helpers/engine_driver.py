@@ -13,9 +13,10 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest, ResumedSequence
+from quire.engine.messages import AbortRequests
+from quire.engine_request import EngineRequest, ResumedSequence, ThinkingData
 from quire.sampling_params import SamplingParams
-from quire.step import SchedulerStats, ThinkingData, TokenTopLogprobs
+from quire.step import SchedulerStats, TokenTopLogprobs
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class EngineDriver:
         self, name: str, ask: Ask, names: list[str], seeds: list[int], resumed: list[ResumedSequence] | None = None
     ) -> None:
         self.core.add(
-            AddRequest(
+            EngineRequest(
                 request_id=name,
                 sequence_ids=names,
                 prompt_token_ids=list(ask.prompt),

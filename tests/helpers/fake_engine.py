@@ -22,7 +22,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
@@ -41,7 +42,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
-Reply = Callable[[AddRequest], Sequence[int]]
+Reply = Callable[[EngineRequest], Sequence[int]]
 
 
 @cache
@@ -113,14 +114,14 @@ def reply_with(tokenizer: Tokenizer, *texts: str, end: bool = True) -> Reply:
     eos = [tokenizer.eos_token_id] if end else []
     count = [0]
 
-    def reply(request: AddRequest) -> list[int]:
+    def reply(request: EngineRequest) -> list[int]:
         count[0] += 1
         return [*answers[min(count[0], len(answers)) - 1], *eos]
 
     return reply
 
 
-def letters(request: AddRequest) -> list[int]:
+def letters(request: EngineRequest) -> list[int]:
     """The default reply: 1000 letters and spaces, a function of prompt and seed."""
     ids = [small_tokenizer_ids()[letter] for letter in "abcdefgh "]
     data = repr((request.prompt_token_ids, request.seeds[0])).encode()
@@ -137,7 +138,7 @@ def small_tokenizer_ids() -> dict[str, int]:
 class _Running:
     """One sequence; `request` is its own: of all sequence ids and seeds it has only this one's."""
 
-    def __init__(self, request: AddRequest, first: bool, tokens: Sequence[int]) -> None:
+    def __init__(self, request: EngineRequest, first: bool, tokens: Sequence[int]) -> None:
         self.request = request
         self.sequence_id = request.sequence_ids[0]
         self.first = first
@@ -185,7 +186,7 @@ class FakeEngine:
         self.reply = reply
         self.max_num_seqs = max_num_seqs
         self.tokens_per_step = tokens_per_step
-        self.added: list[AddRequest] = []
+        self.added: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.fail_on: set[str] = set()
         self.refuse_on: set[str] = set()
@@ -202,8 +203,8 @@ class FakeEngine:
         return list(self._live)
 
     def send(self, message: ToEngine) -> None:
-        """Apply an `AddRequest` or `AbortRequests`."""
-        if isinstance(message, AddRequest):
+        """Apply an `EngineRequest` or `AbortRequests`."""
+        if isinstance(message, EngineRequest):
             assert message.prompt_token_ids and message.max_tokens > 0
             assert 0 < len(message.sequence_ids) == len(message.seeds) <= self.max_num_seqs
             assert message.request_id not in {item.request.request_id for item in self._live.values()}, "must be unique"
@@ -294,7 +295,7 @@ class FakeEngine:
             del self._live[item.sequence_id]
         return output
 
-    def _beams(self, request: AddRequest, beam: BeamSearchParams) -> list[BeamOutput]:
+    def _beams(self, request: EngineRequest, beam: BeamSearchParams) -> list[BeamOutput]:
         beams = []
         for rank in range(beam.beam_width):
             tokens = list(self.reply(msgspec.structs.replace(request, seeds=[rank])))[: request.max_tokens]

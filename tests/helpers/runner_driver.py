@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine_request import EngineRequest
 from quire.kernels.backend import Backend
 from quire.models.interface import Model
 from quire.sampling_params import SamplingParams
@@ -207,15 +208,12 @@ class RunnerDriver:
             return None, ContinuingSequenceData(name, added if any(added) else [], sequence.computed, replaced, told)
         self._known.add(name)
         return NewSequenceData(
-            sequence_id=name,
-            token_ids=list(sequence.tokens),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            sampling_params=sequence.params,
+            name,
+            EngineRequest(name, sequence.tokens[: sequence.num_prompt_tokens], sequence.params, stop_ids=[2]),
+            [list(table) for table in sequence.tables],
+            sequence.computed,
+            output_token_ids=sequence.tokens[sequence.num_prompt_tokens :],
             seed=sequence.seed,
-            stop_ids=[2],
-            bad_words_ids=[],
-            block_ids=[list(table) for table in sequence.tables],
-            num_computed_tokens=sequence.computed,
             num_candidates=sequence.num_candidates,
         ), None
 

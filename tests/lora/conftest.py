@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.lora.request import LoRARequest
+from quire.engine_request import LoRARequest
 from quire.outputs import RequestOutput
 from tests.helpers.adapters import factors, merge, read_tensors, write_adapter
 from tests.helpers.checkpoints import write_plain

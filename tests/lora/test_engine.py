@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
+from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, RequestError, UnsupportedError
-from quire.lora.request import LoRARequest
 from quire.sampling_params import BeamSearchParams
 from tests.lora.conftest import PROMPTS, World, answers, check_same, open_llm
 

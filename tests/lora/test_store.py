@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from quire.engine_request import LoRARequest
 from quire.errors import ModelError
 from quire.layers.lora import LoRASlots
 from quire.lora.adapter import Adapter
-from quire.lora.request import LoRARequest
 from quire.lora.store import PATIENCE_SECONDS, AdapterStore
 
 

@@ -15,7 +15,7 @@ import pytest
 from quire import LLM
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import BeamOutput
 from tests.helpers.checkpoints import write_checkpoint
@@ -84,9 +84,9 @@ def check(beams: list[BeamOutput], expected: Beams) -> None:
     assert [beam.score for beam in beams] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def search(index: int, model: Model, width: int) -> AddRequest:
+def search(index: int, model: Model, width: int) -> EngineRequest:
     """A search after PROMPTS[index]."""
-    return AddRequest(
+    return EngineRequest(
         request_id=f"{index}",
         prompt_token_ids=PROMPTS[index],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
@@ -99,7 +99,7 @@ def search(index: int, model: Model, width: int) -> AddRequest:
     )
 
 
-def run(core: EngineCore, requests: list[AddRequest]) -> dict[str, list[BeamOutput]]:
+def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, list[BeamOutput]]:
     """Run them together; check that nothing is left behind."""
     for request in requests:
         core.add(request)
@@ -180,7 +180,7 @@ def test_with_swapping(model: Model, width: int) -> None:
 
 def test_beside_sampled_requests(model: Model) -> None:
     """Neither side sees the other."""
-    sampled = AddRequest(
+    sampled = EngineRequest(
         request_id="sampled",
         prompt_token_ids=PROMPTS[3],
         sampling_params=SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS),
@@ -191,7 +191,7 @@ def test_beside_sampled_requests(model: Model) -> None:
         max_tokens=MAX_TOKENS,
     )
 
-    def tokens_of(requests: list[AddRequest]) -> tuple[list[int], dict[str, list[BeamOutput]]]:
+    def tokens_of(requests: list[EngineRequest]) -> tuple[list[int], dict[str, list[BeamOutput]]]:
         core = make_core(model.folder, "cpu")
         for request in requests:
             core.add(request)

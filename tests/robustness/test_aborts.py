@@ -10,7 +10,8 @@ import pytest
 from quire import SamplingParams
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AbortRequests, AddRequest, ResumedSequence
+from quire.engine.messages import AbortRequests
+from quire.engine_request import EngineRequest, ResumedSequence
 from quire.executor.null import NullExecutor
 from quire.sampling_params import BeamSearchParams
 from tests.helpers.fake_engine import model_info
@@ -31,7 +32,7 @@ def make_core(**options: object) -> EngineCore:
     return EngineCore(config, executor=NullExecutor(), info=model_info(1000, 256, ()))
 
 
-def make_request(rng: random.Random, name: str) -> AddRequest:
+def make_request(rng: random.Random, name: str) -> EngineRequest:
     kind = rng.random()
     count = rng.choice([1, 1, 1, 2, 4]) if kind < 0.8 else 1
     start = rng.randrange(3)  # prompts begin alike, so that blocks are shared
@@ -39,7 +40,7 @@ def make_request(rng: random.Random, name: str) -> AddRequest:
     resumed = None
     if kind < 0.1:
         resumed = [ResumedSequence([rng.randrange(1000) for _ in range(rng.randrange(1, 9))]) for _ in range(count)]
-    return AddRequest(
+    return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(temperature=1.0),
@@ -69,7 +70,7 @@ def check_free(core: EngineCore) -> None:
 def test_nothing_is_left_of_what_was_aborted(name: str) -> None:
     core = make_core(**OPTIONS[name])
     rng = random.Random(name)
-    live: list[AddRequest] = []
+    live: list[EngineRequest] = []
     num_added = num_aborted = next_check = 0
     while num_aborted < ABORTS // len(OPTIONS):
         for _ in range(rng.choice([0, 1, 2, 5])):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine_request import ThinkingData
 from quire.sampling.thinking import ThinkingBudget
-from quire.step import ThinkingData
 
 START, END = [1, 2], [8, 8, 9]
 

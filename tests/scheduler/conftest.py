@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+from quire.engine_request import EngineRequest
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -230,13 +231,13 @@ class FakeWorker:
                 token_ids=new.token_ids,
                 block_ids=[table.copy() for table in new.block_ids],
                 num_computed_tokens=new.num_computed_tokens,
-                params=new.sampling_params,
+                params=new.request.sampling_params,
                 num_prompt_tokens=new.num_prompt_tokens,
                 salt=self.salts.get(new.sequence_id.split("#")[0]),  # a beam's id begins with its request's
                 version=version,
                 seed=new.seed,
                 num_candidates=new.num_candidates,
-                jumps=new.grammar is not None,
+                jumps=new.request.grammar is not None,
             )
         for cont in plan.continuing:
             row = self.rows[cont.sequence_id]
@@ -350,7 +351,7 @@ def make_request(
     if isinstance(prompt, int):
         prompt = [(zlib.crc32(request_id.encode()) + position) % VOCAB for position in range(prompt)]
         prompt[0] = 1000 + zlib.crc32(request_id.encode()) % 100_000
-    return Request(
+    spec = EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=max_tokens, **params),
@@ -365,6 +366,7 @@ def make_request(
         beam=beam,
         grammar=grammar,
     )
+    return Request(spec)
 
 
 KV_OPTIONS = {

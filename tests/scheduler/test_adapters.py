@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quire.config import EngineConfig
+from quire.engine_request import EngineRequest, LoRARequest
 from quire.executor.null import NullExecutor
-from quire.lora.request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.create import create_scheduler
@@ -38,14 +38,14 @@ class World:
         ids = [hash((name, i)) % 900 for i in range(prompt)]
         self.adapter_of[name] = adapter
         self.scheduler.add_request(
-            Request(name, ids, params, self.now, [], tokens, priority=priority, lora=lora)  # type: ignore[arg-type]
+            Request(EngineRequest(name, ids, params, self.now, tokens, priority=priority, lora=lora))
         )
 
     def step(self) -> list[str]:
         """Run a step; return the names of those that were computed."""
         plan = self.scheduler.schedule()
         for new in plan.new_sequences:
-            assert new.adapter == self.adapter_of[new.sequence_id]
+            assert new.request.lora_int_id == self.adapter_of[new.sequence_id]
         self.scheduler.update_from_output(plan, self.executor.execute(plan))
         names = list(plan.num_scheduled_tokens)
         adapters = {self.adapter_of[name] for name in names} - {0}

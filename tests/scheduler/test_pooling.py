@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.kvcache.manager import KVCacheManager
 from quire.pooling_params import PoolingParams
@@ -29,7 +30,7 @@ def make(kind: type[BaseScheduler] = Scheduler, *, num_blocks: int = 24, caching
 def request(name: str, length: int, seed: int = 0) -> Request:
     rng = random.Random(seed)
     prompt = [rng.randrange(5, 99) for _ in range(length)]
-    return Request(name, prompt, SamplingParams(), 0.0, [], 1, pooling=PoolingParams(task="embed"))
+    return Request(EngineRequest(name, prompt, SamplingParams(), pooling=PoolingParams(task="embed")))
 
 
 def run(scheduler: BaseScheduler, look: Any = lambda plan: None) -> dict[str, SequenceOutput]:

@@ -444,7 +444,7 @@ def test_the_plan_is_not_tied_to_the_scheduler(run, request_of):
     r = run()
     r.add(request_of("a", 3, 2))
     plan = r.scheduler.schedule()
-    plan.new_sequences[0].token_ids.append(99)
+    plan.new_sequences[0].output_token_ids.append(99)
     plan.new_sequences[0].block_ids[0].append(99)
     assert r.requests["a"].sequences[0].num_tokens == 3
     r.scheduler.check_integrity()

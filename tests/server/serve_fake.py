@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from quire.config import EngineConfig
-from quire.engine.messages import AddRequest, CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import ModelError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
@@ -44,7 +45,7 @@ class Client(FakeClient):
 
     def send(self, message: ToEngine) -> None:
         super().send(message)
-        if self.mode == "dying" and isinstance(message, AddRequest):
+        if self.mode == "dying" and isinstance(message, EngineRequest):
             self.die()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.frontend.chat import ChatTemplate
 from quire.sampling_params import SamplingParams
 from quire.server.generation import SHARED_FIELDS
@@ -59,7 +59,7 @@ def chat(live: LiveServer, text: str = "hello", **body: Any) -> dict[str, Any]:
     return add_up(parse_events(response.text)) if body.get("stream") else dict(response.json())
 
 
-def added(live: LiveServer) -> AddRequest:
+def added(live: LiveServer) -> EngineRequest:
     return live.do(lambda: live.engine.added[-1])
 
 

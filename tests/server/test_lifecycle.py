@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from tests.helpers.live_server import LiveServer, MakeServer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -100,7 +100,7 @@ def test_an_engine_that_dies_before_the_first_token_is_an_error_with_a_status(
 @pytest.mark.parametrize("stream", [False, True])
 def test_numbers_that_are_not_finite_are_the_servers_fault(make_server: MakeServer, stream: bool) -> None:
 
-    def fail(request: AddRequest) -> list[int]:
+    def fail(request: EngineRequest) -> list[int]:
         server.engine.fail_on.add(request.request_id)
         return [5]
 
@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_are_the_servers_fault(make_server: MakeServ
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_can_never_fit_is_told_why(make_server: MakeServer, stream: bool) -> None:
 
-    def refuse(request: AddRequest) -> list[int]:
+    def refuse(request: EngineRequest) -> list[int]:
         server.engine.refuse_on.add(request.request_id)
         return [5]
 

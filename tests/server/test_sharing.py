@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.sampling_params import BeamSearchParams
 from tests.helpers.fake_engine import fake_front_model, reply_with, small_tokenizer, small_tokenizer_ids
 from tests.helpers.live_server import LiveServer, MakeServer
@@ -18,7 +18,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 BEAMS = {"use_beam_search": True}
 
 
-def reply(request: AddRequest) -> list[int]:
+def reply(request: EngineRequest) -> list[int]:
     """Beams: rank + 1 letters "b". Otherwise: so many letters "c" as the sequence's number, from 1. And end-of-text."""
     letters = small_tokenizer_ids()
     eos = small_tokenizer().eos_token_id

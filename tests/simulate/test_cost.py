@@ -13,6 +13,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.settle import load_info, settle
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader, attended, windows_of
@@ -158,7 +159,7 @@ def step_of(new=(), continuing=(), scheduled=None, finished=()) -> SchedulerOutp
 
 
 def new_sequence(name: str, num_tokens: int, num_computed: int = 0) -> NewSequenceData:
-    return NewSequenceData(name, [0] * num_tokens, num_tokens, SamplingParams(), 0, [], [], [[0]], num_computed)
+    return NewSequenceData(name, EngineRequest(name, [0] * num_tokens, SamplingParams()), [[0]], num_computed)
 
 
 def test_the_reader_samples_at_the_end_of_what_is_known():

@@ -12,6 +12,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.settle import load_info
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader
 from quire.simulate.cost import RooflineCost
@@ -33,7 +34,7 @@ MODEL = {
 
 
 def new(name: str, computed: int, blocks: list[int]) -> NewSequenceData:
-    return NewSequenceData(name, list(range(30)), 30, PARAMS, 0, [], [], [blocks], computed)
+    return NewSequenceData(name, EngineRequest(name, list(range(30)), PARAMS), [blocks], computed)
 
 
 def going(name: str, computed: int, blocks: tuple[int, ...] = (), **options: Any) -> ContinuingSequenceData:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.engine_request import EngineRequest
 from quire.kernels.create import create_backend
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput
@@ -17,15 +18,7 @@ BLOCK_SIZE = 4
 
 def new_sequence(name: str, tokens: list[int], blocks: list[int], **options: Any) -> NewSequenceData:
     return NewSequenceData(
-        sequence_id=name,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens),
-        sampling_params=SamplingParams(temperature=0.0, **options),
-        seed=1,
-        stop_ids=[],
-        bad_words_ids=[],
-        block_ids=[blocks],
-        num_computed_tokens=0,
+        name, EngineRequest(name, tokens, SamplingParams(temperature=0.0, **options)), [blocks], seed=1
     )
 
 

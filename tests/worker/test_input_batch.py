@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 from quire.worker.input_batch import InputBatch
@@ -15,17 +16,7 @@ BLOCK_SIZE = 4
 
 
 def new_sequence(request_id: str, tokens: list[int], blocks: list[int], computed: int = 0) -> NewSequenceData:
-    return NewSequenceData(
-        sequence_id=request_id,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens),
-        sampling_params=SamplingParams(),
-        seed=1,
-        stop_ids=[],
-        bad_words_ids=[],
-        block_ids=[blocks],
-        num_computed_tokens=computed,
-    )
+    return NewSequenceData(request_id, EngineRequest(request_id, tokens, SamplingParams()), [blocks], computed, seed=1)
 
 
 def step_of(**changes: object) -> SchedulerOutput:
@@ -89,7 +80,7 @@ def test_a_fork_that_samples_gets_what_its_parent_brings_or_gains_in_the_step() 
 def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
     batch = InputBatch(max_num_seqs=2, max_model_len=16, block_size=BLOCK_SIZE, vocab_size=100)
     new = new_sequence("a", [1, 2], [5])
-    new.sampling_params = SamplingParams(
+    new.request.sampling_params = SamplingParams(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, frequency_penalty=1.0, prompt_logprobs=2
     )
     batch.update(step_of(new_sequences=[new]))
@@ -186,7 +177,7 @@ class Traffic:
             row.is_beam = self.rng.random() < 0.3
             new = new_sequence(f"s{self.number}", tokens, [])
             new.block_ids, new.num_candidates = tables, 4 if row.is_beam else 0
-            new.sampling_params = SamplingParams(presence_penalty=1.0)
+            new.request.sampling_params = SamplingParams(presence_penalty=1.0)
             made.append(new)
         return made
 

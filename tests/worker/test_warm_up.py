@@ -11,13 +11,12 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest, ThinkingData
 from quire.kernels import cpu as kernels
 from quire.kernels.cpu.jit import Op
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
-from quire.step import ThinkingData
 from quire.worker.warm_up import warm_up
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
@@ -49,7 +48,7 @@ def test_requests_of_every_kind_compile_nothing_more(folder: Path) -> None:
     ]
     for number, params in enumerate(kinds):
         core.add(
-            AddRequest(
+            EngineRequest(
                 request_id=f"{number}",
                 sequence_ids=[f"{number}"],
                 prompt_token_ids=list(range(3, 40)),

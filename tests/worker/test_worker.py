@@ -9,6 +9,7 @@ import pytest
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
+from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import BlockLoad, BlockSave, ModelOutput, NewSequenceData, SchedulerOutput, TransferKind
 from quire.worker import worker as module
@@ -41,15 +42,10 @@ def run(
 ) -> ModelOutput:
     """Run a step that computes what is left of PROMPT, or nothing without a sequence."""
     new = NewSequenceData(
-        sequence_id=sequence_id,
-        token_ids=PROMPT,
-        num_prompt_tokens=len(PROMPT),
-        sampling_params=SamplingParams(temperature=0.0, logprobs=3),
-        seed=0,
-        stop_ids=[],
-        bad_words_ids=[],
-        block_ids=[blocks or []],
-        num_computed_tokens=done,
+        sequence_id,
+        EngineRequest(sequence_id, PROMPT, SamplingParams(temperature=0.0, logprobs=3)),
+        [blocks or []],
+        done,
     )
     count = len(PROMPT) - done if sequence_id else 0
     plan = SchedulerOutput(

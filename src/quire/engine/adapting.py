@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from quire.engine.compiling import Live
+from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, RequestError, echo
 from quire.executor.base import Adapters, Executor
-from quire.lora.request import LoRARequest
 from quire.scheduler.request import Request
 from quire.step import AdapterNews, SequenceOutput
 

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.engine.adapting import Adapting, LoadLoRA, OfLoRA
 from quire.engine.advice import size_text
 from quire.engine.compiling import Compiling
-from quire.engine.messages import AbortRequests, AddRequest, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
+from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.settle import (
     Scratch,
@@ -32,6 +32,7 @@ from quire.engine.settle import (
     settle,
     step_refused,
 )
+from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor.base import Executor
 from quire.kernels.memory import resident_memory
@@ -163,7 +164,7 @@ class EngineCore:
             whole_prompts=self.executor.kv_cache_spec().one_step,
         )
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: EngineRequest) -> None:
         """Queue a request, after its grammar was compiled if it has one.
 
         Raises `RequestError` if a live request, or sequence, has the same id, or the engine is asleep.
@@ -173,29 +174,7 @@ class EngineCore:
         if self._pools != (message.pooling is not None):
             made = "vectors or scores and generates no text" if self._pools else "text and pools nothing"
             raise RequestError(f"this engine's model makes {made}", param="model", code="unsupported_endpoint")
-        request = Request(
-            request_id=message.request_id,
-            prompt_token_ids=message.prompt_token_ids,
-            sampling_params=message.sampling_params,
-            sequence_ids=message.sequence_ids,
-            seeds=message.seeds,
-            stop_ids=message.stop_ids,
-            bad_words_ids=message.bad_words_ids,
-            max_tokens=message.max_tokens,
-            arrival_time=message.arrival_time,
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            tenant=message.tenant,
-            beam=message.beam,
-            grammar=message.grammar,
-            thinking=message.thinking,
-            dry_breakers=message.dry_breakers,
-            resumed=None
-            if message.resumed is None
-            else [(part.token_ids, part.sampler_state) for part in message.resumed],
-            pooling=message.pooling,
-            lora=message.lora,
-        )
+        request = Request(message)
         self._adapting.check_names(request)
         self._compiling.check_names(request)
         if request.lora is not None:
@@ -321,8 +300,9 @@ class EngineCore:
         able, news = self._compiling.ready(0.0 if self.scheduler.has_unfinished() else GRAMMAR_WAIT_SECONDS)
         for request in able:
             self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
-            if request.beam_params is not None:  # a beam that has said all that it may must end, also with `ignore_eos`
-                request.stop_ids |= frozenset(self.executor.grammars.end_ids)
+            if request.spec.beam is not None:
+                # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
+                request.add_stop_ids(self.executor.grammars.end_ids)
             self.scheduler.add_request(request)
         return news
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.messages import AbortRequests, AddRequest, Call, ToEngine
+from quire.engine.messages import AbortRequests, Call, ToEngine
+from quire.engine_request import EngineRequest
 
 LEAST_SECONDS = 3.0  # that anything may take
 UNKNOWN_SECONDS = 120.0  # that a step may take if nothing is known of its like
@@ -225,7 +226,7 @@ class LifeSigns(Unwatched):
     def applying(self, message: ToEngine) -> None:
         """See `Unwatched`."""
         match message:
-            case AddRequest():
+            case EngineRequest():
                 self._memory.name([message.request_id])
                 self._come.append(message.request_id)
             case AbortRequests():

@@ -12,16 +12,8 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import run
-from quire.engine.messages import (
-    AbortRequests,
-    AddRequest,
-    CallResult,
-    EngineOutputs,
-    FromEngine,
-    Ready,
-    Shutdown,
-    ToEngine,
-)
+from quire.engine.messages import AbortRequests, CallResult, EngineOutputs, FromEngine, Ready, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
@@ -37,9 +29,9 @@ class InlineEngine:
         self.ready: Ready = core.ready
 
     def send(self, message: ToEngine) -> None:
-        """Apply an `AddRequest` or `AbortRequests` at once. Raises `RequestError` if the scheduler refuses it."""
+        """Apply an `EngineRequest` or `AbortRequests` at once. Raises `RequestError` if the scheduler refuses it."""
         match message:
-            case AddRequest():
+            case EngineRequest():
                 self.core.add(message)
             case AbortRequests():
                 self.core.abort(message)

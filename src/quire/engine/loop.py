@@ -6,16 +6,8 @@ from collections.abc import Callable
 
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Unwatched
-from quire.engine.messages import (
-    AbortRequests,
-    AddRequest,
-    Call,
-    CallResult,
-    EngineOutputs,
-    FromEngine,
-    Shutdown,
-    ToEngine,
-)
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import QuireError, RequestError
 from quire.step import SchedulerOutput, SequenceOutput
 
@@ -27,7 +19,7 @@ def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | N
     the loop's own business.
     """
     match message:
-        case AddRequest():
+        case EngineRequest():
             try:
                 core.add(message)
             except RequestError as error:
@@ -79,7 +71,7 @@ def run(
         while message is not None:
             if isinstance(message, Shutdown):
                 return
-            told_idle = told_idle and not isinstance(message, AddRequest)
+            told_idle = told_idle and not isinstance(message, EngineRequest)
             signs.applying(message)
             answer = apply(core, message)
             signs.applied()

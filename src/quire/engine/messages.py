@@ -1,6 +1,6 @@
-"""Everything that is said between the front and the engine, as msgspec structs; msgpack on the wire, never pickle.
+"""The messages between the front end and the engine, as msgspec structs; msgpack on the wire, never pickle.
 
-Front -> engine: `AddRequest`, `AbortRequests`, `Call`, `Shutdown`. Engine -> front: `Ready`, `EngineOutputs`,
+Front -> engine: `EngineRequest`, `AbortRequests`, `Call`, `Shutdown`. Engine -> front: `Ready`, `EngineOutputs`,
 `CallResult`, `Failed`. The inline engine passes the same objects without encoding them.
 """
 
@@ -10,64 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.lora.request import LoRARequest
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SchedulerStats, SequenceOutput, ThinkingData
-
-
-class ResumedSequence(msgspec.Struct, array_like=True):
-    """How far a sequence had come in an engine that is gone.
-
-    `token_ids` were generated and delivered; they are not delivered again. `sampler_state` as in `NewSequenceData`.
-    """
-
-    token_ids: list[int]
-    sampler_state: float | None = None
-
-
-class AddRequest(msgspec.Struct, tag=True):
-    """A request: one prompt, and the completions of it that are generated side by side.
-
-    Attributes:
-        request_id: unique among live requests. arrival_time: monotonic seconds.
-        sequence_ids, seeds: one for each completion; seeds are drawn by the front where the caller gave none. The ids
-            are unique among live sequences, and outputs come in their name. A beam search has one of each.
-        stop_ids: all token ids that end the sequence: EOS ids unless ignored, and `stop_token_ids`.
-        max_tokens: most tokens to generate, already limited to the context.
-        bad_words_ids: token sequences that may not be generated (`bad_words`, tokenized).
-        priority: lower runs earlier (with the priority policy). cache_salt: prefix blocks are shared only among
-            requests with the same salt. tenant: on whose account it runs, see `--tenant-weights`.
-        beam: search for the most likely sequences instead of sampling.
-        grammar: what the text must look like, as in `NewSequenceData`; compiled by the engine before it is queued.
-        thinking: how to end reasoning that grows too long.
-        dry_breakers: as in `NewSequenceData`.
-        resumed: of a request that an engine before this one had begun: how far each sequence had come, in the order of
-            `sequence_ids`, of which those that had ended are left out. The texts go on as if nothing had happened.
-            None: it begins.
-        lora: its LoRA adapter; read from its folder if it is not there, before the request is queued.
-        pooling: what is wanted of the prompt's hidden states; nothing is generated then. Its task is set.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    arrival_time: float
-    sequence_ids: list[str]
-    seeds: list[int]
-    stop_ids: list[int]
-    max_tokens: int
-    bad_words_ids: list[list[int]] = []
-    priority: int = 0
-    cache_salt: str | None = None
-    tenant: str = ""
-    beam: BeamSearchParams | None = None
-    grammar: str | None = None
-    thinking: ThinkingData | None = None
-    dry_breakers: list[tuple[list[int], list[int]]] = []
-    resumed: list[ResumedSequence] | None = None
-    lora: LoRARequest | None = None
-    pooling: PoolingParams | None = None
+from quire.engine_request import EngineRequest
+from quire.step import SchedulerStats, SequenceOutput
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -162,5 +106,5 @@ class Failed(msgspec.Struct, tag=True):
     exit_code: int = 1
 
 
-ToEngine = AddRequest | AbortRequests | Call | Shutdown
+ToEngine = EngineRequest | AbortRequests | Call | Shutdown
 FromEngine = EngineOutputs | CallResult | Ready | Failed

@@ -34,7 +34,7 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "timeline".
 
     Attributes:
-        request_id: as in `AddRequest`, without the part that `Processor` adds where it splits a request.
+        request_id: as in `EngineRequest`, without the part that `Processor` adds where it splits a request.
         num_sequences: how many it began with; the first `MAX_FOLLOWED` are followed.
         since_us, until_us: between these microseconds of the engine's clock it lived; until 0: it still does.
     """
@@ -166,7 +166,7 @@ class FlightRecorder:
             record.admitted = [
                 Admission(
                     new.sequence_id,
-                    len(new.token_ids),
+                    new.num_tokens,
                     new.num_prompt_tokens,
                     new.num_computed_tokens,
                     *_tiers_of(scheduler, new.sequence_id),

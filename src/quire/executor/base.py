@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.engine_request import LoRARequest
 from quire.kernels.memory import DeviceMemory
-from quire.lora.request import LoRARequest
 from quire.step import AdapterNews, Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 
 

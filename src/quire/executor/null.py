@@ -86,7 +86,10 @@ class NullExecutor(Executor):
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
             known[new.sequence_id] = _Known(
-                len(new.token_ids), new.token_ids[-1], new.num_candidates, new.pooling is not None
+                new.num_tokens,
+                (new.output_token_ids or new.request.prompt_token_ids)[-1],
+                new.num_candidates,
+                new.request.pooling is not None,
             )
         for data in step.continuing:
             computed[data.sequence_id] = data.num_computed_tokens

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, echo
-from quire.lora.request import LoRARequest
 
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.01, 0.5
 MODULE_FIELDS = frozenset({"name", "path", "base_model_name"})

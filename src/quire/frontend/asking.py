@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.checks import INT64_MAX
+from quire.engine_request import ThinkingData
 from quire.errors import UnsupportedError
 from quire.frontend.formats.message import MessageAsk, Tool
 from quire.frontend.grammar_jobs import FormJob, Job, MessageJob
@@ -15,7 +16,6 @@ from quire.frontend.loading import FrontModel
 from quire.frontend.processor import Params
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.step import ThinkingData
 
 TAIL_TOKENS = 64  # of a prompt, in which the beginning of reasoning is looked for
 

@@ -25,6 +25,7 @@ from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.create import create_client
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
+from quire.engine_request import LoRARequest, ThinkingData
 from quire.errors import EngineDeadError, OverloadedError, QuireError
 from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.asking import demand
@@ -41,10 +42,9 @@ from quire.frontend.request_stream import RequestStream
 from quire.frontend.sleeping import SleepSwitch
 from quire.frontend.stats import StatListener
 from quire.frontend.text_size import text_size
-from quire.lora.request import LoRARequest
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SchedulerStats, ThinkingData
+from quire.step import SchedulerStats
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.messages import AddRequest, ResumedSequence
+from quire.engine_request import EngineRequest, ResumedSequence
 
 REST = "/rest"  # behind the id of a request, of which some sequences have begun: the others
 
@@ -35,7 +35,7 @@ class _Entry:
 
     __slots__ = ("adds", "sequences")
 
-    def __init__(self, adds: Sequence[AddRequest], sequences: dict[str, Progress]) -> None:
+    def __init__(self, adds: Sequence[EngineRequest], sequences: dict[str, Progress]) -> None:
         self.adds = adds
         self.sequences = sequences
 
@@ -54,7 +54,7 @@ class Journal:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    def begin(self, request_id: str, adds: Sequence[AddRequest], sequences: Mapping[str, Progress]) -> None:
+    def begin(self, request_id: str, adds: Sequence[EngineRequest], sequences: Mapping[str, Progress]) -> None:
         """Note a request; what comes of its sequences will be noted in `sequences`."""
         self._entries[request_id] = _Entry(adds, dict(sequences))
 
@@ -70,7 +70,7 @@ class Journal:
         """Forget everything."""
         self._entries.clear()
 
-    def replay(self, request_id: str) -> list[AddRequest]:
+    def replay(self, request_id: str) -> list[EngineRequest]:
         """Return what another engine is to be told, so that the request goes on where it is.
 
         Sequences that have ended are left out; those without any token begin anew, with the seeds they had.
@@ -93,7 +93,7 @@ class Journal:
         return {owner.get(name, name) for name in engine_ids}
 
 
-def _again(add: AddRequest, sequences: dict[str, Progress]) -> list[AddRequest]:
+def _again(add: EngineRequest, sequences: dict[str, Progress]) -> list[EngineRequest]:
     """Return `add` for what is left of it: nothing, one request, or two if only some of its sequences have tokens."""
     left = [(name, seed) for name, seed in zip(add.sequence_ids, add.seeds, strict=True) if name in sequences]
     begun = [(name, seed) for name, seed in left if sequences[name].token_ids]
@@ -109,6 +109,6 @@ def _again(add: AddRequest, sequences: dict[str, Progress]) -> list[AddRequest]:
     return found
 
 
-def _with(add: AddRequest, sequences: list[tuple[str, int]], **changes: Any) -> AddRequest:
+def _with(add: EngineRequest, sequences: list[tuple[str, int]], **changes: Any) -> EngineRequest:
     names, seeds = [name for name, _ in sequences], [seed for _, seed in sequences]
     return msgspec.structs.replace(add, sequence_ids=names, seeds=seeds, **changes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
+from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
 from quire.frontend.asking import demand, message_ask
 from quire.frontend.beams import beam_search_output, check_beam_params
@@ -26,7 +27,6 @@ from quire.frontend.progress import Progress, progress_bar
 from quire.frontend.reading import read_message
 from quire.frontend.sleeping import check_level
 from quire.frontend.tools import requested_tools
-from quire.lora.request import LoRARequest
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer

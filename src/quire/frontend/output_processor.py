@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from quire.engine.messages import AddRequest, EngineOutputs
+from quire.engine.messages import EngineOutputs
+from quire.engine_request import EngineRequest
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.journal import REST, Journal, Progress
@@ -67,7 +68,7 @@ class _Completion:
         self.index = index
         self.sequence_id = sequence_id
         self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
-        self.part = part  # which of the request's `AddRequest`s it came in
+        self.part = part  # which of the request's `EngineRequest`s it came in
         self.detokenizer = detokenizer
         self.progress = Progress()
         self.token_ids = self.progress.token_ids
@@ -182,7 +183,7 @@ class RequestState:
         self,
         request_id: str,
         prompt: str | None,
-        adds: Sequence[AddRequest],
+        adds: Sequence[EngineRequest],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         notify: Callable[[], None] | None = None,
@@ -248,7 +249,7 @@ class RequestState:
         return sum(item.num_tokens for item in self.completions)
 
     def note_preemptions(self, part: int, count: int) -> None:
-        """Take over how often one of the request's `AddRequest`s was preempted; all its sequences report that."""
+        """Take over how often one of the request's `EngineRequest`s was preempted; all its sequences report that."""
         self._num_preemptions[part] = max(self._num_preemptions[part], count)
         self.metrics.num_preemptions = sum(self._num_preemptions)
 
@@ -358,7 +359,7 @@ class OutputProcessor:
         self,
         request_id: str,
         prompt: str | None,
-        adds: Sequence[AddRequest],
+        adds: Sequence[EngineRequest],
         params: SamplingParams | BeamSearchParams | PoolingParams,
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
@@ -532,7 +533,7 @@ class OutputProcessor:
         state.touch()
         return [item.sequence_id for item in unfinished]
 
-    def replay(self, request_id: str) -> list[AddRequest]:
+    def replay(self, request_id: str) -> list[EngineRequest]:
         """Return what a new engine is to be told of a live request, see `Journal.replay`."""
         self._states[request_id].begin_prompt_again()
         return self.journal.replay(request_id)

@@ -1,4 +1,4 @@
-"""From what a caller gives (text or ids, sampling parameters) to `AddRequest`s: tokenization and every check.
+"""From what a caller gives (text or ids, sampling parameters) to `EngineRequest`s: tokenization and every check.
 
 Nothing that passes here can make the engine read outside a table: all token ids are compared with the model's
 vocabulary, the prompt with the context length. Two rules to know:
@@ -21,10 +21,9 @@ import msgspec
 
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checks import check_int
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest, LoRARequest, ThinkingData
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.breakers import BreakerIndex, Spelling
-from quire.lora.request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
@@ -33,7 +32,6 @@ from quire.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
-from quire.step import ThinkingData
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -112,7 +110,7 @@ class Processor:
         cache_salt: str | None = None,
         tenant: str = "",
         param: str = "prompt",
-    ) -> list[AddRequest]:
+    ) -> list[EngineRequest]:
         """Tokenize and build in one go; see `tokenize` and `build`."""
         params = params if params is not None else self.default_sampling_params()
         token_ids = self.tokenize(prompt, params, param=param)
@@ -255,14 +253,14 @@ class Processor:
         grammar: str | None = None,
         thinking: ThinkingData | None = None,
         lora: LoRARequest | None = None,
-    ) -> list[AddRequest]:
-        """Return what the engine is to be told: one `AddRequest`.
+    ) -> list[EngineRequest]:
+        """Return what the engine is to be told: one `EngineRequest`.
 
         `grammar` is what came of the form that `params` ask for, `thinking` of their budget (`frontend.asking`).
         `lora` is its adapter.
 
         Its sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed itself, the others
-        seeds derived from it. More sequences than the engine runs at a time go into several `AddRequest`s, the first
+        seeds derived from it. More sequences than the engine runs at a time go into several `EngineRequest`s, the first
         of which asks for prompt logprobs. A beam search is one sequence of the request's id.
         """
         self._check_options(request_id, priority, cache_salt, tenant)
@@ -297,7 +295,7 @@ class Processor:
         if beam is not None:
             beam = beam.clone(max_tokens=max_tokens, structured_outputs=None)
             return [
-                AddRequest(
+                EngineRequest(
                     request_id, sampling_params=params, sequence_ids=[request_id], seeds=[0], beam=beam, **shared
                 )
             ]
@@ -324,9 +322,11 @@ class Processor:
         whole = task == "token_embed" or spec.kinds != ("lasttoken",)
         return params.clone(task=task, skip_reading_prefix_cache=params.skip_reading_prefix_cache or whole)
 
-    def _to_pool(self, token_ids: list[int], params: PoolingParams, request_id: str, arrival_time: float) -> AddRequest:
+    def _to_pool(
+        self, token_ids: list[int], params: PoolingParams, request_id: str, arrival_time: float
+    ) -> EngineRequest:
         """Return what the engine is told of a request that generates nothing."""
-        return AddRequest(
+        return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling_params=SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
@@ -338,7 +338,7 @@ class Processor:
             pooling=self.pooling_params(params),
         )
 
-    def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[AddRequest]:
+    def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[EngineRequest]:
         """Return what the engine is told of a request that samples: in `shared` is what all its parts have."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         count = params.num_sequences
@@ -350,7 +350,7 @@ class Processor:
             rest = first.clone(prompt_logprobs=None, prompt_logprob_start=None)
         most = self.max_num_seqs
         return [
-            AddRequest(
+            EngineRequest(
                 request_id if count <= most else f"{request_id}/{start // most}",
                 sampling_params=rest if start else first,
                 sequence_ids=sequence_ids[start : start + most],

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 
 from quire import logs
 from quire.engine.client import EngineClient
-from quire.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, GenerationError, QuireError
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.suspects import Court
@@ -108,7 +109,7 @@ class SupervisedClient:
         if not self.running:
             return
         trial = self._court.trial
-        if trial is None or not isinstance(message, AddRequest):
+        if trial is None or not isinstance(message, EngineRequest):
             self._client.send(message)
         if trial is not None and isinstance(message, AbortRequests):
             self._review()

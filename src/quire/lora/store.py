@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.engine_request import LoRARequest
 from quire.errors import QuireError
 from quire.layers.lora import LoRASlots, PackedAdapter
 from quire.lora.adapter import Adapter, read_adapter
-from quire.lora.request import LoRARequest
 from quire.step import AdapterNews
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
-from quire.step import ThinkingData
+from quire.engine_request import ThinkingData
 
 
 class ThinkingBudget:

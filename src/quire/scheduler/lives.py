@@ -308,7 +308,7 @@ class RequestLives:
         for request in self._waiting.first(count * ADAPTER_WINDOWS):
             if len(found) == count:
                 break
-            if request.lora is not None and request.adapter not in adapters:
+            if request.lora is not None and request.spec.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
                     now = self.clock()
                     if request.blocked_since is None:
@@ -316,19 +316,19 @@ class RequestLives:
                     if now - request.blocked_since >= ADAPTER_PATIENCE_SECONDS:
                         break
                     continue
-                adapters.add(request.adapter)
+                adapters.add(request.spec.lora_int_id)
             found.append(request)
         return found
 
     def _running_adapters(self) -> set[int]:
-        return {request.adapter for request in self._running if request.lora is not None}
+        return {request.spec.lora_int_id for request in self._running if request.lora is not None}
 
     def _adapter_fits(self, request: Request) -> bool:
         """Whether a waiting request could have its adapter beside those of the running ones."""
         if request.lora is None:
             return True
         running = self._running_adapters()
-        return request.adapter in running or len(running) < self.max_loras
+        return request.spec.lora_int_id in running or len(running) < self.max_loras
 
     def _state(self) -> tuple[int, int, int]:
         """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
@@ -344,22 +344,14 @@ class RequestLives:
         sequence.known = True
         sequence.unsent = []
         return NewSequenceData(
-            sequence_id=sequence.sequence_id,
-            token_ids=list(sequence.token_ids),  # the worker appends to its own
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
+            sequence.sequence_id,
+            request.spec,
+            self.kv.block_ids(sequence.sequence_id),
+            sequence.num_computed_tokens,
+            output_token_ids=sequence.token_ids[request.num_prompt_tokens :],
             seed=sequence.seed,
-            stop_ids=sorted(request.stop_ids),
-            bad_words_ids=request.bad_words_ids,
-            block_ids=self.kv.block_ids(sequence.sequence_id),
-            num_computed_tokens=sequence.num_computed_tokens,
             num_candidates=0 if request.beam is None else request.beam.num_candidates,
-            grammar=request.grammar,
-            thinking=request.thinking,
             sampler_state=sequence.sampler_state,
-            dry_breakers=request.dry_breakers,
-            adapter=request.adapter,
-            pooling=request.pooling,
         )
 
     # ---- from one queue to another ----

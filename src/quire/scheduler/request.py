@@ -7,17 +7,16 @@ a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from quire.engine_request import EngineRequest, ResumedSequence
 from quire.errors import RequestError
 from quire.kvcache.block_hash import CacheSalt
-from quire.lora.request import LoRARequest
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
-from quire.step import ThinkingData, TokenTopLogprobs
+from quire.step import TokenTopLogprobs
 
 if TYPE_CHECKING:
     from quire.scheduler.stop import Repeats
@@ -148,7 +147,7 @@ class Sequence:
 
 
 class Request:
-    """What was asked for. The arguments are the fields of `engine.messages.AddRequest`; the prompt is copied.
+    """A live request: its `spec`, as the front sent it, and what has become of it.
 
     One that is `resumed` has all its sequences from the start, with tokens that nobody has computed: as if it had been
     preempted.
@@ -173,13 +172,11 @@ class Request:
     __slots__ = (
         "adapter_digest",
         "arrival_time",
-        "bad_words_ids",
         "beam",
         "beam_params",
         "blocked_since",
         "cache_salt",
         "dropped",
-        "dry_breakers",
         "first_scheduled_time",
         "forked",
         "grammar",
@@ -206,69 +203,46 @@ class Request:
         "seeds",
         "sequence_ids",
         "sequences",
+        "spec",
         "status",
         "stop_ids",
         "tenant",
-        "thinking",
         "wants_prompt_logprobs",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        arrival_time: float,
-        stop_ids: list[int],
-        max_tokens: int,
-        sequence_ids: list[str] | None = None,
-        seeds: list[int] | None = None,
-        bad_words_ids: list[list[int]] | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        beam: BeamSearchParams | None = None,
-        grammar: str | None = None,
-        thinking: ThinkingData | None = None,
-        dry_breakers: list[tuple[list[int], list[int]]] | None = None,
-        resumed: Iterable[tuple[list[int], float | None]] | None = None,
-        lora: LoRARequest | None = None,
-        pooling: PoolingParams | None = None,
-    ) -> None:
-        if not prompt_token_ids:
+    def __init__(self, spec: EngineRequest) -> None:
+        if not spec.prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
-        self.request_id = request_id
-        self.sequence_ids = sequence_ids or [request_id]
-        self.seeds = seeds or [0] * len(self.sequence_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling_params = sampling_params
-        self.arrival_time = arrival_time
-        self.stop_ids = frozenset(stop_ids)
-        self.max_tokens = max_tokens
-        self.min_tokens = sampling_params.min_tokens
-        self.bad_words_ids = bad_words_ids or []
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.lora = lora
+        self.spec = spec
+        self.request_id = spec.request_id
+        self.sequence_ids = spec.sequence_ids
+        self.seeds = spec.seeds
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.sampling_params = spec.sampling_params
+        self.arrival_time = spec.arrival_time
+        self.stop_ids = frozenset(spec.stop_ids)
+        self.max_tokens = spec.max_tokens
+        self.min_tokens = spec.sampling_params.min_tokens
+        self.priority = spec.priority
+        self.cache_salt = spec.cache_salt
+        self.lora = spec.lora
         self.adapter_digest = ""
-        self.tenant = tenant
-        self.beam_params = beam
+        self.tenant = spec.tenant
+        self.beam_params = spec.beam
         self.beam: BeamSearch | None = None
-        self.grammar = grammar
-        self.thinking = thinking
-        self.dry_breakers = dry_breakers or []
-        self.pooling = pooling
-        self.wants_prompt_logprobs = sampling_params.prompt_logprobs is not None
-        self.is_plain = beam is None and pooling is None and grammar is None and thinking is None
+        self.grammar = spec.grammar
+        self.pooling = spec.pooling
+        self.wants_prompt_logprobs = spec.sampling_params.prompt_logprobs is not None
+        self.is_plain = spec.beam is None and spec.pooling is None and spec.grammar is None and spec.thinking is None
         self._begin()
         self.forked = len(self.sequence_ids) == 1
         self.num_forks = 0
         self.dropped: set[str] = set()
         self.loading: set[int] = set()
         self.loaded = False
-        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(prompt_token_ids))]
-        if resumed is not None:
-            self._resume(prompt_token_ids, list(resumed))
+        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(spec.prompt_token_ids))]
+        if spec.resumed is not None:
+            self._resume(spec.prompt_token_ids, spec.resumed)
 
     def _begin(self) -> None:
         """Nothing has become of it yet."""
@@ -283,21 +257,26 @@ class Request:
         self.blocked_since: float | None = None
         self.num_prompt_logprobs = self.prompt_logprobs_after
 
-    def _resume(self, prompt: list[int], resumed: list[tuple[list[int], float | None]]) -> None:
-        """Begin as far as each sequence had come: tokens after the prompt, and the state of its sampler."""
+    def _resume(self, prompt: list[int], resumed: list[ResumedSequence]) -> None:
+        """Begin with the progress of each sequence: tokens after the prompt, and the state of its sampler."""
         if (
             len(resumed) != len(self.sequence_ids)
             or self.beam_params is not None
-            or not all(item[0] for item in resumed)
+            or not all(item.token_ids for item in resumed)
         ):
             raise RequestError("each resumed sequence needs the tokens that it had; beams have none", param="resumed")
         self.forked = True
         self.num_prompt_logprobs = self.num_prompt_tokens  # they were sent before the first token
         self.sequences = []
-        for sequence_id, seed, (tokens, state) in zip(self.sequence_ids, self.seeds, resumed, strict=True):
-            sequence = Sequence(self, sequence_id, seed, [*prompt, *tokens])
-            sequence.sampler_state = state
+        for sequence_id, seed, progress in zip(self.sequence_ids, self.seeds, resumed, strict=True):
+            sequence = Sequence(self, sequence_id, seed, prompt + progress.token_ids)
+            sequence.sampler_state = progress.sampler_state
             self.sequences.append(sequence)
+
+    def add_stop_ids(self, token_ids: list[int]) -> None:
+        """Let these end the request's sequences, too; before it is added to a scheduler."""
+        self.stop_ids |= frozenset(token_ids)
+        self.spec = msgspec.structs.replace(self.spec, stop_ids=sorted(self.stop_ids))
 
     @property
     def prompt_logprobs_after(self) -> int:
@@ -315,11 +294,6 @@ class Request:
         if self.beam_params is not None:
             return self.beam_params.beam_width
         return len(self.sequences) if self.forked else len(self.sequence_ids)
-
-    @property
-    def adapter(self) -> int:
-        """The number of its LoRA adapter, 0 for none."""
-        return 0 if self.lora is None else self.lora.lora_int_id
 
     @property
     def num_left(self) -> int:

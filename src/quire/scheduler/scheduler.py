@@ -116,7 +116,8 @@ class Scheduler(BaseScheduler):
         if not self._adapter_fits(request):
             # Others give way for that if it helps: those that stay must leave room for its adapter.
             return (
-                len({r.adapter for r in self._running if r.lora and r.priority <= request.priority}) >= self.max_loras
+                len({r.spec.lora_int_id for r in self._running if r.lora and r.priority <= request.priority})
+                >= self.max_loras
             )
         if self._num_seats + request.num_seats > self.max_num_seqs:
             return False

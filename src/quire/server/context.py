@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.config import EngineConfig
+from quire.engine_request import LoRARequest
 from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
-from quire.lora.request import LoRARequest
 from quire.server.auth import ApiKeys
 from quire.server.errors import HTTPProblem
 from quire.server.limits import Deadline, timed_out

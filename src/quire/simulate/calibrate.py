@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine.settle import load_info
+from quire.engine_request import EngineRequest
 from quire.executor.base import Executor
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader, windows_of
@@ -147,17 +148,8 @@ class Player:
 
     def _new(self, context: int, num_tokens: int, block_ids: list[int]) -> NewSequenceData:
         self._num_named += 1
-        return NewSequenceData(
-            sequence_id=f"scene-{self._num_named}",
-            token_ids=self._rng.integers(0, self._limits.vocab_size, num_tokens).tolist(),
-            num_prompt_tokens=num_tokens,
-            sampling_params=PARAMS,
-            seed=self._num_named,
-            stop_ids=[],
-            bad_words_ids=[],
-            block_ids=[block_ids],
-            num_computed_tokens=context,
-        )
+        name, prompt = f"scene-{self._num_named}", self._rng.integers(0, self._limits.vocab_size, num_tokens).tolist()
+        return NewSequenceData(name, EngineRequest(name, prompt, PARAMS), [block_ids], context, seed=self._num_named)
 
     def _step(
         self,

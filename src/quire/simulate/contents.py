@@ -107,10 +107,10 @@ class StepReader:
         contents = StepContents(num_tokens=step.total_num_scheduled_tokens, num_sequences=len(scheduled))
         sampled: dict[str, list[int]] = {}
         for new in step.new_sequences:
-            rows[new.sequence_id] = Row(len(new.token_ids), [self._next_token])
+            rows[new.sequence_id] = Row(new.num_tokens, [self._next_token])
             self._next_token += 1
             contents.num_new += 1
-            contents.num_new_known_tokens += len(new.token_ids)
+            contents.num_new_known_tokens += new.num_tokens
         context = 0.0
         going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
         for data in going:

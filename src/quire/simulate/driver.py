@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest
+from quire.engine_request import EngineRequest
 from quire.errors import QuireError
 from quire.sampling_params import SamplingParams
 from quire.simulate.trace import TraceRequest
@@ -212,14 +212,16 @@ def drive(
     return log
 
 
-def message_of(request: TraceRequest, prompt: list[int], params: dict[int, SamplingParams] | None = None) -> AddRequest:
+def message_of(
+    request: TraceRequest, prompt: list[int], params: dict[int, SamplingParams] | None = None
+) -> EngineRequest:
     """Return the request as the front would send it; sampling options are kept in `params`, by number of tokens."""
     wanted = request.num_output_tokens
     params = {} if params is None else params
     if wanted not in params:
         params[wanted] = SamplingParams(temperature=0.0, max_tokens=wanted, ignore_eos=True, detokenize=False)
     name = str(request.number)
-    return AddRequest(
+    return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=params[wanted],

@@ -36,7 +36,7 @@ class TraceRequest:
         num_prompt_tokens, num_output_tokens: both at least 1.
         prefix: what the prompt begins with, as (token id, count) pairs: every token of a part has the part's id. What
             is left of the prompt is the request's own.
-        priority, tenant: as in `AddRequest`.
+        priority, tenant: as in `EngineRequest`.
     """
 
     number: int

@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine_request import EngineRequest
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, Backend, KVCache
 from quire.kernels.create import create_backend
 from quire.kernels.one_by_one import OneByOne
@@ -66,7 +67,7 @@ class Subject:
         step = SchedulerOutput([], [], {name: len(tokens)}, len(tokens), self._finished, [])
         self._finished = []
         if start == 0:
-            step.new_sequences = [NewSequenceData(name, tokens, len(tokens), PARAMS, 0, [], [], new_blocks, 0)]
+            step.new_sequences = [NewSequenceData(name, EngineRequest(name, tokens, PARAMS), new_blocks)]
         else:
             step.continuing = [ContinuingSequenceData(name, new_blocks, start, [], tokens)]
         self._runner.batch.update(step)

@@ -148,23 +148,23 @@ class Guidance:
 
     def guide_of(self, new: NewSequenceData) -> Guide | None:
         """Return the guide of a sequence that has come as far as `new` says; None if it needs none."""
-        if new.grammar is None and new.thinking is None:
+        request = new.request
+        if request.grammar is None and request.thinking is None:
             return None
-        output_ids = new.token_ids[new.num_prompt_tokens :]
         constraint = None
-        if new.grammar is not None:
+        if request.grammar is not None:
             assert self._grammars is not None, "this worker was given no store of grammars"
-            constraint = Constraint(self._grammars.start(new.grammar))
-            constraint.take(output_ids)
-        params = new.sampling_params
-        may_bar = params.allowed_token_ids is not None or bool(new.bad_words_ids) or bool(params.logits_processors)
+            constraint = Constraint(self._grammars.start(request.grammar))
+            constraint.take(new.output_token_ids)
+        params = request.sampling_params
+        may_bar = params.allowed_token_ids is not None or bool(request.bad_words_ids) or bool(params.logits_processors)
         scored = params.logprobs is not None or params.logprob_token_ids is not None
         return Guide(
             constraint,
-            None if new.thinking is None else ThinkingBudget(new.thinking, output_ids),
+            None if request.thinking is None else ThinkingBudget(request.thinking, new.output_token_ids),
             jumps=self._jump_forward and not scored and not new.num_candidates and not may_bar,
             vocab_size=self._vocab_size,
-            stop_ids=new.stop_ids,
+            stop_ids=request.stop_ids,
             min_tokens=params.min_tokens,
         )
 

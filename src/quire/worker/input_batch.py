@@ -122,13 +122,14 @@ class InputBatch:
         self.row_of[new.sequence_id] = row
         self.births[row] += 1
         self.unknown[row] = -1
-        params = new.sampling_params
-        self.token_ids[row, : len(new.token_ids)] = new.token_ids
-        self.num_tokens[row] = len(new.token_ids)
+        request, token_ids = new.request, new.token_ids
+        params = request.sampling_params
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_candidates[row] = new.num_candidates
-        self.adapters[row] = new.adapter
+        self.adapters[row] = request.lora_int_id
         self.num_beams += bool(new.num_candidates)
         self.num_blocks[:, row] = 0
         self._add_blocks(row, new.block_ids)
@@ -139,12 +140,12 @@ class InputBatch:
         self.seeds[row] = new.seed
         self.extras[row] = Extras.of(
             params,
-            token_ids=new.token_ids,
+            token_ids=token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
-            stop_ids=new.stop_ids,
-            bad_words_ids=new.bad_words_ids,
+            stop_ids=request.stop_ids,
+            bad_words_ids=request.bad_words_ids,
             vocab_size=self.vocab_size,
-            dry_breakers=new.dry_breakers,
+            dry_breakers=request.dry_breakers,
             sampler_state=new.sampler_state,
             factories=self._processors,
         )

@@ -94,7 +94,7 @@ class Pooler:
             self._texts[new.sequence_id] = _Text(self._params(new))
 
     def _params(self, new: NewSequenceData) -> PoolingParams:
-        params = new.pooling or PoolingParams()
+        params = new.request.pooling or PoolingParams()
         return params if params.task is not None else params.clone(task=self._spec.task)
 
     def _needs_all(self, inputs: StepInputs) -> bool:

@@ -5,6 +5,7 @@ What is measured is `kernels/gpu/memory.py`'s business, and what is made of it `
 
 from __future__ import annotations
 
+from quire.engine_request import EngineRequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData, SchedulerOutput
@@ -27,23 +28,17 @@ def largest_step(runner: ModelRunner, max_num_seqs: int, max_num_batched_tokens:
     groups, size = runner.batch.block_tables.shape[0], runner.batch.block_size
     new = [
         NewSequenceData(
-            sequence_id=f"profile-{index}",
-            token_ids=[0] * length,
-            num_prompt_tokens=length,
-            sampling_params=params,
+            f"profile-{index}",
+            EngineRequest(f"profile-{index}", [0] * length, params, pooling=PoolingParams() if pools else None),
+            [[0] * -(-length // size)] * groups,
             seed=index,
-            stop_ids=[],
-            bad_words_ids=[],
-            block_ids=[[0] * -(-length // size)] * groups,
-            num_computed_tokens=0,
-            pooling=PoolingParams() if pools else None,
         )
         for index, length in enumerate(lengths)
     ]
     return SchedulerOutput(
         new_sequences=new,
         continuing=[],
-        num_scheduled_tokens={data.sequence_id: len(data.token_ids) for data in new},
+        num_scheduled_tokens={data.sequence_id: data.num_prompt_tokens for data in new},
         total_num_scheduled_tokens=tokens,
         finished_sequence_ids=[],
         preempted_sequence_ids=[],

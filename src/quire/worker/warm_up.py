@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
+from quire.engine_request import EngineRequest, ThinkingData
 from quire.kernels.flying import LateTokens
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequenceData, SchedulerOutput, ThinkingData, TransferKind
+from quire.step import NewSequenceData, SchedulerOutput, TransferKind
 from quire.worker.graphs import WARM_UP_TOKENS
 from quire.worker.model_runner import ModelRunner
 
@@ -40,20 +40,12 @@ def warm_up(runner: ModelRunner) -> None:
         late = LateTokens(backend.zeros((1,), "int64"), place)
         backend.bar_after(backend.zeros((1, 2)), place, place, late, place)
     length = min(WARM_UP_TOKENS, runner.batch.token_ids.shape[1] - 1)
-    new = NewSequenceData(
-        sequence_id=_SEQUENCE_ID,
-        token_ids=[0] * length,
-        num_prompt_tokens=length,
-        sampling_params=params,
-        seed=0,
-        stop_ids=[],
-        bad_words_ids=[],
-        block_ids=[list(range(-(-length // runner.batch.block_size)))] * runner.batch.block_tables.shape[0],
-        num_computed_tokens=0,
-        thinking=ThinkingData(start_ids=[], end_ids=[0], budget=0, open=True),  # the token is masked, as by a grammar
-    )
-    if runner.pooler is not None:
-        new = msgspec.structs.replace(new, sampling_params=SamplingParams(), thinking=None, pooling=PoolingParams())
+    request = EngineRequest(_SEQUENCE_ID, [0] * length, SamplingParams(), pooling=PoolingParams())
+    if runner.pooler is None:
+        thinking = ThinkingData(start_ids=[], end_ids=[0], budget=0, open=True)  # the token is masked, as by a grammar
+        request = EngineRequest(_SEQUENCE_ID, [0] * length, params, thinking=thinking)
+    block_ids = [list(range(-(-length // runner.batch.block_size)))] * runner.batch.block_tables.shape[0]
+    new = NewSequenceData(_SEQUENCE_ID, request, block_ids)
     runner.execute(
         SchedulerOutput(
             new_sequences=[new],
