@@ -85,6 +85,30 @@ def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENG
     return strings
 
 
+def wrong_value(where: str, expected: str, value: Any, code: str = "invalid_value") -> RequestError:
+    """Return the error for a value that is not what is expected of its field."""
+    return RequestError(f"{where} must be {expected}, got {echo(value)}", param=where, code=code)
+
+
+def wrong_type(where: str, expected: str, value: Any) -> RequestError:
+    """Return the error for a value of another type than its field has."""
+    return wrong_value(where, expected, value, "invalid_type")
+
+
+def check_string(value: Any, where: str) -> str:
+    """Return `value` if it is a string; raise `RequestError` naming the field else."""
+    if not isinstance(value, str):
+        raise wrong_type(where, "a string", value)
+    return value
+
+
+def check_choice(value: Any, where: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of these strings; raise `RequestError` naming the field else."""
+    if not isinstance(value, str) or value not in choices:
+        raise wrong_value(where, f"one of {', '.join(choices)}", value)
+    return value
+
+
 def missing(where: str) -> RequestError:
     """Return the error for a field that must be there."""
     return RequestError(f"{where} is required", param=where, code="missing_required_parameter")

@@ -45,10 +45,7 @@ class UnloadAdapterRequest(RequestModel):
 async def load_lora_adapter(request: Request) -> Response:
     """Read and check an adapter, and offer it. 404 if there is no such folder, 400 with the reason if it is no good."""
     context = _checked(request)
-    server = context.config.server
-    body = await parse_request(
-        request, LoadAdapterRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, LoadAdapterRequest)
     if any(item.answers_to(body.lora_name) for item in context.models.models):
         raise RequestError(f"lora_name is {echo(body.lora_name)}, which is taken already", param="lora_name")
     model = _model(context, body.model)
@@ -64,10 +61,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """Offer an adapter no more. Requests that have begun go on with it; others get 404."""
     context = _checked(request)
-    server = context.config.server
-    body = await parse_request(
-        request, UnloadAdapterRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, UnloadAdapterRequest)
     holders = [item for item in context.models.models if item.llm.adapters.find(body.lora_name) is not None]
     model = holders[0] if holders else _model(context, body.model)
     if model.open:

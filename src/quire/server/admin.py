@@ -6,18 +6,17 @@ the next request that needs it.
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import unknown_field
-from quire.errors import RequestError, echo
+from quire.checks import unknown_field, wrong_value
+from quire.errors import RequestError
 from quire.server.context import ServerContext, context_of
-from quire.server.errors import JSON, HTTPProblem
+from quire.server.errors import HTTPProblem
+from quire.server.json_io import json_response
 from quire.server.served_model import ServedModel
 
 LEVELS = {"1": 1, "2": 2}
@@ -33,7 +32,7 @@ async def sleep(request: Request) -> Response:
     context, model = _asked(request, "level", "model")
     level = request.query_params.get("level", "1")
     if level not in LEVELS:
-        raise RequestError(f"level must be 1 or 2, got {echo(level)}", param="level")
+        raise wrong_value("level", "1 or 2", level)
     await context.models.sleep(model, LEVELS[level])
     return _state(model)
 
@@ -51,7 +50,7 @@ async def wake_up(request: Request) -> Response:
 async def is_sleeping(request: Request) -> Response:
     """Say whether a model sleeps."""
     _, model = _asked(request, "model")
-    return _json({"is_sleeping": model.llm.is_sleeping})
+    return json_response({"is_sleeping": model.llm.is_sleeping})
 
 
 @router.post("/reset_prefix_cache", openapi_extra={"parameters": [MODEL]})
@@ -113,8 +112,4 @@ def check_caller(request: Request, context: ServerContext) -> None:
 
 
 def _state(model: ServedModel) -> Response:
-    return _json({"model": model.names[0], "status": model.status})
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
+    return json_response({"model": model.names[0], "status": model.status})

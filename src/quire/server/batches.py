@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from quire.checks import check_object, missing
+from quire.checks import check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.parsing import parse_json
 
@@ -98,17 +98,15 @@ class Reader:
     def _checked(self, custom_id: str, value: Mapping[str, Any]) -> BatchRequest:
         check_object(value, "line", FIELDS)
         if _text(value, "method") != "POST":
-            raise RequestError(f"method must be POST, got {echo(value['method'])}", param="method")
+            raise wrong_value("method", "POST", value["method"])
         url = _text(value, "url")
         if url not in URLS:
-            raise RequestError(
-                f"url must be one of {', '.join(URLS)}, got {echo(url)}", param="url", code="unknown_url"
-            )
+            raise wrong_value("url", f"one of {', '.join(URLS)}", url, "unknown_url")
         body = value.get("body")
         if body is None:
             raise missing("body")
         if not isinstance(body, Mapping):
-            raise RequestError(f"body must be an object, got {echo(body)}", param="body", code="invalid_type")
+            raise wrong_type("body", "an object", body)
         for name in IMMEDIATE:
             if body.get(name) not in (None, False):
                 raise UnsupportedError(f"body.{name} has no place in a batch; leave it out", param=f"body.{name}")
@@ -130,7 +128,7 @@ def _text(value: Mapping[str, Any], name: str) -> str:
     if text is None:
         raise missing(name)
     if not isinstance(text, str):
-        raise RequestError(f"{name} must be a string, got {echo(text)}", param=name, code="invalid_type")
+        raise wrong_type(name, "a string", text)
     if _is_broken(text):
         raise RequestError(f"{name} has a lone surrogate; it is not valid Unicode text", param=name)
     return text

@@ -24,9 +24,8 @@ from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
-from quire.server.context import ModelContext, context_of, model_context
+from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
-    THREAD_CHARS,
     ChunkUsage,
     Generation,
     Usage,
@@ -34,12 +33,12 @@ from quire.server.generation import (
     count_ids,
     recommended,
     request_params,
-    told,
-    weight_of,
+    size_of,
 )
+from quire.server.json_io import THREAD_CHARS, run_in_thread_if
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
-from quire.server.parsing import at_ease, parse_request
+from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.templates import check_template, template_arguments
@@ -53,12 +52,9 @@ MOST_AT_ONCE = 65536  # bytes of a stream that are made before others have their
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, ChatCompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, ChatCompletionRequest)
     context = await model_context(request, body.model)
-    generation = await at_ease(request, lambda: ChatCompletion(context, body))
+    generation = await process_body(request, lambda: ChatCompletion(context, body))
     await generation.start(request)
     if body.stream:
         return EventStream(generation.events(), generation.close)
@@ -86,7 +82,7 @@ class ChatCompletion(Generation):
 
     def __init__(self, context: ModelContext, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> None:
         super().__init__(context, body, prefix)
-        ignore_unknown = context.config.server.ignore_unknown_fields
+        ignore_unknown = context.ignore_unknown
         self.messages = check_messages(body.messages, ignore_unknown=ignore_unknown)
         self.tools = requested_tools(
             body.tools, body.tool_choice, body.parallel_tool_calls, ignore_unknown=ignore_unknown
@@ -215,7 +211,7 @@ class ChatCompletion(Generation):
             self.check(output.outputs)
             self._count(output)
             size = sum([len(completion.text) for completion in output.outputs])
-            yield await asyncio.to_thread(read, output) if size > THREAD_CHARS else read(output)
+            yield await run_in_thread_if(size > THREAD_CHARS, partial(read, output))
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -251,7 +247,7 @@ class ChatCompletion(Generation):
                 data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks()])
             for item in news:
                 work = partial(choices[item.output.index].events, item, chunk_usage, head)
-                data += await told(weight_of([item.output]), work)
+                data += await run_in_thread_if(size_of([item.output]) > THREAD_CHARS, work)
                 if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
                     yield data
                     data = b""

@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int
-from quire.errors import RequestError, echo
+from quire.checks import INT64_MAX, check_int, wrong_type
+from quire.errors import RequestError
 from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.server.context import ModelContext, context_of, model_context
+from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
     MAX_PROMPTS,
     ChunkUsage,
@@ -24,9 +24,9 @@ from quire.server.generation import (
     check_stream_fields,
     count_ids,
     request_params,
-    told,
-    weight_of,
+    size_of,
 )
+from quire.server.json_io import THREAD_CHARS, run_in_thread_if
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request
 from quire.server.protocol import CompletionRequest, body_schema
@@ -42,10 +42,7 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, CompletionRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, CompletionRequest)
     generation = Completion(await model_context(request, body.model), body)
     await generation.start(request)
     if body.stream:
@@ -60,11 +57,7 @@ def split_prompts(prompt: Any) -> list[tuple[Prompt, str]]:
     if isinstance(prompt, str):
         return [(prompt, "prompt")]
     if not isinstance(prompt, list):
-        raise RequestError(
-            f"prompt must be a string, a list of strings, of token ids, or of such lists, got {echo(prompt)}",
-            param="prompt",
-            code="invalid_type",
-        )
+        raise wrong_type("prompt", "a string, a list of strings, of token ids, or of such lists", prompt)
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt", code="empty_array")
     kind = type(prompt[0])
@@ -79,11 +72,7 @@ def split_prompts(prompt: Any) -> list[tuple[Prompt, str]]:
     for index, item in enumerate(prompt):
         if type(item) is not kind:
             wanted = "a string" if kind is str else "a list of token ids"
-            raise RequestError(
-                f"prompt[{index}] must be {wanted}, as prompt[0] is, got {echo(item)}",
-                param=f"prompt[{index}]",
-                code="invalid_type",
-            )
+            raise wrong_type(f"prompt[{index}]", f"{wanted}, as prompt[0] is", item)
     return [(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
 
 
@@ -161,8 +150,9 @@ class Completion(Generation):
                 if key not in choices:
                     choices[key] = _Choice(self, index, completion.index, prompts[index])
                 choice = choices[key]
-                weight = weight_of([completion], None if choice.begun else choice.positions)
-                data += await told(weight, partial(choice.chunk, completion, chunk_usage, head))
+                size = size_of([completion], None if choice.begun else choice.positions)
+                work = partial(choice.chunk, completion, chunk_usage, head)
+                data += await run_in_thread_if(size > THREAD_CHARS, work)
                 if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
                     yield data
                     data = b""

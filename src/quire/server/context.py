@@ -149,6 +149,11 @@ class ModelContext:
         return self.model.config
 
     @property
+    def ignore_unknown(self) -> bool:
+        """Whether unknown request fields are dropped instead of refused."""
+        return self.config.server.ignore_unknown_fields
+
+    @property
     def keys(self) -> ApiKeys:
         """Who may use the server."""
         return self.server.keys

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import unknown_field
+from quire.checks import unknown_field, wrong_value
 from quire.engine.messages import MOST_SHOWN
-from quire.errors import RequestError, echo
 from quire.server.context import context_of, model_context
-from quire.server.errors import JSON, HTTPProblem
+from quire.server.errors import HTTPProblem
+from quire.server.json_io import json_response
 
 MOST_DIGITS = 9
 CHOICES = {"tier": ("device", "host"), "format": ("json", "text"), "tokens": ("false", "true")}
@@ -59,7 +58,7 @@ async def _show(request: Request, method: str, names: tuple[str, ...]) -> Respon
     answer = await (await model_context(request, name)).llm.call(method, **arguments)
     if arguments.get("text"):
         return Response(answer["text"] + "\n", media_type="text/plain")
-    return Response(msgspec.json.encode(answer), media_type=JSON)
+    return json_response(answer)
 
 
 def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool | str]:
@@ -73,7 +72,7 @@ def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool
         if name in NUMBERS:
             arguments[name] = _number(name, value)
         elif value not in CHOICES[name]:
-            raise RequestError(f"{name} must be one of {', '.join(CHOICES[name])}, got {echo(value)}", param=name)
+            raise wrong_value(name, f"one of {', '.join(CHOICES[name])}", value)
         elif name == "format":
             arguments["text"] = value == "text"
         else:
@@ -84,5 +83,5 @@ def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool
 def _number(name: str, value: str) -> int:
     plain = value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
     if not plain or int(value) > NUMBERS[name]:
-        raise RequestError(f"{name} must be an integer from 0 to {NUMBERS[name]}, got {echo(value)}", param=name)
+        raise wrong_value(name, f"an integer from 0 to {NUMBERS[name]}", value)
     return int(value)

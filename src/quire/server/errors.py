@@ -25,12 +25,12 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import GenerationError, OverloadedError, QuireError, echo
+from quire.server.json_io import JSON
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 8 * 2**20
-JSON = "application/json"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 

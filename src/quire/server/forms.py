@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.checks import missing, unknown_field
-from quire.errors import RequestError, echo, retold
+from quire.checks import missing, unknown_field, wrong_type, wrong_value
+from quire.errors import RequestError, retold
 from quire.sampling_params import check_form
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
@@ -89,7 +89,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "an object", value)
     for field in value:
         if field not in StructuredOutputParams.__struct_fields__:
             raise unknown_field(field, StructuredOutputParams.__struct_fields__, f"{name}.")
@@ -107,14 +107,12 @@ def _guided(body: GenerationRequest, kind: str) -> Form:
 def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> Form | None:
     where = "response_format"
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", value)
     kind = value.get("type")
     if kind is None:
         raise missing(f"{where}.type")
     if kind not in RESPONSE_FORMATS:
-        raise RequestError(
-            f"{where}.type must be one of {', '.join(RESPONSE_FORMATS)}, got {echo(kind)}", param=f"{where}.type"
-        )
+        raise wrong_value(f"{where}.type", f"one of {', '.join(RESPONSE_FORMATS)}", kind)
     known = {"json_schema": ["json_schema"], "structural_tag": ["format", "structures", "triggers"]}.get(kind, [])
     if not ignore_unknown:
         for name in value:
@@ -136,29 +134,22 @@ def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unkn
     if value is None:
         raise missing(where)
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", value)
     known = ("name", "schema", "strict", "description")
     for name in value:
         if name not in known and not ignore_unknown:
             raise unknown_field(name, known, f"{where}.")
     for name, kind, shown in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
         if value.get(name) is not None and not isinstance(value[name], kind):
-            raise RequestError(
-                f"{where}.{name} must be {shown}, got {echo(value[name])}", param=f"{where}.{name}", code="invalid_type"
-            )
+            raise wrong_type(f"{where}.{name}", f"{shown}", value[name])
     for name in ("name", "schema"):
         if value.get(name) is None:
             raise missing(f"{where}.{name}")
     if not NAME.fullmatch(value["name"]):
-        raise RequestError(
-            f"{where}.name must be 1 to 64 of the characters A-Za-z0-9_-, got {echo(value['name'])}",
-            param=f"{where}.name",
-        )
+        raise wrong_value(f"{where}.name", "1 to 64 of the characters A-Za-z0-9_-", value["name"])
     schema = value["schema"]
     if not isinstance(schema, Mapping):
-        raise RequestError(
-            f"{where}.schema must be an object, got {echo(schema)}", param=f"{where}.schema", code="invalid_type"
-        )
+        raise wrong_type(f"{where}.schema", "an object", schema)
     # OpenAI's strict answers have their properties in the order of the schema.
     order = "schema" if value.get("strict") else "any"
     return Form({"json": schema, "property_order": order, **options}, {"structured_outputs.json": f"{where}.schema"})

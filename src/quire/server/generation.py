@@ -6,13 +6,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int
+from quire.checks import INT64_MAX, check_int, wrong_value
 from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
 from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageAsk
@@ -22,9 +22,9 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.sampling_rules import with_recommended
 from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
-from quire.server.errors import JSON, aborted, shutting_down
+from quire.server.errors import aborted, shutting_down
 from quire.server.forms import requested_form
-from quire.server.json_text import write_patiently
+from quire.server.json_io import large_json_response
 from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of, timed_out
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
@@ -33,13 +33,11 @@ from quire.server.timings import answer_metrics
 from quire.server.tracing import traced_parameters
 
 Positions = Sequence[TokenLogprobs | None]
-T = TypeVar("T")
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 4
-THREAD_CHARS = 65536
 CHARS_PER_TOKEN = 4
 MAX_TOLD = 2**22
 CHARS_PER_ENTRY = 16
@@ -114,11 +112,7 @@ def _check_logprobs(params: SamplingParams, most: int) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         if value is not None and most != -1 and not 0 <= value <= most:
-            raise RequestError(
-                f"{name} must be at most {most} (--max-logprobs of this server), got {echo(value)}",
-                param=name,
-                code="integer_above_max_value",
-            )
+            raise wrong_value(name, f"at most {most} (--max-logprobs of this server)", value, "integer_above_max_value")
 
 
 def _as_written(error: RequestError) -> RequestError:
@@ -215,7 +209,7 @@ class Generation:
         self._quota: Quota | None = None
         self._reserved = 0
         self._num_told = 0
-        self.form = requested_form(body, ignore_unknown=context.config.server.ignore_unknown_fields)
+        self.form = requested_form(body, ignore_unknown=context.ignore_unknown)
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
             raise UnsupportedError(
@@ -406,31 +400,22 @@ class Generation:
             self.check(output.outputs)
             del output.outputs[self.n :]
 
-        weight = sum([weight_of(output.outputs, output.prompt_logprobs) for output in outputs])
-
-        def body() -> bytes:
+        def build_and_free() -> dict[str, Any]:
             answer = build(outputs)
-            data = msgspec.json.encode(answer) if weight <= THREAD_CHARS else write_patiently(answer)
-            outputs.clear()  # here, because that may take as long
-            return data
+            outputs.clear()  # where `build` runs, because that may take as long
+            return answer
 
-        return Response(await told(weight, body), media_type=JSON)
+        size = sum([size_of(output.outputs, output.prompt_logprobs) for output in outputs])
+        return await large_json_response(size, build_and_free)
 
 
-def weight_of(completions: Sequence[CompletionOutput], prompt: Positions | None = None) -> int:
-    """Return how much work it is to tell of outputs, and of a prompt's log-probabilities, in characters of text."""
-    weight = sum([len(completion.text) + len(completion.token_ids) for completion in completions])
+def size_of(completions: Sequence[CompletionOutput], prompt: Positions | None = None) -> int:
+    """Return about how many characters completions and a prompt's log-probabilities are as JSON."""
+    size = sum([len(completion.text) + len(completion.token_ids) for completion in completions])
     for positions in [prompt, *[completion.logprobs for completion in completions]]:
         if positions:
-            weight += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
-    return weight
-
-
-async def told(weight: int, work: Callable[[], T]) -> T:
-    """Return `work()`. Much of it is done in a thread: a million characters, or a fifth as many log-probabilities,
-    take a second, and others must not wait for that.
-    """
-    return await asyncio.to_thread(work) if weight > THREAD_CHARS else work()
+            size += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
+    return size
 
 
 class Usage:

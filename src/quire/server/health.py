@@ -6,15 +6,12 @@ should be sent to now; those that come all the same while an engine is being rep
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.context import ServerContext, context_of
-from quire.server.errors import JSON
+from quire.server.json_io import json_response
 
 router = APIRouter()
 
@@ -85,15 +82,11 @@ async def ping(request: Request) -> Response:
 @router.get("/load")
 async def load(request: Request) -> Response:
     """Return how many requests are being worked on."""
-    return _json({"server_load": context_of(request).num_open})
+    return json_response({"server_load": context_of(request).num_open})
 
 
 def _answer(status: str, *, explain: bool = False) -> Response:
     if status == "ok":
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
     body = {"status": status, "reason": REASONS[status]} if explain else {"status": status}
-    return _json(body, 503)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
+    return json_response(body, 503)

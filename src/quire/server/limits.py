@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Scope
 
-from quire.errors import RequestError, echo
+from quire.checks import wrong_value
 from quire.server.errors import HTTPProblem, retry_headers
 
 TIMEOUT_HEADER = b"x-request-timeout"
@@ -231,17 +231,11 @@ def timeout_of(name: str, seconds: float, most: float | None) -> float:
         most: the server's `request_timeout`.
     """
     if seconds != seconds or seconds <= 0:
-        raise RequestError(
-            f"{name} must be greater than 0 seconds, got {echo(seconds)}", param=name, code="decimal_below_min_value"
-        )
+        raise wrong_value(name, "greater than 0 seconds", seconds, "decimal_below_min_value")
     limit = MOST_SECONDS if most is None else most
     if seconds > limit:
         hint = "" if most is None else " (--request-timeout of this server)"
-        raise RequestError(
-            f"{name} must be at most {limit:g} seconds{hint}, got {echo(seconds)}",
-            param=name,
-            code="decimal_above_max_value",
-        )
+        raise wrong_value(name, f"at most {limit} seconds{hint}", seconds, "decimal_above_max_value")
     return seconds
 
 
@@ -277,9 +271,7 @@ def set_deadline(scope: Scope, most: float | None) -> None:
         if name == TIMEOUT_HEADER:
             text = value.decode("latin-1").strip()
             if not SECONDS.fullmatch(text):
-                raise RequestError(
-                    f"X-Request-Timeout must be a number of seconds, got {echo(text)}", param="X-Request-Timeout"
-                )
+                raise wrong_value("X-Request-Timeout", "a number of seconds", text)
             seconds = timeout_of("X-Request-Timeout", float(text), most)
     if seconds is not None:
         state["deadline"] = Deadline(state["arrival"], seconds)

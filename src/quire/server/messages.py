@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_object, missing, unknown_field
+from quire.checks import check_object, check_string, missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
@@ -34,9 +34,7 @@ def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[
         RequestError: naming the place.
     """
     if messages is None or not isinstance(messages, list):
-        raise RequestError(
-            f"messages must be a list of objects, got {echo(messages)}", param="messages", code="invalid_type"
-        )
+        raise wrong_type("messages", "a list of objects", messages)
     if not messages:
         raise RequestError("messages must not be empty", param="messages", code="empty_array")
     calls: set[str] = set()  # ids of all tool calls so far
@@ -49,7 +47,7 @@ def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[
 
 def _check_message(message: Any, where: str, ignore_unknown: bool, calls: set[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", message)
     role = _check_role(message, f"{where}.role")
     checked: dict[str, Any] = {"role": ROLES[role]}
     known = ["role", "content", "name", *OWN_FIELDS.get(role, ())]
@@ -59,7 +57,7 @@ def _check_message(message: Any, where: str, ignore_unknown: bool, calls: set[st
         if name in CHECKED_APART and name in known:
             continue
         if name in known:
-            checked[name] = _check_text(value, f"{where}.{name}")
+            checked[name] = check_string(value, f"{where}.{name}")
         elif name in REFUSED:
             _refuse(where, name, value)
         elif not ignore_unknown:
@@ -88,14 +86,14 @@ def _check_answered(call_id: Any, where: str, calls: set[str]) -> str:
     where = f"{where}.tool_call_id"
     if call_id is None:
         raise missing(where)
-    if _check_text(call_id, where) not in calls:
+    if check_string(call_id, where) not in calls:
         raise RequestError(f"{where}: no message before has a tool call with the id {echo(call_id)}", param=where)
     return str(call_id)
 
 
 def _check_calls(calls: Any, where: str, ignore_unknown: bool) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise RequestError(f"{where} must be a list, got {echo(calls)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a list", calls)
     if len(calls) > MAX_CALLS:
         raise RequestError(
             f"{where} may have at most {MAX_CALLS} items, got {len(calls)}", param=where, code="array_above_max_length"
@@ -116,18 +114,18 @@ def _check_call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if call.get("id") is None:
         raise missing(f"{where}.id")
     if call.get("type", "function") != "function":
-        raise RequestError(f"{where}.type must be function, got {echo(call['type'])}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "function", call["type"])
     if call.get("function") is None:
         raise missing(f"{where}.function")
     function = check_object(call["function"], f"{where}.function", ["name", "arguments"], ignore_unknown)
     if function.get("arguments") is None:
         raise missing(f"{where}.function.arguments")
     return {
-        "id": _check_text(call["id"], f"{where}.id"),
+        "id": check_string(call["id"], f"{where}.id"),
         "type": "function",
         "function": {
             "name": check_name(function.get("name"), f"{where}.function.name"),
-            "arguments": _check_text(function["arguments"], f"{where}.function.arguments"),
+            "arguments": check_string(function["arguments"], f"{where}.function.arguments"),
         },
     }
 
@@ -144,11 +142,11 @@ def _check_role(message: Mapping[str, Any], where: str) -> str:
     if role is None:
         raise missing(where)
     if not isinstance(role, str):
-        raise RequestError(f"{where} must be a string, got {echo(role)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a string", role)
     if role == "function":
         raise UnsupportedError(f"{where}: the older role function is not supported; use tool", param=where)
     if role not in ROLES:
-        raise RequestError(f"{where} must be one of {', '.join(ROLES)}, got {echo(role)}", param=where)
+        raise wrong_value(where, f"one of {', '.join(ROLES)}", role)
     return role
 
 
@@ -156,9 +154,7 @@ def _check_content(content: Any, where: str, role: str, ignore_unknown: bool) ->
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(
-            f"{where} must be a string or a list of parts, got {echo(content)}", param=where, code="invalid_type"
-        )
+        raise wrong_type(where, "a string or a list of parts", content)
     if not content:
         raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
     return [_check_part(part, f"{where}[{index}]", role, ignore_unknown) for index, part in enumerate(content)]
@@ -166,7 +162,7 @@ def _check_content(content: Any, where: str, role: str, ignore_unknown: bool) ->
 
 def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[str, str]:
     if not isinstance(part, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(part)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", part)
     kind = part.get("type")
     if kind is None:
         raise missing(f"{where}.type")
@@ -178,16 +174,10 @@ def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[
         )
     field = "refusal" if kind == "refusal" and role == "assistant" else "text"
     if kind != field:
-        raise RequestError(f"{where}.type must be text, got {echo(kind)}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "text", kind)
     for name in part:
         if name not in ("type", field) and not ignore_unknown:
             raise unknown_field(name, ["type", field], f"{where}.")
     if part.get(field) is None:
         raise missing(f"{where}.{field}")
-    return {"type": "text", "text": _check_text(part[field], f"{where}.{field}")}
-
-
-def _check_text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{where} must be a string, got {echo(value)}", param=where, code="invalid_type")
-    return value
+    return {"type": "text", "text": check_string(part[field], f"{where}.{field}")}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.adapters import OfferedAdapter
 from quire.server.context import context_of
-from quire.server.errors import JSON, HTTPProblem
+from quire.server.errors import HTTPProblem
+from quire.server.json_io import json_response
 from quire.server.model_pool import ServedModel
 from quire.version import __version__
 
@@ -26,7 +26,7 @@ async def list_models(request: Request) -> Response:
     models = context.models.models
     data = [_model(model, name) for model in models for name in model.names]
     data += [_adapter(model, item) for model in models for item in model.llm.adapters.offered]
-    return _json({"object": "list", "data": data})
+    return json_response({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -35,8 +35,8 @@ async def get_model(request: Request, model_id: str) -> Response:
     model = context_of(request).models.find(model_id)
     for item in model.llm.adapters.offered:
         if item.request.lora_name == model_id:
-            return _json(_adapter(model, item))
-    return _json(_model(model, model_id if model_id in model.names else model.names[0]))
+            return json_response(_adapter(model, item))
+    return json_response(_model(model, model_id if model_id in model.names else model.names[0]))
 
 
 def _model(model: ServedModel, name: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _adapter(model: ServedModel, item: OfferedAdapter) -> dict[str, Any]:
 @router.get("/version")
 async def version(request: Request) -> Response:
     """Return the version of the server."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 @router.get("/metrics")
@@ -76,7 +76,3 @@ async def metrics(request: Request) -> Response:
         raise HTTPProblem(404, "this server counts nothing", code="unknown_url")
     text, content_type = context.metrics.render(request.headers.get("accept", ""))
     return Response(text, media_type=content_type)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from quire.server.auth import OPEN_PATHS
-from quire.server.errors import JSON, Family, family_of
+from quire.server.errors import Family, family_of
+from quire.server.json_io import JSON
 
 METHODS = ("get", "post", "put", "patch", "delete", "head", "options")
 # Statuses that any request may get before a route sees it, and what they mean.

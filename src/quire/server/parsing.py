@@ -17,11 +17,19 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from quire.checks import missing, unknown_field
+from quire.checks import missing, unknown_field, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.errors import HTTPProblem
-from quire.server.json_text import MAX_VALUES, TooManyValuesError, check_strings, is_simple, read_patiently
+from quire.server.json_io import (
+    MAX_VALUES,
+    TooManyValuesError,
+    check_strings,
+    decode_in_pieces,
+    is_simple,
+    run_in_thread_if,
+)
 from quire.server.protocol import RequestModel
+from quire.server_config import ServerConfig
 
 MAX_DEPTH = 64
 MAX_DIGITS = 4000  # Python itself refuses to read longer integers
@@ -121,7 +129,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _decode(text: str, *, simple: bool) -> Any:
-    load: Callable[..., Any] = json.loads if simple else read_patiently
+    load: Callable[..., Any] = json.loads if simple else decode_in_pieces
     try:
         return load(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError:
@@ -177,30 +185,28 @@ def _invalid(reason: str) -> RequestError:
     return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
-async def parse_request(request: Request, model: type[M], *, limit: int, ignore_unknown: bool) -> M:
-    """Read, decode and check a request's body.
-
-    Args:
-        limit: most bytes. ignore_unknown: whether fields nobody knows are dropped instead of refused.
+async def parse_request(request: Request, model: type[M]) -> M:
+    """Read, decode and validate a request's body within the bounds that the server's options set.
 
     Raises:
         RequestError: naming the field, the value, and what is allowed. HTTPProblem: as `read_body`.
     """
-    body = await read_body(request, limit)
+    server: ServerConfig = request.app.state.context.config.server
+    body = await read_body(request, server.max_body_bytes)
 
-    def read() -> M:
+    def parse() -> M:
         data = parse_json(body)
         if b"\\ud" in body or b"\\uD" in body:
             _check_surrogates(data)
-        return validate(model, data, ignore_unknown=ignore_unknown)
+        return validate(model, data, ignore_unknown=server.ignore_unknown_fields)
 
-    request.scope["state"]["heavy"] = not is_simple(body)
-    return await at_ease(request, read)
+    request.scope["state"]["large_body"] = not is_simple(body)
+    return await process_body(request, parse)
 
 
-async def at_ease(request: Request, work: Callable[[], T]) -> T:
-    """Return `work()`, which looks at everything in a request's body; beside the event loop, if that has many parts."""
-    return await asyncio.to_thread(work) if request.scope["state"].get("heavy") else work()
+async def process_body(request: Request, work: Callable[[], T]) -> T:
+    """Return `work()`, which visits every value of a request's body: in a thread if the body has many values."""
+    return await run_in_thread_if(request.scope["state"].get("large_body"), work)
 
 
 def _check_surrogates(data: Mapping[str, Any]) -> None:
@@ -268,7 +274,7 @@ def _request_error(details: ErrorDetails) -> RequestError:
         return RequestError(f"unknown parameter {param}", param=param, code="unknown_parameter")
     code, allowed = _KINDS.get(kind, ("invalid_value", "a valid value"))
     allowed = allowed.format(**details.get("ctx", {}))
-    return RequestError(f"{param} must be {allowed}, got {echo(details['input'])}", param=param, code=code)
+    return wrong_value(param, f"{allowed}", details["input"], code)
 
 
 def _path(location: Sequence[str | int]) -> str:

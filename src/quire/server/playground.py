@@ -18,12 +18,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import unknown_field
+from quire.checks import unknown_field, wrong_value
 from quire.engine.messages import MOST_SHOWN
-from quire.errors import QuireError, RequestError, echo
+from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
-from quire.server.errors import JSON
+from quire.server.json_io import json_response
 from quire.server.model_pool import ServedModel
 from quire.server.playground_files import STATE_PATH, PageFile, load_files
 from quire.server.recent import SECONDS
@@ -67,7 +67,7 @@ def make_router() -> APIRouter:
         digest = request.scope["state"].get("key_digest")
         tenant = context.keys.tenant(digest, None) if context.keys.several else None
         answer = _describe(context, model, watch, tenant, query)
-        return Response(msgspec.json.encode(answer), media_type=JSON, headers={"Cache-Control": "no-store"})
+        return json_response(answer, headers={"Cache-Control": "no-store"})
 
     for path, file in load_files().items():
         router.add_api_route(path, _file_route(file), methods=["GET", "HEAD"])
@@ -93,9 +93,7 @@ def _query(request: Request) -> dict[str, Any]:
         if name not in ("model", "seen", "since"):
             raise unknown_field(name, ("model", "seen", "since"))
         if name != "model" and not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
-            raise RequestError(
-                f"{name} must be a number of at most {MOST_DIGITS} digits, got {echo(value)}", param=name
-            )
+            raise wrong_value(name, f"a number of at most {MOST_DIGITS} digits", value)
         query[name] = value if name == "model" else int(value)
     return query
 

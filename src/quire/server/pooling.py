@@ -16,14 +16,14 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int, check_object, missing
+from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type
 from quire.errors import ContextLengthError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.pooling import PoolingInput, check_task, paired, spec_of, with_prompt
 from quire.frontend.pooling_calls import Pooled, score_inputs, scores
 from quire.frontend.processor import check_ids
 from quire.pooling_params import PoolingParams
-from quire.server.context import ModelContext, context_of, model_context
+from quire.server.context import ModelContext, model_context
 from quire.server.parsing import parse_request
 from quire.server.pooling_job import (
     Answered,
@@ -261,8 +261,7 @@ async def _scored(
 
 
 async def _parsed(request: Request, model: type[R]) -> R:
-    server = context_of(request).config.server
-    body = await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
+    body = await parse_request(request, model)
     if body.truncate_prompt_tokens not in (None, -1):
         check_int("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, INT64_MAX)
     return body
@@ -303,9 +302,7 @@ def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[Any, str]:
 def _documents(documents: Any) -> Any:
     """Return documents as texts, where they are objects with a text."""
     if not isinstance(documents, list):
-        raise RequestError(
-            f"documents must be a list of strings, got {echo(documents)}", param="documents", code="invalid_type"
-        )
+        raise wrong_type("documents", "a list of strings", documents)
     texts = []
     for index, document in enumerate(documents[: MAX_INPUTS + 1]):
         if isinstance(document, dict):
@@ -321,9 +318,9 @@ def _texts(value: Any, name: str, *, single: bool = False) -> list[tuple[str | l
     """Return a text, or unless `single` a list of texts, with what errors call each."""
     if value is not None and not isinstance(value, str) and (single or not isinstance(value, list)):
         wanted = "a string" if single else "a string or a list of strings"
-        raise RequestError(f"{name} must be {wanted}, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, f"{wanted}", value)
     if isinstance(value, list) and value and not isinstance(value[0], str):
-        raise RequestError(f"{name}[0] must be a string, got {echo(value[0])}", param=f"{name}[0]", code="invalid_type")
+        raise wrong_type(f"{name}[0]", "a string", value[0])
     return split_inputs(value, name)
 
 
@@ -334,11 +331,7 @@ def split_inputs(value: Any, name: str) -> list[tuple[str | list[int], str]]:
     if isinstance(value, str):
         return [(_not_empty(value, name), name)]
     if not isinstance(value, list):
-        raise RequestError(
-            f"{name} must be a string, a list of strings, of token ids, or of such lists, got {echo(value)}",
-            param=name,
-            code="invalid_type",
-        )
+        raise wrong_type(name, "a string, a list of strings, of token ids, or of such lists", value)
     if not value:
         raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
     kind = type(value[0])
@@ -353,9 +346,7 @@ def split_inputs(value: Any, name: str) -> list[tuple[str | list[int], str]]:
         where = f"{name}[{index}]"
         if type(item) is not kind:
             wanted = "a string" if kind is str else "a list of token ids"
-            raise RequestError(
-                f"{where} must be {wanted}, as {name}[0] is, got {echo(item)}", param=where, code="invalid_type"
-            )
+            raise wrong_type(where, f"{wanted}, as {name}[0] is", item)
         items.append((_not_empty(item, where), where))
     return items
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,8 +22,9 @@ from quire.frontend.request_stream import RequestStream
 from quire.outputs import ScoringRequestOutput
 from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
-from quire.server.errors import JSON, aborted, shutting_down
-from quire.server.generation import LOGGED_CHARS, estimate_tokens, told
+from quire.server.errors import aborted, shutting_down
+from quire.server.generation import LOGGED_CHARS, estimate_tokens
+from quire.server.json_io import large_json_response
 from quire.server.limits import Quota, RateLimitError, deadline_of, timed_out
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 from quire.server.timeline import Visited
@@ -84,11 +84,10 @@ class PoolingJob:
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
 
-        def body() -> bytes:
-            return msgspec.json.encode(write(Answered(self._head(), found, score(found), self._usage(found))))
+        def build() -> dict[str, Any]:
+            return write(Answered(self._head(), found, score(found), self._usage(found)))
 
-        weight = sum([output.outputs.data.size for output in found])
-        return Response(await told(weight, body), media_type=JSON)
+        return await large_json_response(num_values(found), build)
 
     async def run(self, request: Request, inputs: Sequence[PoolingInput]) -> list[Pooled]:
         """Run the requests. Raises `QuireError`, and `ClientGoneError`."""
@@ -168,6 +167,11 @@ class PoolingJob:
             "completion_tokens": 0,
             "prompt_tokens_details": {"cached_tokens": sum([output.num_cached_tokens for output in found])},
         }
+
+
+def num_values(found: Sequence[Pooled]) -> int:
+    """Return how many numbers the results have."""
+    return sum([output.outputs.data.size for output in found])
 
 
 def embedding_answer(answered: Answered, *, base64: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from quire.errors import NotFoundError, QuireError, echo
 from quire.frontend.request_stream import RequestStream
-from quire.server.errors import JSON
+from quire.server.json_io import json_response
 from quire.server.timings import Timings
 from quire.server.why import explain
 
@@ -210,23 +210,19 @@ async def list_requests(request: Request) -> Response:
     """List the requests of this key that are not finished."""
     live = _timelines(request).live(request.scope["state"].get("key_digest"))
     data = [visited.summary() for visited in live[:MOST_LISTED]]
-    return _json({"object": "list", "data": data, "has_more": len(live) > MOST_LISTED})
+    return json_response({"object": "list", "data": data, "has_more": len(live) > MOST_LISTED})
 
 
 @router.get("/requests/{id}")
 async def get_request(request: Request, id: str) -> Response:
     """Tell what happened to a request and why it took so long, by the id of its answer or its X-Request-Id."""
     visited = _timelines(request).find(request.scope["state"].get("key_digest"), id)
-    return _json(visited.tell(await visited.fetch()))
+    return json_response(visited.tell(await visited.fetch()))
 
 
 def _timelines(request: Request) -> Timelines:
     timelines: Timelines = request.app.state.context.timelines
     return timelines
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
 
 
 def _asked(timings: Timings) -> dict[str, int | bool | str]:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import RequestError, UnsupportedError, echo
+from quire.checks import wrong_type
+from quire.errors import RequestError, UnsupportedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.processor import check_ids
 from quire.frontend.tools import requested_tools
-from quire.server.context import context_of, model_context
-from quire.server.errors import JSON
+from quire.server.context import model_context
+from quire.server.json_io import json_response, large_json_response, run_in_thread_if
 from quire.server.messages import check_messages
-from quire.server.parsing import at_ease, parse_request
+from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
 from quire.server.templates import check_template, template_arguments
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
-THREAD_SIZE = 4096
+THREAD_SIZE = 4096  # characters or token ids
+CHARS_PER_ID = 16  # as JSON, with its text
 CHAT_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -42,20 +42,17 @@ T = TypeVar("T")
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, TokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, TokenizeRequest)
     context = await model_context(request, body.model)
     llm = context.llm
     tokenizer = tokenizer_of(llm)
     if body.messages is not None and body.prompt is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
     if body.messages is not None:
-        messages = await at_ease(
-            request, lambda: check_messages(body.messages, ignore_unknown=server.ignore_unknown_fields)
+        messages = await process_body(
+            request, lambda: check_messages(body.messages, ignore_unknown=context.ignore_unknown)
         )
-        tools = requested_tools(body.tools, None, True, ignore_unknown=server.ignore_unknown_fields)
+        tools = requested_tools(body.tools, None, True, ignore_unknown=context.ignore_unknown)
         tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
         check_template(llm.front_model, body, tools, answered=False)
         if body.add_special_tokens:
@@ -66,13 +63,13 @@ async def tokenize(request: Request) -> Response:
     else:
         raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
 
-    def build() -> bytes:
+    def build() -> dict[str, Any]:
         answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.id_to_token(token) for token in tokens]
-        return msgspec.json.encode(answer)
+        return answer
 
-    return Response(await _maybe_in_thread(len(tokens), build), media_type=JSON)
+    return await large_json_response(CHARS_PER_ID * len(tokens), build)
 
 
 def _check_no_chat(body: TokenizeRequest) -> None:
@@ -85,21 +82,20 @@ def _check_no_chat(body: TokenizeRequest) -> None:
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, control tokens included."""
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, DetokenizeRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, DetokenizeRequest)
     context = await model_context(request, body.model)
     llm = context.llm
     tokenizer = tokenizer_of(llm)
     tokens = body.tokens
     if not isinstance(tokens, list):
-        raise RequestError(
-            f"tokens must be a list of token ids, got {echo(tokens)}", param="tokens", code="invalid_type"
-        )
-    await _maybe_in_thread(len(tokens), lambda: check_ids(tokens, llm.vocab_size, "tokens"))
-    text = await _maybe_in_thread(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
-    return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)
+        raise wrong_type("tokens", "a list of token ids", tokens)
+
+    def decode() -> str:
+        check_ids(tokens, llm.vocab_size, "tokens")
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    text = await run_in_thread_if(len(tokens) > THREAD_SIZE, decode)
+    return json_response({"prompt": text})
 
 
 def tokenizer_of(llm: AsyncLLM) -> Tokenizer:
@@ -114,13 +110,10 @@ async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param:
     tokenizer = tokenizer_of(llm)
     check_text(text, param)
     llm.processor.check_chars(len(text), param)
-    return await _maybe_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await run_in_thread_if(len(text) > THREAD_SIZE, encode)
 
 
 def with_special_tokens(llm: AsyncLLM, token_ids: list[int]) -> list[int]:
     """Return ids with the tokens in front that the tokenizer puts before every text."""
     return [*tokenizer_of(llm).encode(""), *token_ids]
-
-
-async def _maybe_in_thread(size: int, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if size > THREAD_SIZE else work()

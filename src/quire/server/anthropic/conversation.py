@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_bool, check_object, missing
+from quire.checks import check_bool, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 
@@ -66,7 +66,7 @@ class Conversation:
     def add_all(self, messages: Any) -> None:
         """Take over the field `messages`. Raises `RequestError` naming the place."""
         if not isinstance(messages, list):
-            raise mistyped("messages", "a list of objects", messages)
+            raise wrong_type("messages", "a list of objects", messages)
         if not messages:
             raise RequestError("messages must not be empty", param="messages", code="empty_array")
         if len(messages) > MAX_MESSAGES:
@@ -82,9 +82,7 @@ class Conversation:
             if role is None:
                 raise missing(f"{where}.role")
             if not isinstance(role, str) or role not in ROLES:
-                raise RequestError(
-                    f"{where}.role must be one of {', '.join(ROLES)}, got {echo(role)}", param=f"{where}.role"
-                )
+                raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
             if message.get("content") is None:
                 raise missing(f"{where}.content")
             self._add_content(role, message["content"], f"{where}.content")
@@ -94,7 +92,7 @@ class Conversation:
             self._turn(role, where)["content"].append({"type": "text", "text": content})
             return
         if not isinstance(content, list):
-            raise mistyped(where, "a string or a list of blocks", content)
+            raise wrong_type(where, "a string or a list of blocks", content)
         if not content:
             raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
         for index, block in enumerate(content):
@@ -114,10 +112,7 @@ class Conversation:
         kind = check_kind(block, where)
         if kind not in ALLOWED[role]:
             allowed = ", ".join(ALLOWED[role])
-            raise RequestError(
-                f"{where}.type must be one of {allowed} in a message of the role {role}, got {echo(kind)}",
-                param=f"{where}.type",
-            )
+            raise wrong_value(f"{where}.type", f"one of {allowed} in a message of the role {role}", kind)
         block = without_nulls(check_object(block, where, BLOCKS[kind], self._ignore_unknown))
         if "cache_control" in block:
             check_cache_control(block["cache_control"], f"{where}.cache_control")
@@ -150,7 +145,7 @@ class Conversation:
         if "input" not in block:
             raise missing(f"{where}.input")
         if not isinstance(block["input"], Mapping):
-            raise mistyped(f"{where}.input", "an object", block["input"])
+            raise wrong_type(f"{where}.input", "an object", block["input"])
         if block.get("caller", {"type": "direct"}) != {"type": "direct"}:
             raise UnsupportedError(
                 f"{where}.caller: only calls of the model's own (direct) are supported", param=f"{where}.caller"
@@ -175,13 +170,13 @@ class Conversation:
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            raise mistyped(where, "a string or a list of blocks", content)
+            raise wrong_type(where, "a string or a list of blocks", content)
         parts = []
         for index, block in enumerate(content):
             place = f"{where}[{index}]"
             kind = check_kind(block, place)
             if kind != "text":
-                raise RequestError(f"{place}.type must be text, got {echo(kind)}", param=f"{place}.type")
+                raise wrong_value(f"{place}.type", "text", kind)
             block = without_nulls(check_object(block, place, BLOCKS["text"], self._ignore_unknown))
             if "cache_control" in block:
                 check_cache_control(block["cache_control"], f"{place}.cache_control")
@@ -192,13 +187,13 @@ class Conversation:
 def check_kind(block: Any, where: str) -> str:
     """Return the type of a block. Raises `UnsupportedError` for one that cannot be read here."""
     if not isinstance(block, Mapping):
-        raise mistyped(where, "an object", block)
+        raise wrong_type(where, "an object", block)
     kind = block.get("type")
     where = f"{where}.type"
     if kind is None:
         raise missing(where)
     if not isinstance(kind, str):
-        raise mistyped(where, "a string", kind)
+        raise wrong_type(where, "a string", kind)
     if kind in MEDIA_BLOCKS:
         raise UnsupportedError(
             f"{where}: this model reads text only, got {echo(kind)}", param=where, code="unsupported_content_type"
@@ -216,9 +211,9 @@ def check_cache_control(value: Any, where: str) -> None:
     if value.get("type") is None:
         raise missing(f"{where}.type")
     if value["type"] != "ephemeral":
-        raise RequestError(f"{where}.type must be ephemeral, got {echo(value['type'])}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "ephemeral", value["type"])
     if value.get("ttl") not in (None, "5m", "1h"):
-        raise RequestError(f"{where}.ttl must be 5m or 1h, got {echo(value['ttl'])}", param=f"{where}.ttl")
+        raise wrong_value(f"{where}.ttl", "5m or 1h", value["ttl"])
 
 
 def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,13 +233,8 @@ def _check_text(block: Mapping[str, Any], name: str, where: str) -> str:
     if value is None:
         raise missing(where)
     if not isinstance(value, str):
-        raise mistyped(where, "a string", value)
+        raise wrong_type(where, "a string", value)
     return value
-
-
-def mistyped(where: str, wanted: str, value: Any) -> RequestError:
-    """Return the error for a value of another type."""
-    return RequestError(f"{where} must be {wanted}, got {echo(value)}", param=where, code="invalid_type")
 
 
 def _finished(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,8 +13,8 @@ from quire.server.anthropic.protocol import ConversationRequest, CountTokensRequ
 from quire.server.anthropic.translate import Translation, translate
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
-from quire.server.errors import JSON
-from quire.server.parsing import at_ease, parse_request, validate
+from quire.server.json_io import json_response
+from quire.server.parsing import parse_request, process_body, validate
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
 
@@ -29,7 +28,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     body, context, translation = await _translated(request, MessagesRequest)
     with translation.words.telling():
-        chat = await at_ease(request, lambda: _chat(context, translation))
+        chat = await process_body(request, lambda: _chat(context, translation))
         await chat.start(request)
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
     headers = _headers(request)
@@ -44,7 +43,7 @@ async def create_message(request: Request) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     finally:
         chat.close()
-    return Response(msgspec.json.encode(message), headers=headers, media_type=JSON)
+    return json_response(message, headers=headers)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
@@ -52,18 +51,20 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of such a message has."""
     _, context, translation = await _translated(request, CountTokensRequest)
     with translation.words.telling():
-        chat = await at_ease(request, lambda: _chat(context, translation))
+        chat = await process_body(request, lambda: _chat(context, translation))
         token_ids = await chat.render()
     answer = {"input_tokens": len(token_ids)}
-    return Response(msgspec.json.encode(answer), headers=_headers(request), media_type=JSON)
+    return json_response(answer, headers=_headers(request))
 
 
 async def _translated(request: Request, model: type[R]) -> tuple[R, ModelContext, Translation]:
     server = context_of(request).config.server
-    body = await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
+    body = await parse_request(request, model)
     context = await model_context(request, body.model)
     front = context.llm.front_model
-    translation = await at_ease(request, lambda: translate(body, front, ignore_unknown=server.ignore_unknown_fields))
+    translation = await process_body(
+        request, lambda: translate(body, front, ignore_unknown=server.ignore_unknown_fields)
+    )
     return body, context, translation
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.checks import INT64_MAX, check_bool, check_int, check_object, missing
+from quire.checks import INT64_MAX, check_bool, check_int, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.loading import FrontModel
 from quire.frontend.tools import check_name
-from quire.server.anthropic.conversation import Conversation, check_cache_control, mistyped, without_nulls
+from quire.server.anthropic.conversation import Conversation, check_cache_control, without_nulls
 from quire.server.anthropic.protocol import ConversationRequest, MessagesRequest
 from quire.server.parsing import refuse_unless_harmless
 from quire.server.protocol import MAX_USER_LENGTH
@@ -101,7 +101,7 @@ def _generation(body: MessagesRequest, thinking: Mapping[str, Any], ignore_unkno
     fields |= {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
     if body.stop_sequences is not None:
         if not isinstance(body.stop_sequences, list):
-            raise mistyped("stop_sequences", "a list of strings", body.stop_sequences)
+            raise wrong_type("stop_sequences", "a list of strings", body.stop_sequences)
         fields["stop"] = body.stop_sequences
     if body.top_k is not None:
         check_int("top_k", body.top_k, 0, INT64_MAX)
@@ -116,7 +116,7 @@ def _metadata(value: Any, ignore_unknown: bool) -> dict[str, Any]:
     if user is None:
         return {}
     if not isinstance(user, str):
-        raise mistyped(where, "a string", user)
+        raise wrong_type(where, "a string", user)
     if len(user) > MAX_USER_ID:
         raise RequestError(
             f"{where} may have at most {MAX_USER_ID} characters, got {len(user)}",
@@ -132,7 +132,7 @@ def _tools(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.tools is not None:
         if not isinstance(body.tools, list):
-            raise mistyped("tools", "a list", body.tools)
+            raise wrong_type("tools", "a list", body.tools)
         if body.tools:
             fields["tools"] = [_tool(tool, f"tools[{index}]", ignore_unknown) for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -142,7 +142,7 @@ def _tools(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
 
 def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise mistyped(where, "an object", tool)
+        raise wrong_type(where, "an object", tool)
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise UnsupportedError(
@@ -171,7 +171,7 @@ def _tool_choice(choice: Any, names: list[str]) -> dict[str, Any]:
     if kind is None:
         raise missing(f"{where}.type")
     if not isinstance(kind, str) or kind not in (*CHOICES, "tool"):
-        raise RequestError(f"{where}.type must be auto, any, tool or none, got {echo(kind)}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "auto, any, tool or none", kind)
     if not names and kind != "none":
         raise RequestError("tool_choice needs tools", param=where)
     fields: dict[str, Any] = {}
@@ -200,17 +200,13 @@ def _thinking(body: ConversationRequest, front: FrontModel) -> tuple[dict[str, A
     if kind is None:
         raise missing(f"{where}.type")
     if not isinstance(kind, str) or kind not in ("enabled", "disabled", "adaptive"):
-        raise RequestError(
-            f"{where}.type must be enabled, disabled or adaptive, got {echo(kind)}", param=f"{where}.type"
-        )
+        raise wrong_value(f"{where}.type", "enabled, disabled or adaptive", kind)
     for name, kinds in (("budget_tokens", ("enabled",)), ("display", ("enabled", "adaptive"))):
         if name in value and kind not in kinds:
             raise RequestError(f"{where}.{name} has no place beside type {kind}", param=f"{where}.{name}")
     display = value.get("display", DISPLAYS[0])
     if display not in DISPLAYS:
-        raise RequestError(
-            f"{where}.display must be {' or '.join(DISPLAYS)}, got {echo(display)}", param=f"{where}.display"
-        )
+        raise wrong_value(f"{where}.display", f"{' or '.join(DISPLAYS)}", display)
     fields: dict[str, Any] = {}
     if kind == "enabled":
         if value.get("budget_tokens") is None:
@@ -246,9 +242,7 @@ def _output(value: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_u
     if "effort" in value:
         effort = value["effort"]
         if not isinstance(effort, str) or effort not in EFFORTS:
-            raise RequestError(
-                f"{where}.effort must be one of {', '.join(EFFORTS)}, got {echo(effort)}", param=f"{where}.effort"
-            )
+            raise wrong_value(f"{where}.effort", f"one of {', '.join(EFFORTS)}", effort)
         reads = front.template().reads("reasoning_effort")
         if "reasoning_effort" not in thinking and (reads or effort != NO_EFFORT):
             fields["reasoning_effort"] = effort
@@ -263,7 +257,7 @@ def _format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if kind is None:
         raise missing(f"{where}.type")
     if kind != "json_schema":
-        raise RequestError(f"{where}.type must be json_schema, got {echo(kind)}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "json_schema", kind)
     if value.get("schema") is None:
         raise missing(f"{where}.schema")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": value["schema"], "strict": True}}

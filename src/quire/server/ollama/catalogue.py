@@ -9,7 +9,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +17,7 @@ from quire.checks import missing
 from quire.errors import NotFoundError, RequestError
 from quire.frontend.loading import FrontModel
 from quire.server.context import ModelContext, context_of, model_context
-from quire.server.errors import JSON
+from quire.server.json_io import json_response
 from quire.server.model_pool import ServedModel
 from quire.server.ollama.protocol import ShowRequest
 from quire.server.parsing import parse_request
@@ -34,21 +33,21 @@ router = APIRouter()
 @router.get("/api/version")
 async def version(request: Request) -> Response:
     """Return the version of the server, which is not one of Ollama."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """List the models."""
     models = context_of(request).models.models
-    return _json({"models": [_entry(model, name) for model in models for name in model.names]})
+    return json_response({"models": [_entry(model, name) for model in models for name in model.names]})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """List the models that are loaded."""
     models = [model for model in context_of(request).models.models if model.status == "loaded"]
-    return _json(
+    return json_response(
         {
             "models": [
                 {**_entry(model, name), "context_length": model.llm.max_model_len}
@@ -62,10 +61,7 @@ async def running(request: Request) -> Response:
 @router.post("/api/show", openapi_extra=body_schema(ShowRequest))
 async def show(request: Request) -> Response:
     """Describe a model."""
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, ShowRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, ShowRequest)
     if body.model is not None and body.name is not None and body.model != body.name:
         raise RequestError("name is the older name of model; give one of them", param="name")
     name = body.model if body.model is not None else body.name
@@ -83,7 +79,7 @@ async def show(request: Request) -> Response:
         "capabilities": _capabilities(front),
         "modified_at": _time(context.model.created),
     }
-    return _json(answer)
+    return json_response(answer)
 
 
 async def named_model(request: Request, name: str) -> ModelContext:
@@ -135,7 +131,3 @@ def _details(model: ServedModel) -> dict[str, Any]:
 
 def _time(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)

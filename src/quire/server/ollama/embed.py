@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling_calls import Pooled
-from quire.server.context import context_of
-from quire.server.errors import JSON
-from quire.server.generation import told
+from quire.server.json_io import large_json_response
 from quire.server.ollama.answer import Clock
 from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.translate import check_keep_alive
 from quire.server.parsing import parse_request, validate
 from quire.server.pooling import EmbeddingRequest, embed_texts
+from quire.server.pooling_job import num_values
 from quire.server.protocol import Harmless, RequestModel, body_schema
 from quire.server.retelling import Words
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError
@@ -51,7 +49,7 @@ class OldEmbedRequest(RequestModel):
 @router.post("/api/embed", openapi_extra=body_schema(EmbedRequest))
 async def embed(request: Request) -> Response:
     """Make a vector of each text; those that are too long are cut, unless `truncate` is false."""
-    body = await _parsed(request, EmbedRequest)
+    body = await parse_request(request, EmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
     return await _answer(request, body, fields, body.truncate, lambda found: {"embeddings": _vectors(found)})
 
@@ -59,16 +57,11 @@ async def embed(request: Request) -> Response:
 @router.post("/api/embeddings", openapi_extra=body_schema(OldEmbedRequest))
 async def embeddings(request: Request) -> Response:
     """Make a vector of one text."""
-    body = await _parsed(request, OldEmbedRequest)
+    body = await parse_request(request, OldEmbedRequest)
     with Words({"input": "prompt"}).telling():
         return await _answer(
             request, body, {"input": body.prompt}, True, lambda found: {"embedding": _vectors(found)[0]}, timed=False
         )
-
-
-async def _parsed(request: Request, model: type[Any]) -> Any:
-    server = context_of(request).config.server
-    return await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
 
 
 async def _answer(
@@ -85,14 +78,14 @@ async def _answer(
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED)
 
-    def text() -> bytes:
-        answer = write(found)
+    def build() -> dict[str, Any]:
+        answer: dict[str, Any] = write(found)
         if timed:
             num_tokens = sum([len(output.prompt_token_ids) for output in found])
             answer = {"model": context.name, **answer, **clock.times(), "prompt_eval_count": num_tokens}
-        return msgspec.json.encode(answer)
+        return answer
 
-    return Response(await told(sum([output.outputs.data.size for output in found]), text), media_type=JSON)
+    return await large_json_response(num_values(found), build)
 
 
 def _vectors(found: list[Pooled]) -> list[list[float]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,14 +11,15 @@ from starlette.responses import Response
 from quire.server.chat import ChatCompletion
 from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.completions import Completion
-from quire.server.context import ModelContext, context_of
-from quire.server.errors import JSON, HTTPProblem
+from quire.server.context import ModelContext
+from quire.server.errors import HTTPProblem
+from quire.server.json_io import json_response
 from quire.server.ollama import catalogue, embed
 from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
 from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.protocol import ChatRequest, GenerateRequest
 from quire.server.ollama.translate import chat_fields, check_keep_alive, completion_fields, words
-from quire.server.parsing import at_ease, parse_request, validate
+from quire.server.parsing import parse_request, process_body, validate
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body_schema
 from quire.server.retelling import Words
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
@@ -43,15 +42,12 @@ router.include_router(embed.router)
 async def chat(request: Request) -> Response:
     """Answer a conversation, as Ollama does."""
     clock = Clock()
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, ChatRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, ChatRequest)
     check_keep_alive(body.keep_alive)
     with clock.loading():
         context = await named_model(request, body.model)
     if not body.messages and body.messages in (None, []):
-        return _json(loaded(context.name, in_message=True))
+        return json_response(loaded(context.name, in_message=True))
     return await _chat(request, context, body, clock)
 
 
@@ -59,20 +55,17 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer one prompt, as Ollama does."""
     clock = Clock()
-    server = context_of(request).config.server
-    body = await parse_request(
-        request, GenerateRequest, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields
-    )
+    body = await parse_request(request, GenerateRequest)
     check_keep_alive(body.keep_alive)
     with clock.loading():
         context = await named_model(request, body.model)
     if not body.prompt:
-        return _json(loaded(context.name, in_message=False))
+        return json_response(loaded(context.name, in_message=False))
     if not body.raw:
         return await _chat(request, context, body, clock)
     told = words()
     with told.telling():
-        fields = completion_fields(body, context.llm.max_model_len, server.ignore_unknown_fields)
+        fields = completion_fields(body, context.llm.max_model_len, context.ignore_unknown)
         completion = Completion(context, validate(CompletionRequest, fields))
         await completion.start(request)
     answer = Answer(completion, ChoiceReader(PlainParser()), clock, in_message=False)
@@ -83,13 +76,11 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
     told = words() if isinstance(body, ChatRequest) else words(["system", "prompt"] if body.system else ["prompt"])
 
     def make() -> ChatCompletion:
-        fields = chat_fields(
-            body, context.llm.front_model, context.llm.max_model_len, context.config.server.ignore_unknown_fields
-        )
+        fields = chat_fields(body, context.llm.front_model, context.llm.max_model_len, context.ignore_unknown)
         return ChatCompletion(context, validate(ChatCompletionRequest, fields))
 
     with told.telling():
-        chat = await at_ease(request, make)
+        chat = await process_body(request, make)
         await chat.start(request)
     answer = Answer(chat, chat.reader(), clock, in_message=isinstance(body, ChatRequest))
     return await _answered(request, answer, chat.close, told, stream=body.stream)
@@ -102,15 +93,11 @@ async def _answered(
         return LineStream(told.telling_of(answer.lines()), close)
     try:
         with told.telling():
-            return _json(await until_disconnect(request.receive, answer.whole()))
+            return json_response(await until_disconnect(request.receive, answer.whole()))
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED)
     finally:
         close()
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
 
 
 def _refuse(method: str, path: str, why: str) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_field
+from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.loading import FrontModel
 from quire.frontend.tools import check_name
@@ -110,9 +110,7 @@ def check_keep_alive(value: Any) -> None:
     where = "keep_alive"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number and not (isinstance(value, str) and DURATION.fullmatch(value)):
-        raise RequestError(
-            f'{where} must be a number of seconds or a duration such as "5m", got {echo(value)}', param=where
-        )
+        raise wrong_value(where, 'a number of seconds or a duration such as "5m"', value)
     if (value == 0) if number else not re.search("[1-9]", value):
         raise UnsupportedError(
             f"{where}: models are not unloaded at the wish of a client; give a duration above 0, or leave it out",
@@ -125,7 +123,7 @@ def _options(body: AnswerRequest, max_model_len: int, ignore_unknown: bool) -> d
     if body.options is None:
         return {}
     if not isinstance(body.options, Mapping):
-        raise RequestError(f"options must be an object, got {echo(body.options)}", param="options", code="invalid_type")
+        raise wrong_type("options", "an object", body.options)
     options = {name: value for name, value in body.options.items() if value is not None}
     known = (*SAMPLING, *LIMITS, *REFUSED_OPTIONS)
     for name, value in options.items():
@@ -170,10 +168,8 @@ def _format(value: Any) -> dict[str, Any]:
     if value == "json":
         return {"type": "json_object"}
     if not isinstance(value, Mapping):
-        raise RequestError(
-            f'format must be "json" or a JSON schema, got {echo(value)}',
-            param="format",
-            code="invalid_value" if isinstance(value, str) else "invalid_type",
+        raise wrong_value(
+            "format", '"json" or a JSON schema', value, "invalid_value" if isinstance(value, str) else "invalid_type"
         )
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
 
@@ -183,9 +179,7 @@ def _think(value: Any, front: FrontModel) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, bool) and (not isinstance(value, str) or value not in EFFORTS):
-        raise RequestError(
-            f"think must be true, false or one of {', '.join(EFFORTS)}, got {echo(value)}", param="think"
-        )
+        raise wrong_value("think", f"true, false or one of {', '.join(EFFORTS)}", value)
     can = front.message_format.can_reason
     if value is not False and not can:
         raise UnsupportedError("think: this model does not reason", param="think")
@@ -204,9 +198,7 @@ def _think(value: Any, front: FrontModel) -> dict[str, Any]:
 
 def _messages(messages: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
-        raise RequestError(
-            f"messages must be a list of objects, got {echo(messages)}", param="messages", code="invalid_type"
-        )
+        raise wrong_type("messages", "a list of objects", messages)
     calls = _Calls(ignore_unknown)
     return [calls.message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
@@ -227,9 +219,7 @@ class _Calls:
         if role is None:
             raise missing(f"{where}.role")
         if not isinstance(role, str) or role not in ROLES:
-            raise RequestError(
-                f"{where}.role must be one of {', '.join(ROLES)}, got {echo(role)}", param=f"{where}.role"
-            )
+            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         if message.get("images", []) != []:
             raise UnsupportedError(f"{where}.images: this model reads text only", param=f"{where}.images")
         made: dict[str, Any] = {"role": role, "content": _text(message, "content", where)}
@@ -252,13 +242,13 @@ class _Calls:
 
     def _begin(self, calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(calls, list):
-            raise RequestError(f"{where} must be a list, got {echo(calls)}", param=where, code="invalid_type")
+            raise wrong_type(where, "a list", calls)
         return [self._call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
     def _call(self, call: Any, where: str) -> dict[str, Any]:
         call = check_object(call, where, CALL_FIELDS, self._ignore_unknown)
         if call.get("type") not in (None, "function"):
-            raise RequestError(f"{where}.type must be function, got {echo(call['type'])}", param=f"{where}.type")
+            raise wrong_value(f"{where}.type", "function", call["type"])
         if call.get("function") is None:
             raise missing(f"{where}.function")
         function = check_object(
@@ -270,7 +260,7 @@ class _Calls:
         arguments = {} if function.get("arguments") is None else function["arguments"]
         if not isinstance(arguments, Mapping):
             where = f"{where}.function.arguments"
-            raise RequestError(f"{where} must be an object, got {echo(arguments)}", param=where, code="invalid_type")
+            raise wrong_type(where, "an object", arguments)
         self._count += 1
         call_id = _text(call, "id", where) or f"call_{self._count}"
         self._open.append((call_id, name))
@@ -304,5 +294,5 @@ def _text(value: Mapping[str, Any], name: str, where: str) -> str:
         return ""
     if not isinstance(text, str):
         where = f"{where}.{name}"
-        raise RequestError(f"{where} must be a string, got {echo(text)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a string", text)
     return text

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_object, missing
-from quire.errors import RequestError, UnsupportedError, echo
+from quire.checks import check_object, missing, wrong_type, wrong_value
+from quire.errors import UnsupportedError
 from quire.frontend.tools import check_name
 
 CUSTOM = "custom"
@@ -50,7 +50,7 @@ def function_of(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_format(shape: Any, where: str) -> None:
     if not isinstance(shape, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(shape)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", shape)
     place = f"{where}.type"
     match shape.get("type"):
         case None:
@@ -64,7 +64,7 @@ def _check_format(shape: Any, where: str) -> None:
                 param=place,
             )
         case kind:
-            raise RequestError(f"{place} must be text, got {echo(kind)}", param=place)
+            raise wrong_value(place, "text", kind)
 
 
 def arguments_of(text: str) -> str:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.checks import check_object, missing
+from quire.checks import check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
@@ -85,9 +85,7 @@ def check_input(value: Any, find: FindItem, *, ignore_unknown: bool = False) -> 
         content = [{"type": "input_text", "text": value}]
         return [{"id": new_id("msg"), "type": "message", "status": "completed", "role": "user", "content": content}]
     if not isinstance(value, list):
-        raise RequestError(
-            f"input must be a string or a list of items, got {echo(value)}", param="input", code="invalid_type"
-        )
+        raise wrong_type("input", "a string or a list of items", value)
     if len(value) > MAX_ITEMS:
         raise RequestError(
             f"input may have at most {MAX_ITEMS} items, got {len(value)}", param="input", code="array_above_max_length"
@@ -106,7 +104,7 @@ class _Checker:
     def item(self, value: Any, where: str) -> Item:
         """Return a checked item."""
         if not isinstance(value, Mapping):
-            raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+            raise wrong_type(where, "an object", value)
         kind = value.get("type")
         if kind is None:
             kind = "message" if "role" in value else "item_reference" if "id" in value else None
@@ -127,7 +125,7 @@ class _Checker:
         if kind in UNSUPPORTED_TYPES:
             raise UnsupportedError(f"{place}: items of the type {kind} are not supported by this server", param=place)
         known = ", ".join([*PREFIXES, "item_reference"])
-        raise RequestError(f"{place} must be one of {known}, got {echo(kind)}", param=place)
+        raise wrong_value(place, f"one of {known}", kind)
 
     def _fields(self, value: Any, where: str, known: Sequence[str], refused: Sequence[str] = ()) -> dict[str, Any]:
         """Return the fields that are there and not null."""
@@ -150,7 +148,7 @@ class _Checker:
         status = fields.get("status", "completed")
         if status not in STATUSES:
             place = f"{where}.status"
-            raise RequestError(f"{place} must be one of {', '.join(STATUSES)}, got {echo(status)}", param=place)
+            raise wrong_value(place, f"one of {', '.join(STATUSES)}", status)
         return {"id": item_id, "type": kind, "status": status}
 
     def _message(self, value: Any, where: str) -> Item:
@@ -160,7 +158,7 @@ class _Checker:
             raise missing(f"{where}.role")
         if role not in ROLES:
             place = f"{where}.role"
-            raise RequestError(f"{place} must be one of {', '.join(ROLES)}, got {echo(role)}", param=place)
+            raise wrong_value(place, f"one of {', '.join(ROLES)}", role)
         if "content" not in fields:
             raise missing(f"{where}.content")
         content = self._parts(fields["content"], f"{where}.content", answer=role == "assistant")
@@ -171,23 +169,21 @@ class _Checker:
         if role != "assistant":
             raise RequestError(f"{place} is for messages of the role assistant only", param=place)
         if fields["phase"] not in PHASES:
-            raise RequestError(f"{place} must be one of {', '.join(PHASES)}, got {echo(fields['phase'])}", param=place)
+            raise wrong_value(place, f"one of {', '.join(PHASES)}", fields["phase"])
         return {**item, "phase": fields["phase"]}  # a label, which no model here is shown
 
     def _parts(self, content: Any, where: str, *, answer: bool) -> list[dict[str, Any]]:
         if isinstance(content, str):
             return [_output_text(content) if answer else {"type": "input_text", "text": content}]
         if not isinstance(content, list):
-            raise RequestError(
-                f"{where} must be a string or a list of parts, got {echo(content)}", param=where, code="invalid_type"
-            )
+            raise wrong_type(where, "a string or a list of parts", content)
         if not content:
             raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
         return [self._part(part, f"{where}[{index}]", answer) for index, part in enumerate(content)]
 
     def _part(self, part: Any, where: str, answer: bool) -> dict[str, Any]:
         if not isinstance(part, Mapping):
-            raise RequestError(f"{where} must be an object, got {echo(part)}", param=where, code="invalid_type")
+            raise wrong_type(where, "an object", part)
         kind = part.get("type")
         place = f"{where}.type"
         if kind is None:
@@ -198,7 +194,7 @@ class _Checker:
             )
         known = ("input_text", "output_text", "refusal") if answer else ("input_text",)
         if kind not in known:
-            raise RequestError(f"{place} must be {' or '.join(known)}, got {echo(kind)}", param=place)
+            raise wrong_value(place, f"{' or '.join(known)}", kind)
         name = "refusal" if kind == "refusal" else "text"
         if kind == "output_text":  # log-probabilities come back with answers that are sent in again
             fields = self._fields(part, where, ("type", name, "logprobs"), ("annotations",))
@@ -257,13 +253,13 @@ class _Checker:
 
     def _texts(self, parts: Any, kind: str, where: str) -> list[dict[str, str]]:
         if not isinstance(parts, list):
-            raise RequestError(f"{where} must be a list, got {echo(parts)}", param=where, code="invalid_type")
+            raise wrong_type(where, "a list", parts)
         texts = []
         for index, part in enumerate(parts):
             place = f"{where}[{index}]"
             fields = self._fields(part, place, ("type", "text"))
             if fields.get("type", kind) != kind:
-                raise RequestError(f"{place}.type must be {kind}, got {echo(fields['type'])}", param=f"{place}.type")
+                raise wrong_value(f"{place}.type", f"{kind}", fields["type"])
             if "text" not in fields:
                 raise missing(f"{place}.text")
             texts.append({"type": kind, "text": _text(fields["text"], f"{place}.text")})
@@ -291,7 +287,7 @@ def _output_text(text: str) -> dict[str, Any]:
 def _text(value: Any, where: str, most: int | None = None) -> str:
     """Return a text; one with a bound must not be empty."""
     if not isinstance(value, str):
-        raise RequestError(f"{where} must be a string, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a string", value)
     if most is not None and not value:
         raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
     if most is not None and len(value) > most:

@@ -6,18 +6,17 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import missing, unknown_field
+from quire.checks import missing, unknown_field, wrong_type, wrong_value
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.frontend.text_size import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
-from quire.server.errors import JSON
-from quire.server.parsing import at_ease, parse_request
+from quire.server.json_io import json_response
+from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
@@ -68,14 +67,10 @@ def _owner(request: Request) -> bytes:
     return request.scope["state"].get("key_digest") or b""
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
-
-
 @router.post(PREFIX, openapi_extra=body_schema(ResponseRequest))
 async def create_response(request: Request) -> Response:
     """Answer a conversation; by default the answer is kept."""
-    body = await _parse(request, ResponseRequest)
+    body = await parse_request(request, ResponseRequest)
     store = _store(request)
     if body.background and not context_of(request).config.server.max_stored_responses:
         raise UnsupportedError(
@@ -84,12 +79,12 @@ async def create_response(request: Request) -> Response:
         )
     earlier, items, messages, size = await _conversation(request, body)
     try:
-        chat_body = await at_ease(
+        chat_body = await process_body(
             request, lambda: chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
         )
         context = await model_context(request, body.model)
         response_id = new_id("resp")
-        chat = await at_ease(request, lambda: _chat(context, chat_body, response_id))
+        chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
         await start_fitting(chat, request, truncate=body.truncation == "auto")
     except RequestError as error:
         raise told(error) from None
@@ -112,7 +107,7 @@ async def _answer(request: Request, body: ResponseRequest, context: ModelContext
         spawn(run, scope, _store(request))
         if body.stream:
             return EventStream(_follow(run.stored, 0, obfuscated), lambda: None)
-        return _json(run.stored.resource())
+        return json_response(run.stored.resource())
     if body.stream:
         return EventStream(_encoded(run, obfuscated), run.close)
     try:
@@ -123,7 +118,7 @@ async def _answer(request: Request, body: ResponseRequest, context: ModelContext
         run.close()
     if run.error is not None:
         raise run.error
-    return _json(run.response)
+    return json_response(run.response)
 
 
 def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) -> ChatCompletion:
@@ -131,11 +126,6 @@ def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) 
     if body.request_id is None:
         chat.response_id = response_id
     return chat
-
-
-async def _parse(request: Request, model: type[M]) -> M:
-    server = context_of(request).config.server
-    return await parse_request(request, model, limit=server.max_body_bytes, ignore_unknown=server.ignore_unknown_fields)
 
 
 def _ignores_unknown(request: Request) -> bool:
@@ -151,7 +141,7 @@ async def _conversation(
     if previous is None and body.input is None:
         raise missing("input")
     if previous is not None and previous.size > LARGE:
-        request.scope["state"]["heavy"] = True
+        request.scope["state"]["large_body"] = True
     given = [] if body.input is None else body.input
     # Looked up here, because what follows may be done in a thread.
     named = [item.get("id") for item in given[:MAX_ITEMS] if isinstance(item, dict)] if isinstance(given, list) else []
@@ -163,7 +153,7 @@ async def _conversation(
         size = text_size(items) + (0 if previous is None else previous.size)
         return earlier, items, as_messages(body.instructions, earlier, items), size
 
-    earlier, items, messages, size = await at_ease(request, read)
+    earlier, items, messages, size = await process_body(request, read)
     if not messages:
         raise RequestError("input must not be empty", param="input", code="empty_array")
     return earlier, items, messages, size
@@ -218,7 +208,7 @@ async def get_response(request: Request, response_id: str) -> Response:
             raise RequestError(f"{name} needs stream to be true", param=name)
     stored = _store(request).get(_owner(request), response_id)
     if not stream:
-        return _json(stored.resource())
+        return json_response(stored.resource())
     if stored.events is None:
         raise RequestError(
             "stream: only the events of responses made with background and stream are kept", param="stream"
@@ -232,7 +222,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     _query(request, ())
     store = _store(request)
     store.delete(store.get(_owner(request), response_id))
-    return _json({"id": response_id, "object": "response", "deleted": True})
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post(PREFIX + "/{response_id}/cancel")
@@ -245,7 +235,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if not stored.finished:
         stored.abort()
         await stored.ended.wait()
-    return _json(stored.resource())
+    return json_response(stored.resource())
 
 
 @router.get(
@@ -264,7 +254,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     limit = _number(query, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT)
     order = query.get("order", ["desc"])[0]
     if order not in ("asc", "desc"):
-        raise RequestError(f"order must be one of asc, desc, got {echo(order)}", param="order")
+        raise wrong_value("order", "one of asc, desc", order)
     stored = _store(request).get(_owner(request), response_id)
     items = list(stored.items) if order == "asc" else list(reversed(stored.items))
     if "after" in query:
@@ -274,7 +264,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
             raise NotFoundError(f"after: there is no item {echo(after)}", param="after", code="item_not_found")
         items = items[places[-1] + 1 :]
     data = items[:limit]
-    return _json(
+    return json_response(
         {
             "object": "list",
             "data": data,
@@ -288,7 +278,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 @router.post(PREFIX + "/input_tokens", openapi_extra=body_schema(InputTokensRequest))
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
-    body = await _parse(request, InputTokensRequest)
+    body = await parse_request(request, InputTokensRequest)
     _, _, messages, _ = await _conversation(request, body)
     try:
         chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
@@ -297,7 +287,7 @@ async def count_input_tokens(request: Request) -> Response:
         token_ids = await chat.render()
     except RequestError as error:
         raise told(error) from None
-    return _json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+    return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
 
 @router.post(PREFIX + "/compact", include_in_schema=False)
@@ -330,7 +320,7 @@ def _check_include(query: dict[str, list[str]]) -> None:
 def _flag(query: dict[str, list[str]], name: str) -> bool:
     value = query.get(name, ["false"])[0]
     if value not in ("true", "false"):
-        raise RequestError(f"{name} must be true or false, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "true or false", value)
     return value == "true"
 
 
@@ -339,7 +329,7 @@ def _number(query: dict[str, list[str]], name: str, default: int, low: int, high
         return default
     text = query[name][0]
     if not (text.isascii() and text.isdigit()) or len(text) > MAX_DIGITS:
-        raise RequestError(f"{name} must be an integer, got {echo(text)}", param=name, code="invalid_type")
+        raise wrong_type(name, "an integer", text)
     value = int(text)
     if value < low or (high is not None and value > high):
         code = "integer_below_min_value" if value < low else "integer_above_max_value"

@@ -10,7 +10,7 @@ import base64
 import binascii
 import zlib
 
-from quire.errors import RequestError, echo
+from quire.checks import wrong_value
 
 VERSION = "qr1"
 
@@ -32,4 +32,4 @@ def unseal(sealed: str, where: str) -> str:
                 return data.decode()
         except (binascii.Error, ValueError):
             pass
-    raise RequestError(f"{where} must be as a reasoning item of this server had it, got {echo(sealed)}", param=where)
+    raise wrong_value(where, "as a reasoning item of this server had it", sealed)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from quire.checks import INT64_MAX, check_int, check_object, missing
+from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, retold
 from quire.frontend.loading import FrontModel
 from quire.server.parsing import refuse_unless_harmless, validate
@@ -143,12 +143,12 @@ def _refuse(where: str, name: str, value: Any, harmless: Sequence[Any]) -> None:
 
 def _response_format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", value)
     kind = value.get("type")
     if kind is None:
         raise missing(f"{where}.type")
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise RequestError(f"{where}.type must be one of {', '.join(FORMATS)}, got {echo(kind)}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", f"one of {', '.join(FORMATS)}", kind)
     check_object(value, where, ("type", *FORMATS[kind]), ignore_unknown)
     if kind != "json_schema":
         return {"type": kind}
@@ -157,13 +157,13 @@ def _response_format(value: Any, where: str, ignore_unknown: bool) -> dict[str, 
 
 def _tools(tools: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
-        raise RequestError(f"tools must be a list, got {echo(tools)}", param="tools", code="invalid_type")
+        raise wrong_type("tools", "a list", tools)
     return [_tool(tool, f"tools[{index}]", ignore_unknown) for index, tool in enumerate(tools)]
 
 
 def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(tool)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", tool)
     kind = tool.get("type")
     if kind is None:
         raise missing(f"{where}.type")
@@ -198,9 +198,7 @@ def _tool_choice(choice: Any, custom: Collection[str]) -> Any:
                 f"{where}.type: tools of the type {echo(kind)} are not supported by this server", param=f"{where}.type"
             )
         case kind:
-            raise RequestError(
-                f"{where}.type must be function, custom or allowed_tools, got {echo(kind)}", param=f"{where}.type"
-            )
+            raise wrong_value(f"{where}.type", "function, custom or allowed_tools", kind)
 
 
 def _chosen(tool: Any, where: str, custom: Collection[str]) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def _chosen(tool: Any, where: str, custom: Collection[str]) -> dict[str, Any]:
     tool = check_object(tool, where, ("type", "name"))
     kind, name = tool.get("type", "function"), tool.get("name")
     if kind not in ("function", CUSTOM):
-        raise RequestError(f"{where}.type must be function or custom, got {echo(kind)}", param=f"{where}.type")
+        raise wrong_value(f"{where}.type", "function or custom", kind)
     if isinstance(name, str) and (name in custom) != (kind == CUSTOM):
         raise RequestError(f"{where}.name: no {kind} tool is called {echo(name)}", param=f"{where}.name")
     return {"type": "function", "function": {"name": name}}
@@ -219,11 +217,11 @@ def check_include(include: Any) -> frozenset[str]:
     if include is None:
         return frozenset()
     if not isinstance(include, list):
-        raise RequestError(f"include must be a list, got {echo(include)}", param="include", code="invalid_type")
+        raise wrong_type("include", "a list", include)
     for index, name in enumerate(include):
         where = f"include[{index}]"
         if not isinstance(name, str):
-            raise RequestError(f"{where} must be a string, got {echo(name)}", param=where, code="invalid_type")
+            raise wrong_type(where, "a string", name)
         if name not in INCLUDED:
             raise UnsupportedError(
                 f"{where}: {echo(name)} is not supported by this server; accepted are {' and '.join(INCLUDED)}",
@@ -248,7 +246,7 @@ def _check_metadata(metadata: Any) -> None:
         return
     where = "metadata"
     if not isinstance(metadata, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(metadata)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", metadata)
     if len(metadata) > MAX_PAIRS:
         raise RequestError(
             f"{where} may have at most {MAX_PAIRS} pairs, got {len(metadata)}",
@@ -259,7 +257,7 @@ def _check_metadata(metadata: Any) -> None:
         place = f"{where}.{echo(key)[1:-1]}"
         _check_length(key, MAX_PAIR_KEY, f"the key {place}")
         if not isinstance(value, str):
-            raise RequestError(f"{place} must be a string, got {echo(value)}", param=place, code="invalid_type")
+            raise wrong_type(place, "a string", value)
         _check_length(value, MAX_PAIR_VALUE, place)
 
 

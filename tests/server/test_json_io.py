@@ -1,4 +1,4 @@
-"""Reading and writing JSON patiently gives what doing it at once gives, within bounds."""
+"""Decoding and encoding JSON in pieces gives what doing it at once gives, within bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.server import json_text
+from quire.server import json_io
 from quire.server.errors import HTTPProblem
-from quire.server.json_text import is_simple, read_patiently, write_patiently
+from quire.server.json_io import decode_in_pieces, encode_in_pieces, is_simple
 from quire.server.parsing import parse_json
 from tests.helpers.live_server import LiveServer
 
@@ -40,31 +40,31 @@ def outcome(read: Any, text: str) -> tuple[str, str]:
 @given(
     VALUES, st.none() | st.tuples(st.floats(0, 1), st.sampled_from(["", ",", "]", "}", '"', "1", "-", "e", " ", "x"]))
 )
-def test_patience_changes_nothing(value: Any, wound: tuple[float, str] | None) -> None:
+def test_decoding_in_pieces_changes_nothing(value: Any, wound: tuple[float, str] | None) -> None:
     text = json.dumps(value)
     if wound is not None:  # mostly not JSON any more
         place = int(wound[0] * len(text))
         text = text[:place] + wound[1] + text[place + 1 :]
-    assert outcome(read_patiently, text) == outcome(json.loads, text)
+    assert outcome(decode_in_pieces, text) == outcome(json.loads, text)
 
 
 @pytest.mark.parametrize("size", [0, 1, 20_000, 70_000])
 def test_long_lists_of_numbers(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(json_text, "PIECE", 4096)
+    monkeypatch.setattr(json_io, "PIECE", 4096)
     numbers = [1000 + index for index in range(size)]
-    assert read_patiently(json.dumps([numbers, numbers])) == [numbers, numbers]
-    assert read_patiently(json.dumps(numbers, separators=(",", ":\n"))) == numbers
+    assert decode_in_pieces(json.dumps([numbers, numbers])) == [numbers, numbers]
+    assert decode_in_pieces(json.dumps(numbers, separators=(",", ":\n"))) == numbers
     for wrong in ("1,,2", "1 2", ",1", "1,", "01", "+1", "1.", "-"):
         text = "[" + "5," * size + wrong + "]"
-        assert outcome(read_patiently, text) == outcome(json.loads, text)
+        assert outcome(decode_in_pieces, text) == outcome(json.loads, text)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.integers(1, 300))
 def test_what_is_written_patiently_is_read_as_it_was(value: dict[str, Any], count: int) -> None:
     value = {**value, "choices": [{"logprobs": {"content": [{"token": "a", "bytes": [97]}] * count}, **value}] * 2}
-    assert json.loads(write_patiently(value)) == json.loads(msgspec.json.encode(value))
-    assert json.loads(write_patiently({"positions": [None, {5: {"rank": 1}}] * count}))["positions"][1] == {
+    assert json.loads(encode_in_pieces(value)) == json.loads(msgspec.json.encode(value))
+    assert json.loads(encode_in_pieces({"positions": [None, {5: {"rank": 1}}] * count}))["positions"][1] == {
         "5": {"rank": 1}
     }
 
@@ -78,7 +78,7 @@ def test_a_long_text_is_simple() -> None:
     "part", [b"[]", b"{}", b'""', b'{"a":1}', b'["x"]', b"[" * 60 + b"]" * 60], ids=lambda part: part.decode()[:8]
 )
 def test_a_body_has_a_bounded_number_of_values(monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
-    monkeypatch.setattr(json_text, "MAX_VALUES", 20_000)
+    monkeypatch.setattr(json_io, "MAX_VALUES", 20_000)
     with pytest.raises(HTTPProblem, match="values") as problem:
         parse_json(b'{"prompt":[' + b",".join([part] * 90_000) + b"]}")
     assert problem.value.status == 413

@@ -1,22 +1,26 @@
-"""Reading and writing JSON of any size, while others go on.
+"""JSON of requests and responses of any size, without blocking the event loop.
 
-Python's fast reader cannot be interrupted: a body of some megabytes of brackets would keep the whole server waiting for
-seconds. What has many delimiters is therefore read bit by bit, slower, for a thread beside the event loop, and no more
-of it than a request can be made of. Everything else, long texts among it, takes no time and is read at once. Large
-answers are likewise written piece by piece.
+CPython's C decoder holds the GIL: a body of some megabytes of brackets would block the whole server for seconds. A body
+with many delimiters is therefore decoded by a slower decoder in Python, in a thread, and only up to a bound on its
+number of values. Everything else, long strings included, is decoded at once. Large responses are likewise encoded in
+pieces, in a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import json.decoder
 import json.scanner
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
+JSON = "application/json"
+THREAD_CHARS = 65536  # characters of a response from which on a thread encodes it
 FEW_DELIMITERS = 8192
 MAX_VALUES = 2**19  # texts, objects and lists of one body; numbers in lists of numbers are not counted
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
@@ -25,13 +29,36 @@ WRITTEN_AT_ONCE = 64  # items of a list
 LEAST_DEPTH = 1  # up to which there are few items, but large ones, such as choices
 NUMBERS = re.compile(r"[-+0-9.eE, \t\r\n]{0,65536}")
 
+T = TypeVar("T")
+
 
 class TooManyValuesError(Exception):
     """There are more than `MAX_VALUES`."""
 
 
+async def run_in_thread_if(large: Any, work: Callable[[], T]) -> T:
+    """Return `work()`, run in a thread if it is large, so that the event loop stays free meanwhile."""
+    return await asyncio.to_thread(work) if large else work()
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response with a value as JSON."""
+    return Response(msgspec.json.encode(value), status, headers, JSON)
+
+
+async def large_json_response(size: int, build: Callable[[], Any]) -> Response:
+    """Return the response with the value that `build` returns; `size` is about its number of characters as JSON."""
+    large = size > THREAD_CHARS
+
+    def encode() -> bytes:
+        value = build()
+        return encode_in_pieces(value) if large else msgspec.json.encode(value)
+
+    return Response(await run_in_thread_if(large, encode), media_type=JSON)
+
+
 def is_simple(body: bytes) -> bool:
-    """Whether it has so few delimiters that it takes no time to read."""
+    """Whether a body has so few delimiters that decoding it at once does not block the event loop for long."""
     return len(body) <= FEW_DELIMITERS or sum([body.count(mark) for mark in DELIMITERS]) <= FEW_DELIMITERS
 
 
@@ -44,7 +71,7 @@ def check_strings(body: bytes) -> None:
         raise TooManyValuesError
 
 
-def read_patiently(text: str, **hooks: Any) -> Any:
+def decode_in_pieces(text: str, **hooks: Any) -> Any:
     """Return the same as `json.loads`, or raise the same; to be called in a thread.
 
     Args:
@@ -56,7 +83,7 @@ def read_patiently(text: str, **hooks: Any) -> Any:
     return _Decoder(**hooks).decode(text)
 
 
-def write_patiently(value: Any) -> bytes:
+def encode_in_pieces(value: Any) -> bytes:
     """Return JSON as `msgspec.json.encode` does; for a thread. Keys of objects must be texts."""
     parts: list[bytes] = []
     _write(value, parts, 0)
