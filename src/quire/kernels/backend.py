@@ -1,4 +1,7 @@
-"""The Backend interface: the only thing in Quire that knows what an array is.
+"""The `Backend` interface, the only thing in Quire that knows what an array is, as protocols by concern.
+
+Each op is declared once, here, with shapes, dtypes and, where its meaning follows from other ops, a default. Backends
+inherit `Backend` and implement the rest; `kernels/reference` is the definition of what they compute.
 
 An *array* is a `numpy.ndarray` on the CPU backend and a `torch.Tensor` on the others. Models, layers, the worker and
 the sampler call the ops below, plus what both array kinds share: slicing, `reshape`, indexing by an index array of
@@ -11,6 +14,7 @@ N/K output/input features of a linear, Hq/Hkv query/KV heads, D head size, B blo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +28,7 @@ from quire.kernels.host_blocks import HostBlocks
 from quire.kernels.layer_stream import LayerStream, StreamedLayer
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
-from quire.kernels.steps import GraphStats, Stager, StepShape
+from quire.kernels.steps import AtOnce, GraphStats, Stager, StepShape
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
@@ -175,17 +179,21 @@ class TopLogprobs(NamedTuple):
         return lambda: TopLogprobs(*(wait() for wait in waiting))
 
 
-class Backend(Protocol):
-    """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""
+class ArrayOps(Protocol):
+    """Arrays on the device, and their copies to and from the host.
 
-    name: str  # "cpu", "cuda", "reference"
-    dtype: str  # weights are held in it: "float32", "bfloat16" or "float16"
-    kv_dtype: str  # "float32", "bfloat16", "float16", "int8" or "fp8"
-    quantization: str | None  # one of QUANTIZATIONS, or None
-    pads: bool  # whether `step_shape` may return more than was asked for
-    arithmetic: str  # names what else the bits in a KV cache depend on: instructions, compiler, layout of a block
+    Attributes:
+        name: "cpu", "cuda" or "reference".
+        dtype: of weights: "float32", "bfloat16" or "float16". kv_dtype: of the KV cache: one of these, "int8" or "fp8".
+        quantization: one of QUANTIZATIONS, or None.
+        arithmetic: names what else the bits of a KV cache depend on: instructions, compiler, layout of a block.
+    """
 
-    # Arrays
+    name: str
+    dtype: str
+    kv_dtype: str
+    quantization: str | None
+    arithmetic: str
 
     def from_numpy(self, array: np.ndarray) -> Array:
         """Return `array` on the device; may share memory (CPU). Keeps the dtype."""
@@ -208,65 +216,25 @@ class Backend(Protocol):
     def assign(self, target: Array, values: np.ndarray) -> None:
         """target[...] = values, in place; target may be a slice of an array of `zeros`."""
 
+    def take_rows(self, x: Array, ids: Array) -> Array:
+        """Return x[ids]: rows ids int64 [R] of x [T, N]."""
+
     def take_tokens(self, target: Array, source: Array, places: Array) -> None:
-        """target[...] = source[places], in place; all int64 [n], but source [m]. Nobody waits for the device."""
+        """target[...] = source[places], in place; all int64 [n], but source [m]. Does not wait for the device."""
+        target[...] = source[places]
 
     def keep_tokens(self, target: Array, places: Array, tokens: Array, finite: Array) -> Array:
         """target[places] = tokens, in place, where finite; elsewhere 0. Return the tokens, -1 where not finite.
 
-        `places`, `tokens` int64 [R], `finite` bool [R]. Nobody waits for the device.
+        `places`, `tokens` int64 [R], `finite` bool [R]. Does not wait for the device.
         """
+        stored: Array = (tokens + 1) * finite - 1
+        target[places] = stored.clip(min=0)
+        return stored
 
-    def mark(self) -> Any:
-        """Return what stands for the time at which the device has done all that it was given so far."""
 
-    def seconds_between(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two of `mark`; waits for the device to come to the second one."""
-
-    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Return a function that computes what `build()` does, from the arrays that `build` read, wherever it may.
-
-        `build` calls model ops only. It is called once or each time; so the arrays it reads must stay where they are,
-        and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
-        """
-
-    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        """Like `graph`, for "pieces" of a `StepShape`; ops between them go by the metadata given each time."""
-
-    def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        """Say in which size a step is computed, and whether by `graph`, `graph_pieces` or neither."""
-
-    def compile_ahead(self, steps: Callable[[], None]) -> int:
-        """Compile side by side what `steps` would launch, and return how many kernels that were.
-
-        `steps` is called or not, and what it computes is of no use.
-        """
-
-    def stager(self) -> Stager:
-        """Return what brings inputs of steps to where they stay."""
-
-    def graph_stats(self) -> GraphStats:
-        """Say what the recordings cost that there are."""
-
-    def available_memory(self) -> int:
-        """Bytes of device memory free for weights and KV now."""
-
-    def used_memory(self) -> int:
-        """Bytes of that memory that this process has taken, in use or not."""
-
-    def release_memory(self) -> None:
-        """Give what nobody uses any more back to the system, or to the driver."""
-
-    def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
-        """Run `work` and say what is taken of the device, and what `work` took beside that at most, `step`.
-
-        None, and `work` does not run, where memory is counted ahead instead.
-        """
-
-    def compiled_before(self) -> bool:
-        """Whether the kernels need no compiling, which the first start on a machine may."""
-
-    # Weights
+class LinearOps(Protocol):
+    """Weights of linear layers and embeddings, and products with them."""
 
     def vector(self, tensor: Tensor) -> Array:
         """Take a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
@@ -292,17 +260,8 @@ class Backend(Protocol):
             exact: never quantized.
         """
 
-    def pack_experts(self, experts: Iterable[Expert]) -> ExpertsWeight:
-        """Pack the experts of a layer for `experts`, quantized where `pack_linear` would; all of the same shapes.
-
-        They are consumed one by one, so that no second copy of all of them ever exists. If they have a length, a
-        backend may make room for all of them when the first has come.
-        """
-
     def pack_heads(self, matrices: Sequence[Tensor]) -> HeadsWeight:
         """Pack a matrix [B, A] for each of H heads for `head_linear`, in `dtype`; never quantized."""
-
-    # Model ops
 
     def embedding(self, ids: Array, weight: LinearWeight) -> Array:
         """Look up rows: ids int [T], weight [V, H] -> [T, H]. Ids are in range (checked at the edge)."""
@@ -328,6 +287,20 @@ class Backend(Protocol):
         most 7 and up from -7 to 7 (GPT-OSS).
         """
 
+    def gated_activation(self, x: Array, kind: str) -> Array:
+        """act(gate) * up -> [T, I] of what `linear` made: x [T, 2 * I], gate in the first half; see `gated_linear`."""
+
+
+class ExpertOps(Protocol):
+    """Mixtures of experts; see `kernels/experts.py` for what they consist of."""
+
+    def pack_experts(self, experts: Iterable[Expert]) -> ExpertsWeight:
+        """Pack the experts of a layer for `experts`, quantized where `pack_linear` would; all of the same shapes.
+
+        They are consumed one by one, so that no second copy of all of them ever exists. If they have a length, a
+        backend may make room for all of them when the first has come.
+        """
+
     def route(self, logits: Array, params: RoutingParams) -> tuple[Array, Array]:
         """Choose experts by a router's logits [T, E] -> ids int64 [T, k], no two of a row the same, weights float32.
 
@@ -342,10 +315,9 @@ class Backend(Protocol):
         has chosen are read.
         """
 
-    def gated_activation(self, x: Array, kind: str) -> Array:
-        """act(gate) * up -> [T, I] of what `linear` made: x [T, 2 * I], gate in the first half; see `gated_linear`."""
 
-    # LoRA adapters; see kernels/lora.py
+class LoRAOps(Protocol):
+    """LoRA adapters; see `kernels/lora.py`."""
 
     def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> Any:
         """Return empty slots for the adapters of one layer, whose N outputs are parts of these sizes.
@@ -371,8 +343,9 @@ class Backend(Protocol):
     def limit_columns(self, x: Array, limits: Array) -> None:
         """In place: x[r, limits[r] :] = -inf; x [R, N], limits int64 [R]."""
 
-    def take_rows(self, x: Array, ids: Array) -> Array:
-        """Return x[ids]: rows ids int64 [R] of x [T, N]."""
+
+class RowOps(Protocol):
+    """Norms, rotary positions and activations: ops on rows of activations."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019) of each piece of H: x [..., n * H], weight [H]."""
@@ -398,7 +371,9 @@ class Backend(Protocol):
     def softcap(self, x: Array, cap: float) -> None:
         """x = cap * tanh(x / cap) of x [T, N], in place."""
 
-    # Layers with states: float32 arrays [rows, ...], changed in place, see `AttentionMetadata.state_rows`
+
+class StateOps(Protocol):
+    """Recurrent layers. States are float32 arrays [rows, ...], changed in place; see `AttentionMetadata.state_rows`."""
 
     def causal_conv(
         self,
@@ -429,16 +404,9 @@ class Backend(Protocol):
     def copy_states(self, state: Array, pairs: np.ndarray) -> None:
         """Copy rows of a state: pairs int64 [n, 2] of (source, destination), one after the other."""
 
-    # KV cache and attention
 
-    def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
-    ) -> KVCache:
-        """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows.
-
-        In "int8" and "fp8" (e4m3) every token's key and value has, per head, a float32 scale of its own. A `latent`
-        cache holds one vector of head_size per token and nothing else, see `AttentionParams.value_size`; not in "int8".
-        """
+class AttentionOps(RowOps, Protocol):
+    """Writes to the paged KV cache, and attention over it."""
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
         """Store k, v [T, Hkv*D] at slot_mapping [T], rounding to `kv_dtype`."""
@@ -447,13 +415,28 @@ class Backend(Protocol):
         """Store x [T, D] at slot_mapping [T] of a latent cache, rounding to `kv_dtype`."""
 
     def rotary_write_kv(
-        self, positions: Array, q: Array, k: Array, v: Array, cos_sin: Array, head_size: int, interleaved: bool,
-        cache: KVCache, slot_mapping: Array, norms: HeadNorms | None = None,
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self,
+        positions: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        cos_sin: Array,
+        head_size: int,
+        interleaved: bool,
+        cache: KVCache,
+        slot_mapping: Array,
+        norms: HeadNorms | None = None,
+    ) -> tuple[Array, Array]:
         """`rotary_embedding` of q and k in place, then `write_kv` of k and v; return q and k.
 
         With `norms` all heads are normed before, which may be in place: weights [D] for those of q and of k, and eps.
+        The default is unfused: one op after the other.
         """
+        if norms is not None:
+            q, k = self.rms_norm(q, norms[0], norms[2]), self.rms_norm(k, norms[1], norms[2])
+        self.rotary_embedding(positions, q, k, cos_sin, head_size, interleaved)
+        self.write_kv(k, v, cache, slot_mapping)
+        return q, k
 
     def paged_attention(
         self,
@@ -470,6 +453,19 @@ class Backend(Protocol):
         result does not depend on what else is in the step. Keys of this step are already in the cache (`write_kv`
         comes first); `fresh` are the same once more, k and v [T, Hkv*D] as they were written, for backends that would
         rather not read those of whole prompts back.
+        """
+
+
+class KVCacheOps(Protocol):
+    """Memory of the KV cache, and copies of whole blocks."""
+
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
+    ) -> KVCache:
+        """Allocate one layer's cache in `kv_dtype`; memory is touched only when written, where the system allows.
+
+        In "int8" and "fp8" (e4m3) every token's key and value has, per head, a float32 scale of its own. A `latent`
+        cache holds one vector of head_size per token and nothing else, see `AttentionParams.value_size`; not in "int8".
         """
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
@@ -495,21 +491,38 @@ class Backend(Protocol):
         """
 
     def layer_stream(
-        self, num_layers: int, num_blocks: int, num_thin_blocks: int, block_size: int, num_kv_heads: int,
-        head_size: int, *, latent: bool = False,
-    ) -> LayerStream:  # fmt: skip
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_thin_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        latent: bool = False,
+    ) -> LayerStream:
         """Allocate layers' caches of `num_blocks` blocks, of which the last `num_thin_blocks` lie on the host.
 
         Raises:
             ConfigError: there is no room on the host, or the device is the host.
         """
 
-    # Logits and sampling; R rows, logits float32 [R, V]
+
+class SamplingOps(ArrayOps, Protocol):
+    """Changes to logits float32 [R, V] of R rows, and sampling from them."""
 
     def apply_penalties(
-        self, logits: Array, rows: np.ndarray, starts: np.ndarray, ids: np.ndarray, counts: np.ndarray,
-        repetition: np.ndarray, presence: np.ndarray, frequency: np.ndarray, late: LateTokens | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        logits: Array,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        repetition: np.ndarray,
+        presence: np.ndarray,
+        frequency: np.ndarray,
+        late: LateTokens | None = None,
+    ) -> None:
         """In place on `rows` int64 [P], no two the same, by the tokens that each has in its prompt or its output.
 
         Those of rows[p] are ids[starts[p] : starts[p + 1]], none twice, and counts says how often each is in the
@@ -524,7 +537,12 @@ class Backend(Protocol):
     def bar_after(
         self, logits: Array, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
     ) -> None:
-        """In place, for each e: if token e of `late` is before[e], rows[e] must not go on with tokens[e]."""
+        """In place, for each e: if token e of `late` is before[e], bar tokens[e] in row rows[e].
+
+        The default waits for the tokens.
+        """
+        hit = self.to_numpy(late.tokens)[late.places] == before
+        self.add_bias(logits, rows[hit], tokens[hit], np.full(int(hit.sum()), NEG_INF, np.float32))
 
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
         """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
@@ -565,3 +583,81 @@ class Backend(Protocol):
 
     def top_logprobs(self, logits: Array, chosen: Array, k: int) -> TopLogprobs:
         """log_softmax of the rows, for the chosen ids int64 [R] and the k most likely. Does not change `logits`."""
+
+
+class MemoryOps(Protocol):
+    """The device's memory."""
+
+    def available_memory(self) -> int:
+        """Bytes of device memory free for weights and KV now."""
+
+    def used_memory(self) -> int:
+        """Bytes of that memory that this process has taken, in use or not."""
+
+    def release_memory(self) -> None:
+        """Give what nobody uses any more back to the system, or to the driver."""
+
+    def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
+        """Run `work` and say what is taken of the device, and what `work` took beside that at most, `step`.
+
+        None, and `work` does not run, where memory is counted ahead instead.
+        """
+
+
+class GraphOps(ArrayOps, Protocol):
+    """Recorded steps, and when the device has reached which point.
+
+    The defaults are those of a device whose ops are done when they return, and that gains nothing by padding.
+
+    Attributes:
+        pads: whether `step_shape` may return more than was asked for.
+    """
+
+    pads: bool = False
+
+    def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
+        """Return a function that computes what `build()` does, from the arrays that `build` read, wherever it may.
+
+        `build` calls model ops only. It is called once or each time; so the arrays it reads must stay where they are,
+        and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
+        """
+
+    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+        """Like `graph`, for "pieces" of a `StepShape`; ops between them go by the metadata given each time."""
+        return build
+
+    def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
+        """Return in which size a step is computed, and whether by `graph`, `graph_pieces` or neither."""
+        return StepShape(tokens, sequences, rows)
+
+    def stager(self) -> Stager:
+        """Return what copies the inputs of steps to their fixed addresses."""
+        return AtOnce(self.assign)
+
+    def compile_ahead(self, steps: Callable[[], None]) -> int:
+        """Compile in parallel the kernels that `steps` would launch, and return how many they were.
+
+        `steps` may be called or not, and what it computes is of no use. By default kernels are compiled at first use.
+        """
+        return 0
+
+    def compiled_before(self) -> bool:
+        """Whether the kernels need no compiling, which the first start on a machine may."""
+
+    def graph_stats(self) -> GraphStats:
+        """Return what the recordings that exist have cost; zeros where they cost next to nothing."""
+        return GraphStats()
+
+    def mark(self) -> Any:
+        """Record an event: the time at which the device has done all that it was given so far."""
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two events of `mark`; waits until the device has reached the second one."""
+        return float(later - earlier)
+
+
+class Backend(
+    LinearOps, ExpertOps, LoRAOps, StateOps, AttentionOps, KVCacheOps, SamplingOps, MemoryOps, GraphOps, Protocol
+):
+    """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""

@@ -1,11 +1,7 @@
-"""What steps that are launched before others have ended need of a backend: tokens that stay on the device, and times.
-
-For backends whose ops are done when they return; what "in place" means for arrays, numpy's and torch's say alike.
-"""
+"""Tokens that were sampled but are still on the device only, for steps that are launched before others have ended."""
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,35 +22,6 @@ class LateTokens(NamedTuple):
         """Return those of `rows` int64 [n], in this order; None if all are known."""
         places = self.places[rows]
         return LateTokens(self.tokens, places) if (places >= 0).any() else None
-
-
-class InOrder:
-    """See `Backend` for each of these."""
-
-    def bar_after(
-        self: Any, logits: Array, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
-    ) -> None:
-        """See `Backend.bar_after`."""
-        hit = self.to_numpy(late.tokens)[late.places] == before
-        self.add_bias(logits, rows[hit], tokens[hit], np.full(int(hit.sum()), -np.inf, np.float32))
-
-    def take_tokens(self, target: Array, source: Array, places: Array) -> None:
-        """See `Backend.take_tokens`."""
-        target[...] = source[places]
-
-    def keep_tokens(self, target: Array, places: Array, tokens: Array, finite: Array) -> Array:
-        """See `Backend.keep_tokens`."""
-        kept: Any = (tokens + 1) * finite - 1
-        target[places] = kept.clip(min=0)
-        return kept
-
-    def mark(self) -> Any:
-        """See `Backend.mark`."""
-        return time.perf_counter()
-
-    def seconds_between(self, earlier: Any, later: Any) -> float:
-        """See `Backend.seconds_between`."""
-        return float(later - earlier)
 
 
 def count_late(

@@ -18,15 +18,12 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.tensor import Layout, Tensor
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionOps, AttentionParams, GraphOps
 from quire.kernels.cpu.arrays import ALIGNMENT, Recorded, as_rows
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import InOrder
 from quire.kernels.held import held_layout, held_size
 from quire.kernels.lora import LoRARows
-from quire.kernels.one_by_one import OneByOne
 from quire.kernels.shape_arena import ShapeArena
-from quire.kernels.steps import AsTheyCome
 
 LANES = 16
 COLUMNS = 32  # rows of weights are padded to a multiple
@@ -128,7 +125,7 @@ class ShapeCache:
     block_size: int
 
 
-class ShapeBackend(OneByOne, InOrder, AsTheyCome):
+class ShapeBackend:
     """The model ops of `Backend`, without numbers.
 
     Attributes:
@@ -140,6 +137,9 @@ class ShapeBackend(OneByOne, InOrder, AsTheyCome):
     """
 
     name = "shapes"
+    pads = False
+    rotary_write_kv = AttentionOps.rotary_write_kv
+    step_shape, stager, mark = GraphOps.step_shape, GraphOps.stager, GraphOps.mark
 
     def __init__(
         self,

@@ -78,29 +78,3 @@ class AtOnce:
 
     def send(self) -> None:
         """Nothing is left to do."""
-
-
-class AsTheyCome:
-    """Steps in exact sizes, for backends that gain nothing by padding."""
-
-    pads = False
-
-    def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        """See `Backend.step_shape`."""
-        return StepShape(tokens, sequences, rows)
-
-    def stager(self: Any) -> Stager:
-        """See `Backend.stager`."""
-        return AtOnce(self.assign)
-
-    def graph_pieces(self, build: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        """See `Backend.graph_pieces`."""
-        return build
-
-    def compile_ahead(self, steps: Callable[[], None]) -> int:
-        """See `Backend.compile_ahead`; here what is compiled is so where it is needed."""
-        return 0
-
-    def graph_stats(self) -> GraphStats:
-        """See `Backend.graph_stats`; what is made here costs next to nothing."""
-        return GraphStats()

@@ -10,9 +10,8 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
-from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionParams, Backend, KVCache
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionOps, AttentionParams, Backend, KVCache
 from quire.kernels.create import create_backend
-from quire.kernels.one_by_one import OneByOne
 from quire.models.loader import load_model
 from quire.models.pooling import PoolingModel
 from quire.sampling_params import SamplingParams
@@ -120,7 +119,7 @@ class Subject:
         return added
 
 
-class _Tracer(OneByOne):
+class _Tracer:
     """A backend that notes what attention layers are given while `seen` is a list; then nothing is recorded."""
 
     def __init__(self, backend: Backend) -> None:
@@ -130,6 +129,8 @@ class _Tracer(OneByOne):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    rotary_write_kv = AttentionOps.rotary_write_kv  # the default, which calls `write_kv` below
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """Record, unless values are to be seen as they come."""

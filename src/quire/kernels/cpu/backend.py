@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, TopLogprobs
 from quire.kernels.cpu import activations, choose, linear, linear_coded, linear_int, norms, rotary, rows
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.arithmetic import Arithmetic, concat
@@ -37,13 +37,11 @@ from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import InOrder, LateTokens, count_late
+from quire.kernels.flying import LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
-from quire.kernels.one_by_one import OneByOne
-from quire.kernels.steps import AsTheyCome
 
 ACTIVATIONS = {
     "relu": activations.RELU,
@@ -83,7 +81,7 @@ def _settle_simd_level(level: str | None) -> str:
     return level or allowed[0]
 
 
-class CPUBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
+class CPUBackend(HostMemory, Backend):
     """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32.
 
     `simd_level` is "avx512_bf16" where the CPU multiplies pairs of bfloat16, otherwise "generic". With the former and

@@ -16,21 +16,19 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Tensor, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Tensor, TopLogprobs
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import InOrder, LateTokens, count_late
+from quire.kernels.flying import LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
-from quire.kernels.one_by_one import OneByOne
 from quire.kernels.reference import lora as adapters
 from quire.kernels.reference import states
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
-from quire.kernels.steps import AsTheyCome
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32, "fp8": torch.float32}
@@ -65,7 +63,7 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
     return (integers.float() * scales[:, None]).reshape(x.shape)
 
 
-class ReferenceBackend(OneByOne, InOrder, AsTheyCome, HostMemory):
+class ReferenceBackend(HostMemory, Backend):
     """Every op of `quire.kernels.backend.Backend` in plain torch."""
 
     name = "reference"
