@@ -145,7 +145,7 @@ def test_calls_load_and_unload_adapters_beside_requests(world: World) -> None:
         while answer["state"] == "loading":
             answer = engine.call("lora_status", {"lora_int_id": 1})
         assert answer["state"] == "ready" and answer["vocab_size"] == 160 and answer["digest"]
-        with pytest.raises(ConfigError, match="nobody has asked for adapter 1"):
+        with pytest.raises(ConfigError, match="adapter 1 is not being loaded"):
             engine.call("lora_status", {"lora_int_id": 1})
         (first,) = answers(llm, [world.request("few")])
         engine.call("unload_lora", {"lora_int_id": 1})

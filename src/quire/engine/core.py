@@ -16,9 +16,8 @@ import msgspec
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.engine.adapting import Adapting, LoadLoRA, OfLoRA
 from quire.engine.advice import size_text
-from quire.engine.compiling import Compiling
+from quire.engine.deferred import CompiledGrammar, DeferredRequests, LoadedAdapter, LoadLoRA, LoRAId
 from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.settle import (
@@ -46,7 +45,7 @@ from quire.step import Done, ModelOutput, Pending, SchedulerOutput, SchedulerSta
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_WAIT_SECONDS = 0.05  # how long a step waits for a grammar when there is nothing else to do
+DEFERRED_WAIT_SECONDS = 0.05  # how long a step waits for deferred requests when there is nothing else to do
 
 T = TypeVar("T")
 
@@ -107,8 +106,8 @@ class EngineCore:
         self.scheduler = self._create_scheduler(stored=True)
         self._pools = info.pooling is not None
         self.sleep_level = 0  # of 0 (awake), 1 and 2
-        self._compiling = Compiling(executor)
-        self._adapting = Adapting(executor)
+        self._lora = LoadedAdapter(executor)
+        self._deferred = DeferredRequests([self._lora, CompiledGrammar(executor)])
         # Told of each plan before it is executed, with the one in flight if there is one.
         self.on_plan: Callable[[SchedulerOutput, SchedulerOutput | None], None] | None = None
         self._flying: Flying | None = None
@@ -175,59 +174,42 @@ class EngineCore:
             made = "vectors or scores and generates no text" if self._pools else "text and pools nothing"
             raise RequestError(f"this engine's model makes {made}", param="model", code="unsupported_endpoint")
         request = Request(message)
-        self._adapting.check_names(request)
-        self._compiling.check_names(request)
-        if request.lora is not None:
+        self._deferred.check_ids(request)
+        if self._deferred.must_wait(request):
             self.scheduler.check_names(request)
-            self._adapting.add(request)
+            self._deferred.add(request)
         else:
-            self._queue(request)
-
-    def _queue(self, request: Request) -> None:
-        """Hand a request whose adapter is there to the scheduler, after its grammar was compiled if it has one."""
-        if request.grammar is None:
             self.scheduler.add_request(request)
-        else:
-            self.scheduler.check_names(request)
-            self._compiling.add(request)
 
     def abort(self, message: AbortRequests) -> None:
         """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
-        self._adapting.abort(message.request_ids)
-        self._compiling.abort(message.request_ids)
+        self._deferred.abort(message.request_ids)
         self.scheduler.abort_requests(message.request_ids)
         self._release()
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return (
-            self._flying is not None
-            or len(self._compiling) + len(self._adapting) > 0
-            or self.scheduler.has_unfinished()
-        )
+        return self._flying is not None or len(self._deferred) > 0 or self.scheduler.has_unfinished()
 
     def idle(self) -> bool:
         """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
         return self.sleep_level == 0 and self.executor.idle()
 
     @property
-    def compiling(self) -> list[str]:
-        """Ids of the requests whose grammar is being compiled, or whose adapter is being read."""
-        return [*self._adapting.request_ids, *self._compiling.request_ids]
+    def deferred_request_ids(self) -> list[str]:
+        """Ids of the requests whose grammar is being compiled, or whose adapter is being loaded."""
+        return self._deferred.request_ids
 
     def _release(self) -> None:
         """Let go of grammars and adapters of requests that have ended."""
-        self._compiling.release(self.scheduler)
-        self._adapting.release(self.scheduler, self._compiling.request_ids)
+        self._deferred.release(self.scheduler.is_live)
 
     def step(self) -> EngineOutputs:
         """Plan, compute, and take note of one step; empty outputs when there was nothing to do.
 
         With `async_scheduling` a step is planned and begun while the one before runs, and that one's news are returned.
         """
-        refused = self._admit_adapted() if self._adapting else []
-        if self._compiling:
-            refused += self._admit_compiled()
+        refused = self._admit_deferred() if self._deferred else []
         flying, self._flying = self._flying, None
         try:
             if flying is not None and not (flying.is_open and self.scheduler.has_room_ahead()):
@@ -287,29 +269,22 @@ class EngineCore:
         self._landed.append((flying.record, gap))
         return outputs
 
-    def _admit_adapted(self) -> list[SequenceOutput]:
-        """Let requests go on whose adapter is there; return news of those that cannot run."""
-        idle = not (self.scheduler.has_unfinished() or self._compiling)
-        able, news = self._adapting.ready(GRAMMAR_WAIT_SECONDS if idle else 0.0)
-        for request in able:
-            self._queue(request)
-        return news
-
-    def _admit_compiled(self) -> list[SequenceOutput]:
-        """Queue requests whose grammar has been compiled; return news of those that cannot run."""
-        able, news = self._compiling.ready(0.0 if self.scheduler.has_unfinished() else GRAMMAR_WAIT_SECONDS)
-        for request in able:
-            self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
-            if request.spec.beam is not None:
-                # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
-                request.add_stop_ids(self.executor.grammars.end_ids)
+    def _admit_deferred(self) -> list[SequenceOutput]:
+        """Give the scheduler the deferred requests that are ready; return the outputs of those that cannot run."""
+        ready, failed = self._deferred.poll(0.0 if self.scheduler.has_unfinished() else DEFERRED_WAIT_SECONDS)
+        for request in ready:
+            if request.spec.grammar is not None:
+                self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
+                if request.spec.beam is not None:
+                    # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
+                    request.add_stop_ids(self.executor.grammars.end_ids)
             self.scheduler.add_request(request)
-        return news
+        return failed
 
     def _stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
-        stats.num_deferred = len(self._compiling) + len(self._adapting)
-        stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._adapting.names()})
+        stats.num_deferred = len(self._deferred)
+        stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._deferred.adapter_names})
         stats.num_waiting += stats.num_deferred
         return stats
 
@@ -347,11 +322,11 @@ class EngineCore:
         if method == "memory":
             return {"resident": resident_memory()}
         if method == "load_lora":
-            return self._adapting.load(_convert(arguments, LoadLoRA))
+            return self._lora.load(_convert(arguments, LoadLoRA))
         if method == "lora_status":
-            return self._adapting.status(_convert(arguments, OfLoRA).lora_int_id)
+            return self._lora.status(_convert(arguments, LoRAId).lora_int_id)
         if method == "unload_lora":
-            return self._adapting.unload(_convert(arguments, OfLoRA).lora_int_id)
+            return self._lora.unload(_convert(arguments, LoRAId).lora_int_id)
         if method == "sleep":
             return self._sleep(_convert(arguments, Sleep).level)
         if method == "wake_up":
@@ -363,7 +338,7 @@ class EngineCore:
 
         Raises `RequestError` while requests run: they would have to begin again.
         """
-        if self._compiling or self._adapting or self.scheduler.has_requests():
+        if self._deferred or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
         if self._flying is not None:  # for requests that were aborted
             flying, self._flying = self._flying, None

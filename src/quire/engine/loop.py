@@ -100,14 +100,18 @@ def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[SchedulerOutput
             if flying is None:
                 return
             plan, flying = flying, None
-        scheduled, compiling, num_tokens = plan.num_scheduled_tokens, core.compiling, plan.total_num_scheduled_tokens
+        scheduled, deferred, num_tokens = (
+            plan.num_scheduled_tokens,
+            core.deferred_request_ids,
+            plan.total_num_scheduled_tokens,
+        )
         if flying is not None:  # it ends first, and either may be the one that is to blame
             num_tokens = max(num_tokens, flying.total_num_scheduled_tokens)
             if flying.num_scheduled_tokens.keys() != scheduled.keys():
                 scheduled = {**flying.num_scheduled_tokens, **scheduled}
         signs.planned(
-            [*scheduled, *compiling],
-            lambda: [*core.scheduler.request_ids(scheduled), *compiling],
+            [*scheduled, *deferred],
+            lambda: [*core.scheduler.request_ids(scheduled), *deferred],
             num_tokens,
             known=not plan.wait_for_loads,  # how long a disk takes has nothing to do with tokens
         )

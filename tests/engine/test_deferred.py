@@ -9,7 +9,7 @@ import pytest
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
-from quire.engine.core import GRAMMAR_WAIT_SECONDS, EngineCore
+from quire.engine.core import DEFERRED_WAIT_SECONDS, EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine_request import EngineRequest
 from quire.errors import RequestError
@@ -97,7 +97,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(core: EngineCore, comp
     last = run(core, 10)
     assert set(last) == {"now"}
     assert core.has_unfinished()
-    assert compiler.waits[-1] == GRAMMAR_WAIT_SECONDS  # but with nobody else the loop must not spin
+    assert compiler.waits[-1] == DEFERRED_WAIT_SECONDS  # but with nobody else the loop must not spin
     assert core.call("stats")["num_waiting"] == 1
     compiler.finished = {"start: /a/": None}
     assert run(core)["later"].finish_reason == "length"

@@ -1,0 +1,275 @@
+"""`DeferredRequests`: requests that wait for their prerequisites, before the scheduler knows them.
+
+A prerequisite is prepared beside the steps, by the executor: a LoRA adapter is loaded, a grammar is compiled. One that
+fails ends the requests that need it and nothing else. It stays in use until its requests have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.engine_request import EngineRequest, LoRARequest
+from quire.errors import ConfigError, RequestError, echo
+from quire.executor.base import Adapters, Executor
+from quire.scheduler.request import Request
+from quire.step import AdapterNews, SequenceOutput
+from quire.structured.lark import GRAMMAR_FAILED
+
+
+class LoadLoRA(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "load_lora"; fields as in `LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class LoRAId(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the calls "lora_status" and "unload_lora"."""
+
+    lora_int_id: int
+
+
+class Prerequisite(Protocol):
+    """One kind of prerequisite, and the requests that use it."""
+
+    def needed_by(self, spec: EngineRequest) -> bool:
+        """Whether a request needs it."""
+
+    def prepare(self, spec: EngineRequest) -> None:
+        """Begin to prepare it; a call of `release` must follow. Raises `RequestError` if this engine has none."""
+
+    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+        """Return the ids of those of `requests` for which it was prepared, each with an error or None.
+
+        If there are none it waits for one up to `wait` seconds.
+        """
+
+    def release(self, spec: EngineRequest) -> None:
+        """End the use, or the wait, of a request."""
+
+
+class CompiledGrammar:
+    """The compiled grammar of a request with structured output."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def needed_by(self, spec: EngineRequest) -> bool:
+        """See `Prerequisite`."""
+        return spec.grammar is not None
+
+    def prepare(self, spec: EngineRequest) -> None:
+        """See `Prerequisite`."""
+        assert spec.grammar is not None
+        self._executor.grammars.prepare(spec.grammar)
+
+    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+        """See `Prerequisite`."""
+        ready = self._executor.grammars.poll(wait)
+        found: dict[str, str | None] = {}
+        for request in requests:
+            if request.spec.grammar in ready:
+                error = ready[request.spec.grammar]
+                if error is not None and not error.startswith("structured output"):
+                    error = GRAMMAR_FAILED + error
+                found[request.request_id] = error
+        return found
+
+    def release(self, spec: EngineRequest) -> None:
+        """See `Prerequisite`."""
+        assert spec.grammar is not None
+        self._executor.grammars.release(spec.grammar)
+
+
+class LoadedAdapter:
+    """The LoRA adapter of a request; also loads adapters ahead of any request (`load`)."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._results: dict[str, AdapterNews] = {}  # by user: the id of a request, or `_user_of_load`
+        self._loads: dict[int, AdapterNews | None] = {}  # by adapter, of `load`
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self._executor.adapters
+        if adapters is None:
+            raise RequestError("this engine serves no LoRA adapters (--enable-lora)", param="lora_request")
+        return adapters
+
+    def needed_by(self, spec: EngineRequest) -> bool:
+        """See `Prerequisite`."""
+        return spec.lora is not None
+
+    def prepare(self, spec: EngineRequest) -> None:
+        """See `Prerequisite`."""
+        assert spec.lora is not None
+        self._adapters.prepare(spec.lora, spec.request_id)
+
+    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+        """See `Prerequisite`; sets the digest of the adapter in requests that can use it."""
+        self._poll(wait)
+        found: dict[str, str | None] = {}
+        for request in requests:
+            result = self._results.pop(request.request_id, None)
+            if result is not None:
+                assert request.spec.lora is not None
+                error = result.error or _unknown_token(request, result)
+                found[request.request_id] = error and f"adapter {request.spec.lora.lora_name}: {error}"
+                request.adapter_digest = result.digest
+        return found
+
+    def release(self, spec: EngineRequest) -> None:
+        """See `Prerequisite`."""
+        self._results.pop(spec.request_id, None)
+        self._adapters.release(spec.lora_int_id, spec.request_id)
+
+    def load(self, arguments: LoadLoRA) -> dict[str, Any]:
+        """Begin to load an adapter that no request needs yet, to see whether it can be used."""
+        request = LoRARequest(arguments.lora_name, arguments.lora_int_id, arguments.lora_path)
+        self._loads[request.lora_int_id] = None
+        self._adapters.prepare(request, _user_of_load(request.lora_int_id))
+        return self.status(request.lora_int_id)
+
+    def status(self, number: int) -> dict[str, Any]:
+        """Return the outcome of `load`: "state" is "loading", "ready" or "failed"."""
+        self._poll(0.0)
+        if number not in self._loads:
+            raise ConfigError(f"adapter {number} is not being loaded", param="lora_int_id")
+        result = self._loads[number]
+        if result is None:
+            return {"state": "loading"}
+        del self._loads[number]
+        if result.error is not None:
+            return {"state": "failed", "error": result.error}
+        return {
+            "state": "ready",
+            "vocab_size": result.vocab_size,
+            "num_logits": result.num_logits,
+            "digest": result.digest,
+        }
+
+    def unload(self, number: int) -> dict[str, Any]:
+        """Unload an adapter as soon as no request uses it."""
+        self._adapters.forget(number)
+        return {}
+
+    def _poll(self, wait: float) -> None:
+        if self._executor.adapters is None:
+            return
+        self._results.update(self._adapters.poll(wait))
+        for number in self._loads:
+            user = _user_of_load(number)
+            if user in self._results:
+                self._loads[number] = self._results.pop(user)
+                self._adapters.release(number, user)
+
+
+def _user_of_load(number: int) -> str:
+    """Return the user of an adapter while `load` waits for it; no request has such an id."""
+    return f"\0load {number}"
+
+
+def _unknown_token(request: Request, adapter: AdapterNews) -> str | None:
+    """Return an error if a request has token ids beyond the vocabulary of its adapter."""
+    highest = max(max(sequence.token_ids) for sequence in request.sequences)
+    if highest >= adapter.vocab_size:
+        return f"token id {highest} is not below its vocabulary of {adapter.vocab_size}"
+    return None
+
+
+class DeferredRequests:
+    """Requests on their way to the scheduler, and the prerequisites in use by live requests."""
+
+    def __init__(self, prerequisites: Iterable[Prerequisite]) -> None:
+        self._prerequisites = list(prerequisites)
+        self._waiting: dict[str, Request] = {}
+        self._missing: dict[str, list[Prerequisite]] = {}  # by id of those that wait
+        self._sequence_ids: set[str] = set()
+        self._users: dict[str, EngineRequest] = {}  # by id: those that wait and those that run
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that wait."""
+        return list(self._waiting)
+
+    @property
+    def adapter_names(self) -> set[str]:
+        """The LoRA adapters of the requests that wait."""
+        return {request.spec.lora.lora_name for request in self._waiting.values() if request.spec.lora is not None}
+
+    def check_ids(self, request: Request) -> None:
+        """Raise `RequestError` if one that waits has the id of `request`, or of one of its sequences."""
+        if request.request_id in self._waiting or not self._sequence_ids.isdisjoint(request.spec.sequence_ids):
+            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request needs anything that must be prepared."""
+        return any(item.needed_by(request.spec) for item in self._prerequisites)
+
+    def add(self, request: Request) -> None:
+        """Prepare what a request needs. Raises `RequestError` if this engine cannot."""
+        spec = request.spec
+        needed = [item for item in self._prerequisites if item.needed_by(spec)]
+        for item in needed:
+            item.prepare(spec)
+        self._waiting[spec.request_id], self._missing[spec.request_id] = request, needed
+        self._sequence_ids.update(spec.sequence_ids)
+        self._users[spec.request_id] = spec
+
+    def abort(self, names: Iterable[str]) -> None:
+        """Drop the requests and sequences with these ids that wait."""
+        for name in names:
+            if name in self._waiting:
+                self._remove(self._waiting[name])
+            elif name in self._sequence_ids:
+                request = next(item for item in self._waiting.values() if name in item.spec.sequence_ids)
+                request.dropped.add(name)
+                if request.dropped.issuperset(request.spec.sequence_ids):
+                    self._remove(request)
+
+    def poll(self, wait: float) -> tuple[list[Request], list[SequenceOutput]]:
+        """Return the requests that have all they need, and the outputs of those that cannot run.
+
+        If there are none it waits for one up to `wait` seconds.
+        """
+        failed: list[SequenceOutput] = []
+        last = [item for item in self._prerequisites if any(item in missing for missing in self._missing.values())][-1]
+        for item in self._prerequisites:
+            requests = [self._waiting[name] for name, missing in self._missing.items() if item in missing]
+            if not requests:
+                continue
+            any_ready = bool(failed) or not all(self._missing.values())
+            found = item.poll(requests, wait if item is last and not any_ready else 0.0)
+            for request_id, error in found.items():
+                self._missing[request_id].remove(item)
+                if error is not None:
+                    request = self._waiting[request_id]
+                    self._remove(request)
+                    failed += [
+                        SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
+                        for sequence_id in request.spec.sequence_ids
+                        if sequence_id not in request.dropped
+                    ]
+        ready = [self._waiting[name] for name, missing in self._missing.items() if not missing]
+        for request in ready:
+            self._remove(request)
+        return ready, failed
+
+    def release(self, is_live: Callable[[str], bool]) -> None:
+        """End the use of prerequisites by requests that neither wait nor are live in the scheduler."""
+        for request_id in [name for name in self._users if not (name in self._waiting or is_live(name))]:
+            spec = self._users.pop(request_id)
+            for item in self._prerequisites:
+                if item.needed_by(spec):
+                    item.release(spec)
+
+    def _remove(self, request: Request) -> None:
+        del self._waiting[request.request_id], self._missing[request.request_id]
+        self._sequence_ids.difference_update(request.spec.sequence_ids)
