@@ -80,7 +80,7 @@ class Bench:
         """Free, and forget what was to be moved."""
         for sequence in sequences:
             self.kv.free(sequence)
-        self.kv.movements.take()
+        self.kv.take_transfers()
 
 
 # Each case is a generator: up to a `yield` it prepares, what it yields is timed, and after that it clears up.
@@ -141,7 +141,7 @@ def prefill_restored(bench: Bench) -> Iterator[Operation]:
             assert block is not None
             bench.kv.host.keep(block)
             bench.kv.pool.unregister(block)
-        bench.kv.movements.take()
+        bench.kv.take_transfers()
         sequence = bench.again(first)
         yield lambda sequence=sequence: bench.allocate(sequence, 1025)  # type: ignore[misc]
         bench.end(sequence)
@@ -198,7 +198,7 @@ def free(bench: Bench) -> Iterator[Operation]:
     while True:
         sequence = bench.begin(128 * bench.block_size)
         yield lambda sequence=sequence: bench.kv.free(sequence)  # type: ignore[misc]
-        bench.kv.movements.take()
+        bench.kv.take_transfers()
 
 
 def swap_out(bench: Bench) -> Iterator[Operation]:

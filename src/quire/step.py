@@ -99,28 +99,41 @@ class ForkData(msgspec.Struct):
     samples: bool = False
 
 
-class TransferKind(IntEnum):
-    """Between which memories a block moves."""
+class Tier(IntEnum):
+    """Where KV blocks are stored. A load from the host ends before the step's model runs, one from disk may not."""
 
-    COPY = 0  # device to device
-    OUT = 1  # device to host
-    IN = 2  # host to device
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
 
-
-class BlockSave(msgspec.Struct, array_like=True):
-    """Write device block `block_id` to record `slot` of the disk store, under `header` (`kvcache/tiers.py`)."""
-
-    block_id: int
-    slot: int
-    header: bytes
+    @property
+    def is_async(self) -> bool:
+        """Whether a load goes on beside later steps, may fail, and is reported in `ModelOutput.loaded`."""
+        return self is Tier.DISK
 
 
-class BlockLoad(msgspec.Struct, array_like=True):
-    """Read record `slot` of the disk store, which must carry `header`, into device block `block_id`."""
+class TransferOp(IntEnum):
+    """What happens to a block in a `BlockTransfer`."""
 
-    block_id: int
-    slot: int
-    header: bytes
+    COPY = 0  # device block `block_id` to device block `key`
+    STORE = 1  # device block `block_id` to the tier
+    LOAD = 2  # from the tier to device block `block_id`
+    CLEAR = 3  # the tier drops all its blocks
+
+
+class BlockTransfer(msgspec.Struct, array_like=True):
+    """One KV block to be moved between the device and a tier.
+
+    `key` is the block's place in the tier: a block id of the device or of the host's pool, a slot on disk. `header`
+    (`kvcache/tiers.py`) is stored beside the block in a tier that outlives the engine; a load whose header differs
+    from the stored one fails.
+    """
+
+    op: TransferOp
+    tier: Tier
+    block_id: int = 0
+    key: int = 0
+    header: bytes = b""
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -129,16 +142,15 @@ class SchedulerOutput(msgspec.Struct):
     `num_scheduled_tokens[sequence_id]` tokens are computed for each sequence named there, starting at its
     `num_computed_tokens`; a sequence whose last known token is among them is sampled. What happens, in this order:
 
-    1. With `erase_stored` the disk store forgets all it has. `saves`: blocks are written to it.
-    2. `transfers` (kind, source, destination), one after the other: a block may be the destination of one and the
-       source of a later one. Block ids of the device, or of the host's pool, as `TransferKind` says.
-    3. `loads` are begun. They go on beside later steps; `ModelOutput.loaded` says when each is done. With
-       `wait_for_loads` there is nothing else to do, so the step lasts until one is (or none is under way).
-    4. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
+    1. `transfers`, as if one after the other: a block may be the destination of one and the source of a later one.
+       Asynchronous loads only begin; `ModelOutput.loaded` says when each is done, and nothing else touches their device
+       blocks until then. With `wait_for_loads` there is nothing else to do, so the step lasts until one is done (or
+       none is under way).
+    2. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
        continuing ones are taken in. Forks that sample come last, for their parents may be new, or grow, in this step.
-    5. The model runs.
+    3. The model runs.
 
-    A step may be planned before the result of the one before is known. Nothing of it, movements included, happens
+    A step may be planned before the result of the one before is known. Nothing of it, transfers included, happens
     before that one has computed; it may go on with sequences that have ended meanwhile, to nobody's use.
     """
 
@@ -149,11 +161,8 @@ class SchedulerOutput(msgspec.Struct):
     finished_sequence_ids: list[str]
     preempted_sequence_ids: list[str]
     forks: list[ForkData] = []
-    transfers: list[tuple[int, int, int]] = []
-    saves: list[BlockSave] = []
-    loads: list[BlockLoad] = []
+    transfers: list[BlockTransfer] = []
     wait_for_loads: bool = False
-    erase_stored: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -163,11 +172,17 @@ class SchedulerOutput(msgspec.Struct):
             or self.finished_sequence_ids
             or self.preempted_sequence_ids
             or self.transfers
-            or self.saves
-            or self.loads
             or self.wait_for_loads
-            or self.erase_stored
         )
+
+    def num_transfers(self, op: TransferOp, tier: Tier) -> int:
+        """Return how many transfers are of this kind."""
+        return sum(each.op is op and each.tier is tier for each in self.transfers)
+
+    @property
+    def loading_block_ids(self) -> list[int]:
+        """Device blocks that asynchronous loads begin to fill in this step."""
+        return [each.block_id for each in self.transfers if each.op is TransferOp.LOAD and each.tier.is_async]
 
 
 class TokenTopLogprobs(msgspec.Struct, array_like=True):
@@ -204,8 +219,8 @@ class ModelOutput(msgspec.Struct):
     position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token,
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
-    must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose load
-    from disk ended whether the record was sound. `pooled` has what was asked for of each sequence with pooling
+    must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose
+    asynchronous load ended whether it succeeded. `pooled` has what was asked for of each sequence with pooling
     parameters whose prompt ended; it has no tokens. `host_gap` are the seconds in which the device had nothing to do
     before this step, since the one before had ended.
     """

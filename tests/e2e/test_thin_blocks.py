@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.step import TransferKind
 from tests.e2e.test_gpu_engine import COMMON, GREEDY, HOT, OPTIONS, SMALL, ask, check_same, said
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.transfers import COPY, moves
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NUM_BLOCKS, NUM_THIN = 12, 7  # whole ones are as many as the longest sequence has
@@ -37,7 +37,7 @@ class Watched:
         kv = self.scheduler.kv
         first_thin = kv.pool.first_thin
         self.num_brought_back += sum(
-            kind == TransferKind.COPY and source >= first_thin > target for kind, source, target in plan.transfers
+            kind == COPY and source >= first_thin > target for kind, source, target in moves(plan.transfers)
         )
         names = plan.num_scheduled_tokens
         self.num_waited += sum(name not in names for name in kv.tables)

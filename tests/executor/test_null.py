@@ -7,7 +7,8 @@ import math
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import BlockLoad, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
+from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
+from tests.helpers.transfers import disk_load
 
 
 def new(sequence_id: str, tokens: list[int], computed: int = 0, num_candidates: int = 0) -> NewSequenceData:
@@ -72,6 +73,6 @@ def test_beams_get_candidates_and_go_on_with_what_they_are_told() -> None:
 
 
 def test_loads_end_at_once() -> None:
-    output = NullExecutor().execute(step_of({}, loads=[BlockLoad(4, 0, b""), BlockLoad(2, 1, b"")]))
+    output = NullExecutor().execute(step_of({}, transfers=[disk_load(4, 0, b""), disk_load(2, 1, b"")]))
     assert output.loaded == {4: True, 2: True}
     assert output.sampled_token_ids == {}

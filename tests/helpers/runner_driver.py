@@ -17,6 +17,7 @@ from quire.kernels.backend import Backend
 from quire.models.interface import Model
 from quire.sampling_params import SamplingParams
 from quire.step import (
+    BlockTransfer,
     ContinuingSequenceData,
     ForkData,
     KVCacheSpec,
@@ -25,7 +26,8 @@ from quire.step import (
     NewSequenceData,
     Pending,
     SchedulerOutput,
-    TransferKind,
+    Tier,
+    TransferOp,
 )
 from quire.worker.model_runner import ModelRunner
 
@@ -227,7 +229,7 @@ class RunnerDriver:
             for index in range(first, min(last + 1, len(table))):
                 if self._holders[table[index]] > 1:
                     block = self._take()
-                    transfers.append((TransferKind.COPY, table[index], block))
+                    transfers.append(BlockTransfer(TransferOp.COPY, Tier.DEVICE, table[index], block))
                     self._holders[table[index]] -= 1
                     table[index] = block
                     replaced.append((group, index, block))

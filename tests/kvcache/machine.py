@@ -1,7 +1,7 @@
 """Random operations on a block manager, with a memory that moves content exactly as the worker does.
 
 A step has three phases, and an operation belongs to one of them: *planning* (begin, grow, swap, preempt, load ...),
-*execution* (movements, then writes, then reads), and *afterwards* (tokens appended, forks, ends, resets). A block's
+*execution* (transfers, then writes, then reads), and *afterwards* (tokens appended, forks, ends, resets). A block's
 content is, for each slot, the token prefix that it stands for, so that anything shared, moved or overwritten wrongly
 is seen as soon as a sequence reads it.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.tiers import RecordHeader
-from quire.step import TransferKind
+from quire.kvcache.tiers import BlockHeader
+from quire.step import Tier, TransferOp
 
 CHECK_EVERY = 3
 MOST_SEQUENCES = 7
@@ -202,12 +202,12 @@ class Machine:
         if reserved is None:
             reserved = self.rng.choice((0, 0, 0, 1))
         before, num_free = kv.block_ids(sequence.sequence_id), kv.pool.num_free
-        num_moved = len(kv.movements.transfers)
+        num_moved = len(kv.transfers)
         allocation = kv.allocate_slots(sequence, num_new, hit, reserved)
         self.learn(sequence)
         after = kv.block_ids(sequence.sequence_id)
         if allocation is None:
-            assert len(kv.movements.transfers) == num_moved
+            assert len(kv.transfers) == num_moved
             assert kv.pool.num_free >= num_free
             assert kv.holds_blocks(sequence) == bool(before[0])
             return False
@@ -370,7 +370,7 @@ class Machine:
     # ---- execution ----
 
     def execute(self) -> None:
-        """What the worker does: movements, then all writes, then all reads."""
+        """What the worker does: transfers, then all writes, then all reads."""
         self.move()
         written: set[tuple[int, int]] = set()
         for sequence, end in self.scheduled.values():
@@ -384,21 +384,23 @@ class Machine:
                 self.read(child, end)
 
     def move(self) -> None:
-        transfers, saves, loads = self.kv.movements.take()
-        for save in saves:
-            self.disk[save.slot] = save.header, self.device[save.block_id].copy()
-        for kind, source, destination in transfers:
-            assert destination not in self.pending or kind == TransferKind.OUT
-            if kind == TransferKind.COPY:
-                assert source != destination
-                self.device[destination] = self.device[source].copy()
-            elif kind == TransferKind.OUT:
-                self.host[destination] = self.device[source].copy()
+        """Do the transfers one after the other, as the contract says."""
+        for each in self.kv.take_transfers():
+            assert each.block_id not in self.pending or each.op is TransferOp.CLEAR
+            if each.op is TransferOp.COPY:
+                assert each.block_id != each.key and each.key not in self.pending
+                self.device[each.key] = self.device[each.block_id].copy()
+            elif each.op is TransferOp.CLEAR:
+                self.disk.clear()
+            elif each.tier is Tier.HOST and each.op is TransferOp.STORE:
+                self.host[each.key] = self.device[each.block_id].copy()
+            elif each.tier is Tier.HOST:
+                self.device[each.block_id] = self.host[each.key].copy()
+            elif each.op is TransferOp.STORE:
+                self.disk[each.key] = each.header, self.device[each.block_id].copy()
             else:
-                self.device[destination] = self.host[source].copy()
-        for load in loads:
-            self.pending[load.block_id] = load.slot, load.header
-            self.device[load.block_id] = Content(-1, -1, [])
+                self.pending[each.block_id] = each.key, each.header
+                self.device[each.block_id] = Content(-1, -1, [])
 
     def write(self, sequence: Live, group: int, table: list[int], end: int, written: set[tuple[int, int]]) -> None:
         prefixes = sequence.known_prefixes()
@@ -484,7 +486,7 @@ class Machine:
 
     def finish_load(self, block_id: int) -> None:
         slot, header = self.pending.pop(block_id)
-        stored, content = self.disk[slot]
+        stored, content = self.disk.get(slot, (b"", Content(-1, -1, [])))
         sound = stored == header and self.rng.random() < 0.8
         if sound:
             self.device[block_id] = content.copy()
@@ -539,28 +541,27 @@ class Machine:
         for block in named:
             if block.step < kv._step:
                 self.check_content(block.block_hash, block.parent_hash, block.token_ids, self.device[block.block_id])
-        for block in kv._unsaved.values():
+        for block in kv._unstored.values():
             assert block in named and len(block.token_ids) == self.size
 
     def check_tiers(self) -> None:
-        """What host and disk offer is what the names say, as far as movements have been carried out."""
+        """What host and disk offer is what the names say, as far as transfers have been carried out."""
         kv = self.kv
-        if kv.movements.transfers or kv.movements.saves:
+        if kv.transfers:
             return
         for block in kv.host.pool.blocks:
             if block.block_hash is not None:
                 assert len(block.token_ids) == self.size
                 self.check_content(block.block_hash, block.parent_hash, block.token_ids, self.host[block.block_id])
         disk = kv.disk
-        assert disk._records.keys() == disk._headers.keys()
-        slots = [*disk._records.values(), *disk._free]
+        slots = [*(slot for slot, _ in disk._records.values()), *disk._free_slots]
         assert sorted(slots) == list(range(disk.num_slots))
-        for name, slot in disk._records.items():
-            header, content = self.disk[slot]
-            assert header == disk._headers[name]
-            record = RecordHeader.decode(header)
-            assert record is not None and record.name == name
-            self.check_content(name, record.parent, record.token_ids, content)
+        for name, (slot, header) in disk._records.items():
+            stored, content = self.disk[slot]
+            assert stored == header
+            record = BlockHeader.decode(header)
+            assert record is not None and record.block_hash == name
+            self.check_content(name, record.parent_hash, record.token_ids, content)
 
     def check_content(self, name: bytes | None, parent: bytes, token_ids: list[int], content: Content) -> None:
         assert name is not None

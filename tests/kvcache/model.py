@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from quire.step import TransferKind
+from quire.step import BlockTransfer
+from tests.helpers.transfers import Move, disk_loads, disk_stores, moves
 
 BLOCK = 4
-COPY, OUT, IN = (int(kind) for kind in (TransferKind.COPY, TransferKind.OUT, TransferKind.IN))
 
 
 @dataclass
@@ -78,9 +78,15 @@ def table(kv: KVCacheManager, sequence: Sequence, group: int = 0) -> list[int]:
     return kv.block_ids(sequence.sequence_id)[group]
 
 
-def transfers(kv: KVCacheManager) -> list[tuple[int, int, int]]:
+def take(kv: KVCacheManager) -> tuple[list[Move], list[BlockTransfer], list[BlockTransfer]]:
+    """What was to be transferred since the last call: within memory, to the disk, from the disk."""
+    transfers = kv.take_transfers()
+    return moves(transfers), disk_stores(transfers), disk_loads(transfers)
+
+
+def transfers(kv: KVCacheManager) -> list[Move]:
     """What was to be moved within memory since the last call."""
-    return kv.movements.take()[0]
+    return take(kv)[0]
 
 
 def fill(kv: KVCacheManager) -> None:
@@ -96,4 +102,4 @@ def snapshot(kv: KVCacheManager) -> tuple:
         for pool in (kv.pool, kv.host.pool)
     ]
     tables = {name: [table.copy() for table in tables] for name, tables in kv._tables.items()}
-    return pools, tables, list(kv.movements.transfers), list(kv.movements.saves), list(kv.movements.loads)
+    return pools, tables, list(kv.transfers)

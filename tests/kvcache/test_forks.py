@@ -6,7 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from tests.kvcache.model import COPY, Sequence, cached, fork, grow, manager, start, table, transfers
+from tests.helpers.transfers import COPY
+from tests.kvcache.model import Sequence, cached, fork, grow, manager, start, table, transfers
 
 
 def test_a_fork_shares_all_blocks_and_takes_none():

@@ -347,8 +347,8 @@ def test_forgotten_content_is_not_found_again():
     kv.check_integrity()
     assert cached(kv, list(range(12))) == 0
     kv.start_step()
-    kv.save_all()
-    assert kv.movements.take() == ([], [], [])
+    kv.store_all()
+    assert kv.take_transfers() == []
 
 
 def test_forgetting_makes_shared_blocks_unfindable_but_leaves_them_to_the_others():

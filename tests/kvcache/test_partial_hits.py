@@ -6,7 +6,8 @@ import pytest
 
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from tests.kvcache.model import BLOCK, COPY, Sequence, cached, fill, grow, manager, start, table, transfers
+from tests.helpers.transfers import COPY
+from tests.kvcache.model import BLOCK, Sequence, cached, fill, grow, manager, start, table, take, transfers
 
 
 def token_manager(num_blocks: int = 16, unit: int = 1, **options) -> KVCacheManager:
@@ -169,8 +170,8 @@ def test_a_tail_is_kept_on_the_device_only():
     kv.free(a)
     kv.start_step()
     fill(kv)
-    kv.save_all()
-    moved, saves, _ = kv.movements.take()
+    kv.store_all()
+    moved, saves, _ = take(kv)
     assert len(moved) == len(saves) == 1  # the whole block
     assert kv.host.pool.num_free == 8
     assert sum(block.block_hash is not None for block in kv.host.pool.blocks) == 1

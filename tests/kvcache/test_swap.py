@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcache.block_pool import NULL_BLOCK
-from tests.kvcache.model import IN, OUT, Sequence, cached, fill, fork, grow, manager, snapshot, start, table, transfers
+from tests.helpers.transfers import IN, OUT
+from tests.kvcache.model import Sequence, cached, fill, fork, grow, manager, snapshot, start, table, take, transfers
 
 
 def test_blocks_go_out_once_and_come_back_in_order():
@@ -33,7 +34,7 @@ def test_forks_share_as_before_when_they_are_back():
     start(kv, a)
     b, c = fork(kv, a, "b"), fork(kv, a, "c")
     grow(kv, b, 10)
-    kv.movements.take()
+    take(kv)
     before = [table(kv, s) for s in (a, b, c)]
     assert kv.swap_out([a, b, c])
     kv.check_integrity()
@@ -46,7 +47,7 @@ def test_forks_share_as_before_when_they_are_back():
     mapping = {old: new for rows in zip(before, after, strict=True) for old, new in zip(*rows, strict=True)}
     assert [[mapping[block] for block in row] for row in before] == after
     assert len(set(mapping.values())) == len(mapping) == 4
-    kv.movements.take()
+    take(kv)
     grow(kv, a, 20)
     assert len(transfers(kv)) == 1  # a and c still share their last block
     grow(kv, c, 30)
@@ -107,7 +108,7 @@ def test_cached_content_does_not_push_out_swapped_blocks():
     a = Sequence("a", list(range(9)))
     start(kv, a)
     assert kv.swap_out([a])
-    kv.movements.take()
+    take(kv)
     x = Sequence("x", list(range(50, 66)))
     start(kv, x)
     kv.free(x)

@@ -6,9 +6,9 @@ import pytest
 
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.prefix_cache import HostBlock
-from quire.kvcache.tiers import RecordHeader
-from tests.kvcache.model import BLOCK, COPY, IN, OUT, Sequence, cached, fill, grow, manager, snapshot, start, table
+from quire.kvcache.tiers import BlockHeader, TierHit
+from tests.helpers.transfers import COPY, IN, OUT
+from tests.kvcache.model import BLOCK, Sequence, cached, fill, grow, manager, snapshot, start, table, take
 from tests.kvcache.model import transfers as moved
 
 # ---- host ----
@@ -35,7 +35,7 @@ def test_what_the_device_reuses_is_copied_out_first_and_comes_back():
     kv.start_step()
     hit = kv.find_prefix(b)
     assert (hit.num_tokens, hit.num_host_tokens(BLOCK)) == (8, 8)
-    assert all(isinstance(found, HostBlock) for found in hit.tables[0])
+    assert all(found == TierHit(kv.host, found.block_hash) for found in hit.tables[0])
     assert kv.allocate_slots(b, 1, hit) == ([table(kv, b)], [])
     assert moved(kv) == [(IN, place[block], table(kv, b)[i]) for i, block in enumerate(blocks[:2])]
     kv.check_integrity()
@@ -47,7 +47,7 @@ def test_restored_blocks_have_their_names_again_and_may_be_copied_in_the_next_st
     evicted(kv, list(range(9)))
     b = Sequence("b", list(range(9)))
     start(kv, b)
-    kv.movements.take()
+    take(kv)
     c = Sequence("c", [*range(6), 99])
     assert kv.find_prefix(c).num_tokens == 4  # copies are made beside the restoring ones: not in the same step
     assert start(kv, c) == 6
@@ -64,7 +64,7 @@ def test_a_hit_may_lie_in_both_tiers():
     kv.pool.free(taken)
     b = Sequence("b", list(range(17)))
     kv.start_step()
-    kv.movements.take()
+    take(kv)
     hit = kv.find_prefix(b)
     assert hit.counts() == (3, 1)
     assert kv.allocate_slots(b, 1, hit) is not None
@@ -92,13 +92,13 @@ def test_restoring_does_not_push_out_what_is_still_to_be_restored():
     assert sum(block.block_hash is not None for block in kv.host.pool.blocks) == 2
     x = Sequence("x", list(range(50, 62)))
     start(kv, x)
-    kv.movements.take()
+    take(kv)
     kv.free(x)
     b = Sequence("b", list(range(9)))
     kv.start_step()
     hit = kv.find_prefix(b)
     assert hit.num_tokens == 8
-    sources = [found.block.block_id for found in hit.tables[0]]
+    sources = [kv.host.pool.lookup(found.block_hash).block_id for found in hit.tables[0]]
     assert kv.allocate_slots(b, 1, hit) is not None
     content = {host: f"old{host}" for host in sources}
     device = {block: f"x{block}" for block in range(3)}
@@ -121,7 +121,7 @@ def test_the_host_keeps_what_was_used_last():
 def test_content_that_the_host_has_already_is_not_copied_again():
     kv = manager(2, num_host_blocks=4)
     evicted(kv, [0, 1, 2, 3])
-    kv.movements.take()
+    take(kv)
     start(kv, Sequence("b", [0, 1, 2, 3, 4]))
     kv.free(Sequence("b", []))
     fill(kv)
@@ -133,7 +133,7 @@ def test_no_free_host_block_means_that_content_is_lost():
     swapped = Sequence("s", list(range(50, 57)))
     start(kv, swapped)
     assert kv.swap_out([swapped])
-    kv.movements.take()
+    take(kv)
     evicted(kv, list(range(4)))
     assert moved(kv) == []
     assert cached(kv, list(range(5))) == 0
@@ -151,7 +151,7 @@ def test_a_reset_forgets_the_host_too():
 def test_windowed_groups_come_back_from_the_host_each_under_its_own_name():
     kv = manager(8, num_host_blocks=16, windows=(None, 5))
     evicted(kv, list(range(9)))
-    kv.movements.take()
+    take(kv)
     b = Sequence("b", list(range(9)))
     kv.start_step()
     hit = kv.find_prefix(b)
@@ -178,12 +178,12 @@ def saved(kv: KVCacheManager, token_ids: list[int]) -> None:
     fill(kv)
 
 
-def load_all(kv: KVCacheManager, token_ids: list[int], sound: bool = True) -> list[int]:
+def load_all(kv: KVCacheManager, token_ids: list[int], succeeded: bool = True) -> list[int]:
     kv.start_step()
     started = kv.start_loads(kv.find_prefix(Sequence("loads", token_ids)))
     for block_id in started:
         kv.check_integrity()
-        kv.finish_load(block_id, sound)
+        kv.finish_load(block_id, succeeded)
     kv.check_integrity()
     return started
 
@@ -194,17 +194,17 @@ def test_full_blocks_are_saved_in_the_step_after_they_became_free():
     start(kv, a)
     first, second, _ = table(kv, a)
     kv.start_step()
-    assert kv.movements.take()[1] == []  # they are in use
+    assert take(kv)[1] == []  # they are in use
     kv.free(a)
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
     kv.start_step()
-    _, saves, _ = kv.movements.take()
+    _, saves, _ = take(kv)
     assert {save.block_id for save in saves} == {first, second}
-    headers = {save.block_id: RecordHeader.decode(save.header) for save in saves}
-    assert headers[second] == RecordHeader(a.block_hashes[1], a.block_hashes[0], [4, 5, 6, 7])
-    assert len({save.slot for save in saves}) == 2
+    headers = {save.block_id: BlockHeader.decode(save.header) for save in saves}
+    assert headers[second] == BlockHeader(a.block_hashes[1], a.block_hashes[0], [4, 5, 6, 7])
+    assert len({save.key for save in saves}) == 2
     kv.start_step()
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
 
 
 def test_a_block_given_up_and_reused_in_one_step_is_saved_while_its_content_is_there():
@@ -214,10 +214,10 @@ def test_a_block_given_up_and_reused_in_one_step_is_saved_while_its_content_is_t
     kv.start_step()
     kv.free(a)  # preempted
     kv.pool.get_new_blocks(2)
-    _, (save,), _ = kv.movements.take()
-    assert RecordHeader.decode(save.header).name == a.block_hashes[0]
+    _, (save,), _ = take(kv)
+    assert BlockHeader.decode(save.header).block_hash == a.block_hashes[0]
     kv.start_step()
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
 
 
 def test_what_is_forgotten_before_it_was_saved_is_not_saved():
@@ -229,7 +229,7 @@ def test_what_is_forgotten_before_it_was_saved_is_not_saved():
     assert kv.allocate_slots(b, 1, kv.find_prefix(b)) is not None
     kv.free(b, forget=True)
     kv.start_step()
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
 
 
 def test_a_block_that_comes_back_and_is_given_up_in_one_step_is_not_saved():
@@ -240,32 +240,33 @@ def test_a_block_that_comes_back_and_is_given_up_in_one_step_is_not_saved():
     assert kv.swap_out([a])
     fill(kv)
     kv.disk.clear()
-    kv.movements.take()
+    take(kv)
     kv.start_step()
     kv.swap_in([a])
     kv.free(a)
     kv.pool.get_new_blocks(3)
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
 
 
 def test_a_record_is_offered_loaded_and_hit():
     kv = disk_manager()
     saved(kv, list(range(9)))
-    kv.movements.take()
+    take(kv)
     kv.start_step()
     b = Sequence("b", list(range(9)))
     hit = kv.find_prefix(b)
-    assert (hit.num_tokens, hit.loads, hit.loading) == (0, b.block_hashes[:2], False)
+    assert (hit.num_tokens, hit.loading) == (0, False)
+    assert hit.loads == [TierHit(kv.disk, each) for each in b.block_hashes[:2]]
     started = kv.start_loads(hit)
-    _, _, loads = kv.movements.take()
+    _, _, loads = take(kv)
     assert [load.block_id for load in loads] == started
-    assert [RecordHeader.decode(load.header).name for load in loads] == hit.loads
+    assert [BlockHeader.decode(load.header).block_hash for load in loads] == b.block_hashes[:2]
     assert kv.num_loading == 2
     kv.check_integrity()
     again = kv.find_prefix(Sequence("c", list(range(9))))
     assert (again.num_tokens, again.loads, again.loading) == (0, [], True)
     for block_id in started:
-        kv.finish_load(block_id, sound=True)
+        kv.finish_load(block_id, succeeded=True)
     kv.check_integrity()
     hit = kv.find_prefix(b)
     assert (hit.num_tokens, hit.loads, hit.loading, kv.num_loading) == (8, [], False, 0)
@@ -283,7 +284,7 @@ def test_what_was_loaded_may_be_copied_in_the_next_step():
 def test_a_damaged_record_is_forgotten_and_not_offered_again():
     kv = disk_manager()
     saved(kv, list(range(9)))
-    assert len(load_all(kv, list(range(9)), sound=False)) == 2
+    assert len(load_all(kv, list(range(9)), succeeded=False)) == 2
     kv.start_step()
     hit = kv.find_prefix(Sequence("b", list(range(9))))
     assert (hit.num_tokens, hit.loads) == (0, [])
@@ -329,7 +330,7 @@ def test_a_record_dropped_for_a_newer_one_while_it_is_loading_does_no_harm():
     kv.start_step()
     (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4])))
     saved(kv, [50, 51, 52, 53])
-    kv.finish_load(block_id, sound=False)
+    kv.finish_load(block_id, succeeded=False)
     kv.check_integrity()
     assert cached(kv, [0, 1, 2, 3, 4]) == 0
     assert kv.find_prefix(Sequence("c", [50, 51, 52, 53, 54])).loads != []  # the newer record was not dropped for it
@@ -343,14 +344,14 @@ def test_a_load_that_makes_room_for_itself_by_dropping_its_own_record_is_not_beg
     start(kv, x)
     kv.start_step()
     kv.free(x)  # preempted after the step has begun, so it is not saved yet
-    kv.movements.take()
+    take(kv)
     hit = kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4]))
     assert len(hit.loads) == 1
     assert kv.start_loads(hit) == []
     kv.check_integrity()
     assert (kv.pool.num_free, kv.num_loading) == (1, 0)
-    _, saves, loads = kv.movements.take()
-    assert ([RecordHeader.decode(save.header).name for save in saves], loads) == ([x.block_hashes[0]], [])
+    _, saves, loads = take(kv)
+    assert ([BlockHeader.decode(save.header).block_hash for save in saves], loads) == ([x.block_hashes[0]], [])
 
 
 def test_a_block_computed_while_its_record_was_loading_keeps_its_name():
@@ -360,7 +361,7 @@ def test_a_block_computed_while_its_record_was_loading_keeps_its_name():
     (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", list(range(5)))))
     c = Sequence("c", list(range(5)))
     start(kv, c)
-    kv.finish_load(block_id, sound=True)
+    kv.finish_load(block_id, succeeded=True)
     kv.check_integrity()
     assert kv.find_prefix(Sequence("d", list(range(5)))).tables[0][0].block_id == table(kv, c)[0]
     assert kv.pool.blocks[block_id].block_hash is None
@@ -372,14 +373,14 @@ def test_a_reset_forgets_records_and_what_is_being_read():
     a = Sequence("a", list(range(50, 59)))
     start(kv, a)
     kv.free(a)  # not saved yet
-    kv.movements.take()
+    take(kv)
     hit = kv.find_prefix(Sequence("b", list(range(9))))
     started = kv.start_loads(hit)
     kv.reset_prefix_cache()
     for block_id in started:
-        kv.finish_load(block_id, sound=True)
+        kv.finish_load(block_id, succeeded=True)
     kv.start_step()
-    assert kv.movements.take()[1] == []
+    assert take(kv)[1] == []
     for tokens in (list(range(9)), list(range(50, 59))):
         hit = kv.find_prefix(Sequence("c", tokens))
         assert (hit.num_tokens, hit.loads, hit.loading) == (0, [], False)
@@ -404,9 +405,9 @@ def test_a_restart_finds_what_was_saved():
     start(kv, a)
     start(kv, b)
     kv.free(b)
-    kv.save_all()  # what is in use, too
-    _, saves, _ = kv.movements.take()
-    stored = [(save.slot, save.header) for save in saves]
+    kv.store_all()  # what is in use, too
+    _, saves, _ = take(kv)
+    stored = [(save.key, save.header) for save in saves]
     assert len(stored) == 3
     later = disk_manager(stored=stored)
     assert load_all(later, list(range(10))) != []
@@ -416,25 +417,25 @@ def test_a_restart_finds_what_was_saved():
 
 @pytest.mark.parametrize("slot", [-1, 8, 100])
 def test_stored_records_outside_the_room_there_is_are_ignored(slot):
-    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    header = BlockHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
     assert len(disk_manager(stored=[(slot, header)]).disk) == 0
 
 
 def test_stored_records_that_make_no_sense_are_ignored_and_equal_ones_count_once():
-    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    header = BlockHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
     kv = disk_manager(stored=[(0, b""), (1, b"\xff" * 40), (2, header[:-1]), (3, header), (4, header), (5, bytes(60))])
     assert len(kv.disk) == 1
-    assert kv.disk.find(b"n" * 16) == 3
+    assert kv.disk._records[b"n" * 16] == (3, header)
 
 
 def test_a_taken_slot_is_not_given_to_another_record():
-    header = RecordHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
+    header = BlockHeader(b"n" * 16, b"p" * 16, [1, 2, 3, 4]).encode()
     kv = disk_manager(num_records=2, stored=[(0, header)])
     a = Sequence("a", list(range(4)))
     start(kv, a)
     kv.free(a)
     kv.start_step()
-    assert [save.slot for save in kv.movements.take()[1]] == [1]
+    assert [save.key for save in take(kv)[1]] == [1]
 
 
 def test_content_goes_down_both_tiers_and_the_nearer_one_is_hit():
@@ -451,20 +452,20 @@ def test_blocks_passed_by_a_window_are_saved_too():
     start(kv, a)
     grow(kv, a, 8, 9)
     kv.start_step()
-    _, saves, _ = kv.movements.take()
-    assert [RecordHeader.decode(save.header).token_ids for save in saves] == [[0, 1, 2, 3]]
+    _, saves, _ = take(kv)
+    assert [BlockHeader.decode(save.header).token_ids for save in saves] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 16])
 @pytest.mark.parametrize("sizes", [(16, 0), (16, 16), (17, 16), (17, 17)])
 def test_headers_survive_the_way_to_the_disk_and_back(num_tokens, sizes):
-    header = RecordHeader(b"n" * sizes[0], b"p" * sizes[1], [2**32 - 1 - i for i in range(num_tokens)])
+    header = BlockHeader(b"n" * sizes[0], b"p" * sizes[1], [2**32 - 1 - i for i in range(num_tokens)])
     data = header.encode()
-    assert len(data) <= RecordHeader.max_bytes(16)
-    assert RecordHeader.decode(data) == header
-    assert RecordHeader.decode(data + bytes(9)) == header  # records are padded
+    assert len(data) <= BlockHeader.max_bytes(16)
+    assert BlockHeader.decode(data) == header
+    assert BlockHeader.decode(data + bytes(9)) == header  # records are padded
     for length in range(len(data)):
-        assert RecordHeader.decode(data[:length]) is None
+        assert BlockHeader.decode(data[:length]) is None
 
 
 def test_what_is_reused_next_goes_to_the_host_many_blocks_at_a_time():

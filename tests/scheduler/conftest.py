@@ -26,13 +26,13 @@ from quire.scheduler.scheduler import Scheduler
 from quire.step import (
     UNKNOWN_TOKEN,
     BeamOutput,
-    BlockLoad,
+    BlockTransfer,
     ModelOutput,
     SchedulerOutput,
     SequenceOutput,
     TokenTopLogprobs,
-    TransferKind,
 )
+from tests.helpers.transfers import COPY, IN, OUT, disk_loads, disk_stores, moves
 
 VOCAB = 29
 POISON = -1
@@ -134,7 +134,7 @@ class FakeWorker:
         self.host: Blocks = {block: {} for block in range(self.num_host_blocks)}
         self.disk: dict[int, tuple[bytes, dict[int, Content]]] = {}
         self.damaged: set[int] = set()
-        self.loads: list[BlockLoad] = []
+        self.loads: list[BlockTransfer] = []
         self.rows: dict[str, Row] = {}
         self.left: dict[str, Row] = {}
         self.restored: set[int] = set()  # blocks whose content came back from the host
@@ -174,28 +174,28 @@ class FakeWorker:
         return output
 
     def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
-        for save in plan.saves:
+        for save in disk_stores(plan.transfers):  # of what earlier steps computed, so that the order does not matter
             assert len(self.blocks[save.block_id]) == self.block_size
-            self.disk[save.slot] = (save.header, dict(self.blocks[save.block_id]))
-        for kind, source, destination in plan.transfers:
-            if kind == TransferKind.COPY:
+            self.disk[save.key] = (save.header, dict(self.blocks[save.block_id]))
+        for kind, source, destination in moves(plan.transfers):
+            if kind == COPY:
                 assert source != destination
                 self.blocks[destination] = dict(self.blocks[source])
                 self.num_copies += 1
-            elif kind == TransferKind.OUT:
+            elif kind == OUT:
                 self.host[destination] = dict(self.blocks[source])
             else:
                 self.blocks[destination] = dict(self.host[source])
         busy = {load.block_id for load in self.loads}
-        assert not busy & {destination for kind, _, destination in plan.transfers if kind != TransferKind.OUT}
-        self.loads += plan.loads
+        assert not busy & {destination for kind, _, destination in moves(plan.transfers) if kind != OUT}
+        self.loads += disk_loads(plan.transfers)
         if self.load_delay and not plan.wait_for_loads:
             self.load_delay -= 1
             return {}
         loaded = {}
         for load in self.loads:
-            header, content = self.disk.get(load.slot, (b"", {}))
-            loaded[load.block_id] = header == load.header and load.slot not in self.damaged
+            header, content = self.disk.get(load.key, (b"", {}))
+            loaded[load.block_id] = header == load.header and load.key not in self.damaged
             if loaded[load.block_id]:
                 self.blocks[load.block_id] = dict(content)
         self.loads = []
@@ -204,8 +204,8 @@ class FakeWorker:
     def _update(self, plan: SchedulerOutput) -> None:
         for name in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             self.left[name] = self.rows.pop(name)  # KeyError: told twice, or never told of it
-        for kind, source, destination in plan.transfers:
-            if kind == TransferKind.IN or (kind == TransferKind.COPY and source in self.restored):
+        for kind, source, destination in moves(plan.transfers):
+            if kind == IN or (kind == COPY and source in self.restored):
                 self.restored.add(destination)
         for fork in plan.forks:
             assert fork.sequence_id not in self.rows

@@ -14,9 +14,8 @@ import pytest
 from quire.sampling_params import BeamSearchParams
 from quire.scheduler.prefill_first import PrefillFirstScheduler
 from quire.scheduler.scheduler import Scheduler
-from quire.step import SchedulerOutput, TransferKind
-
-MOVES = {TransferKind.COPY: "copy", TransferKind.OUT: "out", TransferKind.IN: "in"}
+from quire.step import SchedulerOutput
+from tests.helpers.transfers import moves
 
 
 def row_of(plan: SchedulerOutput, num_free: int) -> list[str]:
@@ -31,7 +30,7 @@ def row_of(plan: SchedulerOutput, num_free: int) -> list[str]:
     return [
         " ".join(f"{name}:{count}" for name, count in plan.num_scheduled_tokens.items()),
         "; ".join(taken),
-        " ".join(f"{MOVES[TransferKind(kind)]} {source}>{target}" for kind, source, target in plan.transfers),
+        " ".join(f"{kind} {source}>{target}" for kind, source, target in moves(plan.transfers)),
         " ".join(left),
         str(num_free),
     ]

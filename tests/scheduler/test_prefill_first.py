@@ -11,7 +11,8 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.create import create_scheduler
 from quire.scheduler.prefill_first import PrefillFirstScheduler, Room
 from quire.scheduler.scheduler import Scheduler
-from quire.step import KVCacheGroup, TransferKind
+from quire.step import KVCacheGroup
+from tests.helpers.transfers import IN, disk_stores, moves
 
 
 @pytest.fixture
@@ -394,11 +395,11 @@ def test_what_comes_back_and_is_passed_in_one_step_is_not_written_to_disk(reques
     kv.start_step()
     assert kv.swap_out([a])
     kv.start_step()
-    kv.movements.take()
+    kv.take_transfers()
     kv.swap_in([a])
     assert kv.allocate_slots(a, 1) is not None  # its window has passed the first two blocks
     assert kv.allocate_slots(b, 8) is not None  # which are reused at once
-    transfers, saves, _ = kv.movements.take()[:3]
-    returned = {target for kind, _, target in transfers if kind == TransferKind.IN}
+    transfers = kv.take_transfers()
+    returned = {target for kind, _, target in moves(transfers) if kind == IN}
     assert len(returned) == 4
-    assert not returned & {save.block_id for save in saves}
+    assert not returned & {save.block_id for save in disk_stores(transfers)}

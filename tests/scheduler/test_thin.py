@@ -7,10 +7,9 @@ import random
 import pytest
 
 from quire.scheduler.scheduler import Scheduler
-from quire.step import TransferKind
+from tests.helpers.transfers import COPY, moves
 from tests.scheduler.test_properties import OPERATIONS, FlyingLoad, RandomLoad, shared_options
 
-COPY = int(TransferKind.COPY)
 SEEDS = 8  # of a group
 
 
@@ -48,10 +47,10 @@ class ThinLoad(RandomLoad):
         FlyingLoad.step(self)
         plan, first_thin = self.run.plans[-1], scheduler.kv.pool.first_thin
         self.num_brought_back += sum(
-            kind == COPY and source >= first_thin > target for kind, source, target in plan.transfers
+            kind == COPY and source >= first_thin > target for kind, source, target in moves(plan.transfers)
         )
         self.num_sent_out += sum(
-            kind == COPY and source < first_thin <= target for kind, source, target in plan.transfers
+            kind == COPY and source < first_thin <= target for kind, source, target in moves(plan.transfers)
         )
         self.num_waited += sum(
             not set(plan.num_scheduled_tokens) & {sequence.sequence_id for sequence in request.sequences}
@@ -111,7 +110,7 @@ def test_who_comes_late_has_its_first_token_early_and_the_second_once_others_hav
         load.step()
         assert len(load.tokens["late"]) == 1, "its blocks are on the host, and would keep the other waiting"
     transfers = load.step().transfers
-    assert [kind for kind, _, _ in transfers] == [COPY, COPY]
+    assert [kind for kind, _, _ in moves(transfers)] == [COPY, COPY]
     assert thin_ids(load, "late") == []
     assert len(load.tokens["late"]) == 2
 

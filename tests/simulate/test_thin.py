@@ -19,8 +19,9 @@ from quire.simulate.cost import RooflineCost
 from quire.simulate.report import summarize_run, table
 from quire.simulate.run import SimulatedRun, long_enough, make_cost, simulate
 from quire.simulate.trace import Synthetic, draw
-from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 from quire.worker.work import StepWork, Work
+from tests.helpers.transfers import COPY, transfers_of
 from tests.simulate.test_cost import made_up_cost
 
 LAYERS, RESIDENT = 12, 3
@@ -84,7 +85,7 @@ def test_what_several_share_is_loaded_once_and_who_computes_nothing_loads_nothin
 
 def test_copies_are_counted_apart_and_tables_follow_them(reader: StepReader) -> None:
     reader.read(step({"a": 7}, [new("a", 0, [10, 11])]))
-    transfers = [(int(TransferKind.COPY), 10, 1), (int(TransferKind.COPY), 11, 12), (int(TransferKind.COPY), 3, 4)]
+    transfers = transfers_of([(COPY, 10, 1), (COPY, 11, 12), (COPY, 3, 4)])
     replaced = [(0, 0, 1), (0, 1, 12)]
     moved, _ = reader.read(
         step({"a": 1}, continuing=[going("a", 7, replaced_blocks=replaced)], transfers=transfers)

@@ -13,9 +13,10 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
-from quire.step import ContinuingSequenceData, SchedulerOutput, TokenTopLogprobs, TransferKind
+from quire.step import ContinuingSequenceData, SchedulerOutput, TokenTopLogprobs
 from tests.helpers.checkpoints import oracle_logits, write_checkpoint
 from tests.helpers.runner_driver import OneGroup, RunnerDriver, Sequence
+from tests.helpers.transfers import COPY, transfers_of
 
 # Layers of two kinds in three groups, the last of which has fewer layers; the window is no multiple of a block.
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -323,7 +324,7 @@ def test_a_step_may_only_move_blocks_or_let_sequences_go(folders: dict[str, Path
     old = driver.sequences["a"].tables[0]
     new = [driver.free.pop() for _ in old]
     step = SchedulerOutput([], [], {}, 0, ["b"], [])
-    step.transfers = [(TransferKind.COPY, source, destination) for source, destination in zip(old, new)]
+    step.transfers = transfers_of((COPY, source, destination) for source, destination in zip(old, new))
     output = driver.runner.execute(step)
     assert output.sampled_token_ids == {} and output.errors == {}
     driver.spoil(old)

@@ -16,27 +16,26 @@ from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
-from quire.step import BlockLoad, BlockSave, SchedulerOutput, TransferKind
-from quire.worker import disk_threads
+from quire.step import BlockTransfer, SchedulerOutput
+from quire.worker import disk_tier
 from quire.worker.disk_store import DiskStore, StoreGeometry
 from quire.worker.transfers import BlockTransfers, order_transfers
+from tests.helpers.transfers import COPY, IN, KINDS, OUT, Move, disk_load, disk_store, transfers_of
 from tests.kernels.gpu.common import DEVICE, mostly_slow
 
-COPY, OUT, IN = TransferKind
 DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_SIZE = 5, 3, 2
-Transfers = list[tuple[int, int, int]]
+Transfers = list[Move]
 
 transfer = st.one_of(
-    st.tuples(st.just(int(COPY)), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
-    st.tuples(st.just(int(OUT)), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, HOST_BLOCKS - 1)),
-    st.tuples(st.just(int(IN)), st.integers(0, HOST_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
+    st.tuples(st.just(COPY), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
+    st.tuples(st.just(OUT), st.integers(0, DEVICE_BLOCKS - 1), st.integers(0, HOST_BLOCKS - 1)),
+    st.tuples(st.just(IN), st.integers(0, HOST_BLOCKS - 1), st.integers(0, DEVICE_BLOCKS - 1)),
 )
 
 
 def step(
     transfers: Transfers | None = None,
-    saves: list[BlockSave] | None = None,
-    loads: list[BlockLoad] | None = None,
+    disk: list[BlockTransfer] | None = None,
     *,
     wait: bool = False,
 ) -> SchedulerOutput:
@@ -48,9 +47,7 @@ def step(
         total_num_scheduled_tokens=0,
         finished_sequence_ids=[],
         preempted_sequence_ids=[],
-        transfers=transfers or [],
-        saves=saves or [],
-        loads=loads or [],
+        transfers=(disk or []) + transfers_of(transfers or []),
         wait_for_loads=wait,
     )
 
@@ -110,7 +107,7 @@ def test_batches_do_so_on_a_gpu_whose_steps_do_not_wait_for_them(seed: int) -> N
     device, host = scene.content(), [b"\0" * len(scene.content()[0])] * HOST_BLOCKS
     for _ in range(3):  # several steps, between which nobody waits
         transfers: Transfers = []
-        for kind in rng.integers(0, 3, 8).tolist():
+        for kind in rng.choice((COPY, OUT, IN), 8).tolist():
             most = (HOST_BLOCKS if kind == IN else DEVICE_BLOCKS, HOST_BLOCKS if kind == OUT else DEVICE_BLOCKS)
             transfers.append((kind, int(rng.integers(most[0])), int(rng.integers(most[1]))))
         device, host = one_by_one(transfers, device, host)
@@ -137,10 +134,8 @@ def test_batches_do_so_on_a_gpu_whose_steps_do_not_wait_for_them(seed: int) -> N
         ([(IN, 0, 1), (COPY, 2, 1)], [IN, COPY]),
     ],
 )
-def test_a_batch_ends_only_where_the_next_transfer_must_come_after(
-    transfers: Transfers, kinds: list[TransferKind]
-) -> None:
-    assert [kind for kind, _ in order_transfers(transfers)] == kinds
+def test_a_batch_ends_only_where_the_next_transfer_must_come_after(transfers: Transfers, kinds: list[str]) -> None:
+    assert [KINDS[kind] for kind, _ in order_transfers(transfers_of(transfers))] == kinds
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
@@ -169,8 +164,8 @@ def test_a_cache_that_layers_share_is_moved_once() -> None:
 def test_without_a_disk_saves_are_ignored_and_loads_fail() -> None:
     scene = Scene(CPUBackend(num_threads=1))
     before = scene.content()
-    assert scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")])) == {}
-    assert scene.transfers.apply(step(loads=[BlockLoad(1, 0, b"a")], wait=True)) == {1: False}
+    assert scene.transfers.apply(step(disk=[disk_store(0, 0, b"a")])) == {}
+    assert scene.transfers.apply(step(disk=[disk_load(1, 0, b"a")], wait=True)) == {1: False}
     assert scene.content() == before
     scene.transfers.close()
 
@@ -200,9 +195,9 @@ def open_scene(folder: Path, backend: Backend | None = None) -> Scene:
     return Scene(backend, DiskStore(folder, StoreGeometry("model", size, BLOCK_SIZE, 8), 2**20))
 
 
-def load_all(scene: Scene, loads: list[BlockLoad]) -> dict[int, bool]:
+def load_all(scene: Scene, loads: list[BlockTransfer]) -> dict[int, bool]:
     """Load and wait for all of it."""
-    done = scene.transfers.apply(step(loads=loads))
+    done = scene.transfers.apply(step(disk=loads))
     while len(done) < len(loads):
         more = scene.transfers.apply(step(wait=True))
         assert not done.keys() & more.keys(), "each load ends once"
@@ -212,9 +207,9 @@ def load_all(scene: Scene, loads: list[BlockLoad]) -> dict[int, bool]:
 
 def test_what_is_overwritten_in_the_same_step_is_saved_as_it_was(scene: Scene) -> None:
     before = scene.content()
-    saves = [BlockSave(block, block + 3, bytes([block])) for block in (0, 1)]
+    saves = [disk_store(block, block + 3, bytes([block])) for block in (0, 1)]
     scene.transfers.apply(step([(COPY, 4, 0), (COPY, 0, 1)], saves))
-    assert load_all(scene, [BlockLoad(2, 4, b"\1"), BlockLoad(3, 3, b"\0")]) == {2: True, 3: True}
+    assert load_all(scene, [disk_load(2, 4, b"\1"), disk_load(3, 3, b"\0")]) == {2: True, 3: True}
     assert scene.content() == [before[4], before[4], before[1], before[0], before[4]]
 
 
@@ -227,10 +222,10 @@ def test_blocks_outlive_the_engine(tmp_path: Path, kind: str) -> None:
 
     first = open_scene(tmp_path, backend())
     before = first.content()
-    first.transfers.apply(step(saves=[BlockSave(block, block, bytes([block])) for block in range(DEVICE_BLOCKS)]))
+    first.transfers.apply(step(disk=[disk_store(block, block, bytes([block])) for block in range(DEVICE_BLOCKS)]))
     first.transfers.close()
     second = open_scene(tmp_path, backend())
-    loads = [BlockLoad(block, 4 - block, bytes([4 - block])) for block in range(DEVICE_BLOCKS)]
+    loads = [disk_load(block, 4 - block, bytes([4 - block])) for block in range(DEVICE_BLOCKS)]
     assert load_all(second, loads) == dict.fromkeys(range(DEVICE_BLOCKS), True)
     assert second.content() == before[::-1]
     second.transfers.close()
@@ -238,8 +233,8 @@ def test_blocks_outlive_the_engine(tmp_path: Path, kind: str) -> None:
 
 def test_a_load_that_fails_leaves_its_block_alone(scene: Scene) -> None:
     before = scene.content()
-    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
-    assert load_all(scene, [BlockLoad(1, 0, b"b"), BlockLoad(2, 1, b"a"), BlockLoad(3, 0, b"a")]) == {
+    scene.transfers.apply(step(disk=[disk_store(0, 0, b"a")]))
+    assert load_all(scene, [disk_load(1, 0, b"b"), disk_load(2, 1, b"a"), disk_load(3, 0, b"a")]) == {
         1: False,
         2: False,
         3: True,
@@ -249,15 +244,15 @@ def test_a_load_that_fails_leaves_its_block_alone(scene: Scene) -> None:
 
 def test_waiting_ends_with_the_first_load_and_at_once_if_there_is_none(scene: Scene) -> None:
     assert scene.transfers.apply(step(wait=True)) == {}
-    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
-    assert scene.transfers.apply(step(loads=[BlockLoad(1, 0, b"a")], wait=True)) == {1: True}
+    scene.transfers.apply(step(disk=[disk_store(0, 0, b"a")]))
+    assert scene.transfers.apply(step(disk=[disk_load(1, 0, b"a")], wait=True)) == {1: True}
     assert scene.transfers.apply(step(wait=True)) == {}
 
 
 def test_loads_go_on_beside_steps_that_do_not_wait(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = BlockingDisk(monkeypatch)
-    scene.transfers.apply(step(saves=[BlockSave(0, 0, b"a")]))
-    assert scene.transfers.apply(step(loads=[BlockLoad(1, 3, b"x")])) == {}
+    scene.transfers.apply(step(disk=[disk_store(0, 0, b"a")]))
+    assert scene.transfers.apply(step(disk=[disk_load(1, 3, b"x")])) == {}
     assert disk.began.wait(60)
     assert scene.transfers.apply(step([(COPY, 2, 3)])) == {}
     disk.go_on.set()
@@ -265,32 +260,32 @@ def test_loads_go_on_beside_steps_that_do_not_wait(scene: Scene, monkeypatch: py
 
 
 def test_a_disk_that_hangs_does_not_hold_the_engine(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_threads, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(disk_tier, "LOAD_TIMEOUT_S", 0.01)
     disk = BlockingDisk(monkeypatch)
-    assert scene.transfers.apply(step(loads=[BlockLoad(1, 3, b"x")], wait=True)) == {}
+    assert scene.transfers.apply(step(disk=[disk_load(1, 3, b"x")], wait=True)) == {}
     disk.go_on.set()
-    monkeypatch.setattr(disk_threads, "PATIENCE_S", 60)
+    monkeypatch.setattr(disk_tier, "LOAD_TIMEOUT_S", 60)
     assert scene.transfers.apply(step(wait=True)) == {1: False}
 
 
 def test_more_loads_and_saves_than_may_wait_still_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 1)  # one block each way
+    monkeypatch.setattr(disk_tier, "PENDING_BYTES", 1)  # one block each way
     scene = open_scene(tmp_path)
     before = scene.content()
-    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(40)]))
-    assert load_all(scene, [BlockLoad(block, 30 + block, b"a") for block in range(1, DEVICE_BLOCKS)])
+    scene.transfers.apply(step(disk=[disk_store(0, slot, b"a") for slot in range(40)]))
+    assert load_all(scene, [disk_load(block, 30 + block, b"a") for block in range(1, DEVICE_BLOCKS)])
     assert scene.content() == [before[0]] * DEVICE_BLOCKS
     scene.transfers.close()
 
 
 def test_closing_gives_up_loads_and_finishes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 1)
+    monkeypatch.setattr(disk_tier, "PENDING_BYTES", 1)
     scene = open_scene(tmp_path)
-    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(40)]))
-    scene.transfers.apply(step(loads=[BlockLoad(block, block, b"a") for block in range(1, DEVICE_BLOCKS)]))
+    scene.transfers.apply(step(disk=[disk_store(0, slot, b"a") for slot in range(40)]))
+    scene.transfers.apply(step(disk=[disk_load(block, block, b"a") for block in range(1, DEVICE_BLOCKS)]))
     scene.transfers.close()
     again = open_scene(tmp_path)
-    assert load_all(again, [BlockLoad(1, 39, b"a")]) == {1: True}
+    assert load_all(again, [disk_load(1, 39, b"a")]) == {1: True}
     again.transfers.close()
 
 
@@ -304,9 +299,9 @@ def test_an_unforeseen_error_of_a_thread_is_a_failed_load_or_the_end_of_saving(
 
     monkeypatch.setattr(DiskStore, "_head", fail)
     monkeypatch.setattr(DiskStore, "load", fail)
-    scene.transfers.apply(step(saves=[BlockSave(0, slot, b"a") for slot in range(9)]))
+    scene.transfers.apply(step(disk=[disk_store(0, slot, b"a") for slot in range(9)]))
     scene.transfers.flush()
-    assert load_all(scene, [BlockLoad(1, 3, b"a")]) == {1: False}
+    assert load_all(scene, [disk_load(1, 3, b"a")]) == {1: False}
     scene.transfers.close()
     assert caplog.text.count("no more blocks are saved: MemoryError()") == 1
     assert caplog.text.count("Traceback") == 2
@@ -315,25 +310,25 @@ def test_an_unforeseen_error_of_a_thread_is_a_failed_load_or_the_end_of_saving(
 def test_loads_give_what_was_saved_under_their_header_however_they_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_threads, "WAITING_BYTES", 300)  # one or two blocks each way
+    monkeypatch.setattr(disk_tier, "PENDING_BYTES", 300)  # one or two blocks each way
     scene, rng = open_scene(tmp_path), np.random.default_rng(7)
     records: dict[int, tuple[bytes, bytes]] = {}  # slot -> header and content
     under_way: dict[int, tuple[int, bytes]] = {}  # device block -> slot that it is filled from, and content
     loaded = 0
     for number in range(1000):
-        saves, loads = [], []
+        transfers = []
         free = [block for block in range(DEVICE_BLOCKS) if block not in under_way]
         if free:
             block, slot = int(rng.choice(free)), int(rng.integers(6))
             if number % 2:
                 if slot not in {busy for busy, _ in under_way.values()}:
                     records[slot] = number.to_bytes(4), scene.content()[block]
-                    saves = [BlockSave(block, slot, records[slot][0])]
+                    transfers = [disk_store(block, slot, records[slot][0])]
             elif slot in records:
                 header, under_way[block] = records[slot][0], (slot, records[slot][1])
-                loads = [BlockLoad(block, slot, header)]
+                transfers = [disk_load(block, slot, header)]
                 scene.fill(block, number)
-        for block, sound in scene.transfers.apply(step(saves=saves, loads=loads, wait=not free)).items():
+        for block, sound in scene.transfers.apply(step(disk=transfers, wait=not free)).items():
             assert sound and scene.content()[block] == under_way.pop(block)[1]
             scene.fill(block, number)
             loaded += 1

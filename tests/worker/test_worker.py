@@ -11,10 +11,11 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.step import BlockLoad, BlockSave, ModelOutput, NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import ModelOutput, NewSequenceData, SchedulerOutput
 from quire.worker import worker as module
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.transfers import IN, OUT, disk_load, disk_store, transfers_of
 
 BLOCK_SIZE = 4
 PROMPT = [5, 9, 77, 31, 8, 120, 64]
@@ -66,13 +67,13 @@ def test_after_a_restart_a_prompt_goes_on_from_blocks_on_disk(
 ) -> None:
     first = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
     computed = run(first, "a", [2, 3])
-    run(first, saves=[BlockSave(2, 5, HEADER)])
+    run(first, transfers=[disk_store(2, 5, HEADER)])
     key = first.hash_key()
     first.close()
 
     second = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
     assert second.stored_blocks() == [(5, HEADER)] and second.hash_key() == key and key is not None
-    assert run(second, loads=[BlockLoad(6, 5, HEADER)], wait_for_loads=True).loaded == {6: True}
+    assert run(second, transfers=[disk_load(6, 5, HEADER)], wait_for_loads=True).loaded == {6: True}
     again = run(second, "b", [6, 7], BLOCK_SIZE)
     assert again.logprobs["b"] == computed.logprobs["a"]
     assert run(second, "c", [1, 4], BLOCK_SIZE).logprobs["c"] != computed.logprobs["a"], "an empty block gives others"
@@ -82,7 +83,7 @@ def test_after_a_restart_a_prompt_goes_on_from_blocks_on_disk(
 def test_a_damaged_record_is_reported_and_not_used(folder: Path, tmp_path: Path) -> None:
     first = started(folder, tmp_path)
     run(first, "a", [2, 3])
-    run(first, saves=[BlockSave(2, 0, HEADER)])
+    run(first, transfers=[disk_store(2, 0, HEADER)])
     first.close()
     (file,) = tmp_path.glob("*/blocks")
     data = bytearray(file.read_bytes())
@@ -90,13 +91,13 @@ def test_a_damaged_record_is_reported_and_not_used(folder: Path, tmp_path: Path)
     file.write_bytes(data)
     second = started(folder, tmp_path)
     assert second.stored_blocks() == [(0, HEADER)]
-    assert run(second, loads=[BlockLoad(6, 0, HEADER)], wait_for_loads=True).loaded == {6: False}
+    assert run(second, transfers=[disk_load(6, 0, HEADER)], wait_for_loads=True).loaded == {6: False}
     second.close()
 
 
 def test_another_model_does_not_see_the_blocks(folder: Path, tmp_path: Path) -> None:
     first = started(folder, tmp_path / "kv")
-    run(first, saves=[BlockSave(2, 0, HEADER)])
+    run(first, transfers=[disk_store(2, 0, HEADER)])
     first.close()
     tuned = write_checkpoint(tmp_path / "tuned", "llama", seed=1)
     for model, options in ((tuned, {}), (folder, {"kv_cache_dtype": "bfloat16"}), (folder, {"dtype": "bfloat16"})):
@@ -112,8 +113,8 @@ def test_blocks_come_back_from_the_host(folder: Path) -> None:
     worker = started(folder, None, num_host_blocks=2)
     assert (worker.num_disk_blocks(), worker.stored_blocks(), worker.hash_key()) == (0, [], None)
     computed = run(worker, "a", [2, 3])
-    run(worker, transfers=[(TransferKind.OUT, 2, 1)])
-    again = run(worker, "b", [6, 7], BLOCK_SIZE, transfers=[(TransferKind.IN, 1, 6)])
+    run(worker, transfers=transfers_of([(OUT, 2, 1)]))
+    again = run(worker, "b", [6, 7], BLOCK_SIZE, transfers=transfers_of([(IN, 1, 6)]))
     assert again.logprobs["b"] == computed.logprobs["a"]
     worker.close()
 
@@ -123,7 +124,7 @@ def test_slots_are_as_many_as_fit(folder: Path, tmp_path: Path) -> None:
         worker = started(folder, tmp_path, kv_disk_space=f"{space}B")
         count = worker.num_disk_blocks()
         assert 0 < count < space / worker.kv_cache_spec().block_bytes(BLOCK_SIZE, 32)
-        run(worker, saves=[BlockSave(2, count - 1, HEADER)])
+        run(worker, transfers=[disk_store(2, count - 1, HEADER)])
         worker.close()
         assert sum(path.stat().st_size for path in tmp_path.glob("*/[bh]*")) <= space
 

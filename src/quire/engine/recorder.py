@@ -16,7 +16,7 @@ import msgspec
 
 from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import RequestStatus
-from quire.step import SchedulerOutput, SchedulerStats, TransferKind
+from quire.step import SchedulerOutput, SchedulerStats, Tier, TransferOp
 
 MAX_STEPS = 4096
 MAX_ENTRIES = 262144  # of all steps' dicts together: some 20 MB
@@ -88,9 +88,9 @@ class StepRecord:
         "admitted",
         "forked",
         "host_gap",
-        "num_in",
-        "num_loads",
-        "num_out",
+        "num_disk_loads",
+        "num_swapped_in",
+        "num_swapped_out",
         "preempted",
         "scheduled",
         "seconds",
@@ -103,8 +103,9 @@ class StepRecord:
         self.started = started
         self.scheduled = plan.num_scheduled_tokens
         self.total = plan.total_num_scheduled_tokens
-        self.num_loads = len(plan.loads)
-        self.num_out = self.num_in = 0
+        self.num_disk_loads = plan.num_transfers(TransferOp.LOAD, Tier.DISK)
+        self.num_swapped_out = plan.num_transfers(TransferOp.STORE, Tier.HOST)
+        self.num_swapped_in = plan.num_transfers(TransferOp.LOAD, Tier.HOST)
         self.admitted: list[Admission] | None = None
         self.preempted: list[Preemption] | None = None
         self.forked: list[str] | None = None
@@ -122,9 +123,9 @@ class StepRecord:
             "prompt_tokens": sum(prompts),
             "admitted": len(self.admitted or ()),
             "preempted": len(self.preempted or ()),
-            "swapped_out": self.num_out,
-            "swapped_in": self.num_in,
-            "disk_reads": self.num_loads,
+            "swapped_out": self.num_swapped_out,
+            "swapped_in": self.num_swapped_in,
+            "disk_reads": self.num_disk_loads,
             "thin_blocks": 0 if self.stats is None else self.stats.num_used_thin_blocks,
         }
 
@@ -177,9 +178,6 @@ class FlightRecorder:
             record.preempted = [_preemption(scheduler, name) for name in plan.preempted_sequence_ids]
         if plan.forks:
             record.forked = [fork.sequence_id for fork in plan.forks]
-        for kind, _, _ in plan.transfers:
-            record.num_out += kind == TransferKind.OUT
-            record.num_in += kind == TransferKind.IN
         if len(self) == MAX_STEPS:
             self._drop()
         self._ring[self._next % MAX_STEPS] = record

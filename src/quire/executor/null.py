@@ -58,7 +58,7 @@ class NullExecutor(Executor):
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""
         computed = self._take_in(step)
-        output = ModelOutput(sampled_token_ids={}, loaded={load.block_id: True for load in step.loads})
+        output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(step.loading_block_ids, True))
         for sequence_id, count in step.num_scheduled_tokens.items():
             known = self._known[sequence_id]
             if computed[sequence_id] + count == known.count:

@@ -2,7 +2,7 @@
 
 The scheduler asks it for slots before each step and hands them back at the end; it counts in blocks and tokens and
 never sees data. What has to be moved for its decisions (a block copied before it is written, swapped, brought from
-another tier) is noted in `movements` in the order decided, and leaves with the plan.
+another tier) is noted in `transfers` in the order decided, and leaves with the plan.
 
 Full blocks are registered for sharing when their slots are *allocated*, not when they are computed, so that requests
 admitted in the same step share. This is sound because of the worker's side of the contract: in each layer the keys and
@@ -19,10 +19,10 @@ from typing import Protocol
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.block_hash import BlockHasher, CacheSalt
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
-from quire.kvcache.prefix_cache import DiskRecord, Found, HostBlock, PrefixHit, PrefixTree, first_seen, longest_hit
+from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_seen, longest_hit
 from quire.kvcache.thin import ThinTables
-from quire.kvcache.tiers import DiskTier, HostTier, Loading, Movements
-from quire.step import UNKNOWN_TOKEN
+from quire.kvcache.tiers import AsyncLoads, DiskTier, HostTier, KVTier, TierHit
+from quire.step import UNKNOWN_TOKEN, BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
 
@@ -30,6 +30,8 @@ MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more th
 # block id) that were replaced.
 Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
 UNCHANGED: Allocation = ([], [])
+
+_COPY, _DEVICE = TransferOp.COPY, Tier.DEVICE  # enum attributes are slow to look up
 
 
 class CachedSequence(Protocol):
@@ -98,27 +100,27 @@ class KVCacheManager:
         self._is_plain = self.windows == [None]
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.movements = Movements()
+        self.transfers: list[BlockTransfer] = []  # of the step being planned, in the order decided
         self.tree = PrefixTree()
         self.pool = BlockPool(
             num_blocks,
             num_thin_blocks,
             on_register=self.tree.add,
-            on_unregister=self._forgotten,
-            on_reuse=self._keep if num_host_blocks or num_disk_records else None,
+            on_unregister=self._unregistered,
+            on_reuse=self._evicted if num_host_blocks or num_disk_records else None,
         )
-        self.host = HostTier(num_host_blocks, self.movements)
-        self.disk = DiskTier(num_disk_records, stored, self.movements)
-        self._has_disk = num_disk_records > 0
+        self.host = HostTier(num_host_blocks, self.transfers)
+        self.disk = DiskTier(num_disk_records, stored, self.transfers)
+        self._async_tiers: list[KVTier] = [self.disk] if num_disk_records else []
         self._match_unit = prefix_match_unit
         self._merges = merge_duplicates and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
         self._tables: dict[str, list[list[Block]]] = {}
-        self.thin = ThinTables(self.pool, self.movements, self._tables)
+        self.thin = ThinTables(self.pool, self.transfers, self._tables)
         self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
-        self._loading = Loading(self.pool, self.disk)
+        self._loads = AsyncLoads(self.pool)
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
-        self._unsaved: dict[int, Block] = {}  # named blocks that became free and are not on disk yet
+        self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
         self._num_reused = 0
 
@@ -153,15 +155,15 @@ class KVCacheManager:
     # ---- steps ----
 
     def start_step(self) -> None:
-        """Begin a step: what was computed before it may be copied, and what became free is written to disk."""
+        """Begin a step: what was computed before it may be copied, and is stored where it became free."""
         self._step = self.thin.step = self._step + 1
         if self.pool.num_reused != self._num_reused:
             self._num_reused = self.pool.num_reused
-            self.host.keep_ahead(self.pool.free_blocks(), self.block_size)
-        if self._unsaved:
-            for block in self._unsaved.values():
-                self.disk.keep(block)
-            self._unsaved.clear()
+            self.host.store_ahead(self.pool.free_blocks(), self.block_size)
+        if self._unstored:
+            for block in self._unstored.values():
+                self._store(block)
+            self._unstored.clear()
 
     # ---- the prefix cache ----
 
@@ -173,37 +175,43 @@ class KVCacheManager:
         if not (self.enable_prefix_caching and sequence.reads_prefix_cache):
             return PrefixHit([[] for _ in self.windows], 0)
         limit = (len(sequence.token_ids) - 1) // self.block_size
-        tables = longest_hit(self.windows, self.block_size, limit, lambda g, i: self._find(self._name(sequence, i, g)))
+        tables = longest_hit(
+            self.windows, self.block_size, limit, lambda g, i: self._lookup(self._name(sequence, i, g))
+        )
         hit = PrefixHit(tables, len(tables[0]) * self.block_size)
-        if self._has_disk and len(self.disk):
-            self._find_on_disk(sequence, limit, hit)
+        if any(map(len, self._async_tiers)):
+            self._find_loads(sequence, limit, hit)
         if len(self.windows) == 1 and self._match_unit < self.block_size:
             self._find_partial(sequence, hit)
         return hit
 
-    def _find(self, name: bytes) -> Found | None:
-        block = self.pool.lookup(name)
-        if block is not None:
-            return block
-        kept = self.host.find(name)
-        return None if kept is None else HostBlock(kept)
+    def _lookup(self, block_hash: bytes) -> CachedBlock | None:
+        """Return the block with this hash on the device, or else on the host."""
+        block = self.pool.lookup(block_hash)
+        if block is None and self.host.lookup(block_hash):
+            return TierHit(self.host, block_hash)
+        return block
 
-    def _find_on_disk(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
-        """Note what the disk could add to `hit`."""
-        loading = self._loading.names()
+    def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
+        """Note what the asynchronous tiers could add to `hit`."""
+        loading = self._loads.block_hashes()
 
-        def find(group: int, index: int) -> Found | None:
-            name = self._name(sequence, index, group)
-            found = self._find(name)
-            if found is None and (self.disk.find(name) is not None or name in loading):
-                return DiskRecord(name)
+        def lookup(group: int, index: int) -> CachedBlock | None:
+            block_hash = self._name(sequence, index, group)
+            found = self._lookup(block_hash)
+            if found is None:
+                for tier in self._async_tiers:
+                    if block_hash in loading or tier.lookup(block_hash):
+                        return TierHit(tier, block_hash)
             return found
 
-        tables = longest_hit(self.windows, self.block_size, limit, find)
+        tables = longest_hit(self.windows, self.block_size, limit, lookup)
         if len(tables[0]) > len(hit.tables[0]):
-            names = [found.name for table in tables for found in table if isinstance(found, DiskRecord)]
-            hit.loads = [name for name in names if name not in loading]
-            hit.loading = len(hit.loads) < len(names)
+            found = [
+                each for table in tables for each in table if isinstance(each, TierHit) and each.tier.tier.is_async
+            ]
+            hit.loads = [each for each in found if each.block_hash not in loading]
+            hit.loading = len(hit.loads) < len(found)
 
     def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
         """Let `hit` go on into a block that only begins as the sequence does."""
@@ -223,10 +231,11 @@ class KVCacheManager:
         but share neither these nor what they add to them.
         """
         self._unshared.update(self._tables, self._swapped)
-        self._unsaved.clear()
-        self._loading.forget()
-        self.host.pool.unregister_all()
-        self.disk.clear()
+        self._unstored.clear()
+        self._loads.forget()
+        self.host.clear()
+        for tier in self._async_tiers:
+            tier.clear()
         return self.pool.unregister_all()
 
     # ---- slots ----
@@ -258,8 +267,8 @@ class KVCacheManager:
         if tables is not None:
             self._release_passed(tables, start)
         num_needed, shared = self._needed(tables, hit, start, end)
-        num_woken, num_restored = hit.counts() if hit is not None else (0, 0)
-        if num_needed + num_woken + num_restored + num_reserved_blocks > self.pool.num_free:
+        num_touched, num_loaded = hit.counts() if hit is not None else (0, 0)
+        if num_needed + num_touched + num_loaded + num_reserved_blocks > self.pool.num_free:
             return None
         if tables is None:
             tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
@@ -295,7 +304,7 @@ class KVCacheManager:
         """Copy a block that others hold too, before this sequence writes into it (copy-on-write)."""
         block = tables[group][index]
         (copy,) = self.pool.get_new_blocks(1)
-        self.movements.copy(block, copy)
+        self.transfers.append(BlockTransfer(_COPY, _DEVICE, block.block_id, copy.block_id))
         self.pool.free((block,))
         tables[group][index] = copy
         return group, index, copy.block_id
@@ -318,9 +327,9 @@ class KVCacheManager:
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
             for found in (found for table in hit.tables for found in table):
-                if isinstance(found, HostBlock):
-                    self.host.pin(found.block)
-                elif isinstance(found, Block) and found is not NULL_BLOCK:
+                if isinstance(found, TierHit):
+                    self.host.pin(found.block_hash)
+                elif found is not NULL_BLOCK:
                     self.pool.touch((found,))
         appended = []
         for group, table in enumerate(tables):
@@ -328,7 +337,7 @@ class KVCacheManager:
             if hit is not None:
                 copies = self._copy_partial(hit)
                 for found in hit.tables[group]:
-                    table.append(self._restore(found) if isinstance(found, HostBlock) else found)  # type: ignore[arg-type]
+                    table.append(self._load(found) if isinstance(found, TierHit) else found)
                 table += copies
             table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0), sparing=sparing)
             appended.append([block.block_id for block in table[first:]])
@@ -344,17 +353,14 @@ class KVCacheManager:
             return []
         (copy,) = self.pool.get_new_blocks(1)
         if copy is not hit.partial:
-            self.movements.copy(hit.partial, copy)
+            self.transfers.append(BlockTransfer(_COPY, _DEVICE, hit.partial.block_id, copy.block_id))
         return [copy]
 
-    def _restore(self, found: HostBlock) -> Block:
-        """Return a new device block with the content, and the name, of a pinned host block; unpin that."""
-        source = found.block
+    def _load(self, found: TierHit) -> Block:
+        """Return a new device block with the content of a pinned host block, registered like it."""
         (block,) = self.pool.get_new_blocks(1)
-        self.host.restore(source, block)
-        if source.block_hash is not None:
-            self.pool.register(block, source.block_hash, source.parent_hash, source.token_ids, self._step)
-        self.host.unpin(source)
+        header = self.host.load(found.block_hash, block)
+        self.pool.register(block, header.block_hash, header.parent_hash, header.token_ids, self._step)
         return block
 
     def _register(self, sequence: CachedSequence, tables: list[list[Block]], start: int, end: int) -> None:
@@ -459,7 +465,7 @@ class KVCacheManager:
         # All at once: what they held goes out before anything comes in, so that the worker moves each in one batch.
         places = dict(zip(sources, self.pool.get_new_blocks(len(sources)), strict=True))
         for block_id, source in sources.items():
-            self.host.restore(source, places[block_id])
+            self.host.swap_in(source, places[block_id])
         for sequence, rows in swapped:
             tables = [[NULL_BLOCK if block is NULL_BLOCK else places[block.block_id] for block in row] for row in rows]
             self._tables[sequence.sequence_id] = tables
@@ -493,10 +499,10 @@ class KVCacheManager:
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self.pool.free(blocks)
-        if self._has_disk:
+        if self._async_tiers:
             for block in blocks:
                 if block.ref_count == 0 and block.block_hash is not None and len(block.token_ids) == self.block_size:
-                    self._unsaved[block.block_id] = block
+                    self._unstored[block.block_id] = block
 
     def _name_tail(self, sequence: CachedSequence, table: list[Block]) -> None:
         """Let the last block, half full, be found by prompts that go on from it."""
@@ -513,42 +519,52 @@ class KVCacheManager:
         if self.pool.lookup(name) is None:
             self.pool.register(block, name, parent, tokens, self._step - 1)
 
-    def _forgotten(self, block: Block) -> None:
-        """`block` is about to lose its name."""
+    def _unregistered(self, block: Block) -> None:
+        """The device is about to forget the hash of `block`."""
         self.tree.remove(block)
-        self._unsaved.pop(block.block_id, None)
+        self._unstored.pop(block.block_id, None)
 
-    def _keep(self, block: Block) -> None:
-        """The device is about to reuse `block`: let its content live on in the next tier."""
-        if self._unsaved.pop(block.block_id, None) is not None and block.step < self._step:
-            self.disk.keep(block)  # else it comes back in this very step, after saves are made
+    def _evicted(self, block: Block) -> None:
+        """The device is about to reuse `block`: store its content in the next tiers."""
+        if self._unstored.pop(block.block_id, None) is not None and block.step < self._step:
+            self._store(block)  # else its content comes in this very step
         if self.host.pool.num_blocks and len(block.token_ids) == self.block_size:  # tails are found on the device only
-            self.host.keep(block)
+            self.host.store(block)
 
-    # ---- disk ----
+    def _store(self, block: Block) -> None:
+        for tier in self._async_tiers:
+            tier.store(block)
+
+    # ---- asynchronous tiers ----
 
     def start_loads(self, hit: PrefixHit, num_reserved_blocks: int = 0) -> list[int]:
-        """Begin to read what `hit.loads` names, as much as there are free blocks for; return the ids of these.
+        """Begin `hit.loads`, as many as there are free blocks for; return the ids of these.
 
         `num_reserved_blocks` remain free.
         """
-        return self._loading.start(hit.loads, num_reserved_blocks)
+        return self._loads.start(hit.loads, num_reserved_blocks)
 
-    def finish_load(self, block_id: int, sound: bool) -> None:
-        """Take note that a load has ended; a damaged record is forgotten, and its tokens are computed again."""
-        self._loading.finish(block_id, sound, self._step - 1)
+    def finish_load(self, block_id: int, succeeded: bool) -> None:
+        """Note that a load has ended; the tokens of one that failed are computed again."""
+        self._loads.finish(block_id, succeeded, self._step - 1)
 
     @property
     def num_loading(self) -> int:
-        """Blocks that are being read from disk."""
-        return len(self._loading)
+        """Blocks that are being loaded."""
+        return len(self._loads.block_ids)
 
-    def save_all(self) -> None:
-        """Write everything worth keeping to disk, before the engine ends."""
-        if self._has_disk:
+    def store_all(self) -> None:
+        """Store everything worth keeping in the asynchronous tiers, before the engine ends."""
+        if self._async_tiers:
             for block in self.pool.blocks:
                 if block.block_hash is not None and len(block.token_ids) == self.block_size:
-                    self.disk.keep(block)
+                    self._store(block)
+
+    def take_transfers(self) -> list[BlockTransfer]:
+        """Return the transfers of the step being planned, and start afresh."""
+        taken = self.transfers.copy()
+        self.transfers.clear()
+        return taken
 
     # ---- being watched ----
 
@@ -568,8 +584,8 @@ class KVCacheManager:
 
     @property
     def loading_ids(self) -> Set[int]:
-        """Ids of the device blocks that are being read from disk."""
-        return self._loading.block_ids
+        """Ids of the device blocks that are being loaded from asynchronous tiers."""
+        return self._loads.block_ids
 
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant of tables, references, free queues, or hash maps; O(blocks)."""
@@ -581,7 +597,7 @@ class KVCacheManager:
                     raise QuireError(f"block table of {sequence_id!r} is empty or holds a block twice")
                 for block_id in ids:
                     counts[block_id] += 1
-        for block_id in self._loading.block_ids:
+        for block_id in self._loads.block_ids:
             counts[block_id] += 1
         self.pool.check_integrity(counts)
         self.thin.check_integrity()

@@ -10,29 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
+from quire.kvcache.tiers import TierHit
 
 MOST_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
 
-class HostBlock:
-    """A block whose content is in the host's pool and is to be copied to the device."""
-
-    __slots__ = ("block",)
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-
-class DiskRecord:
-    """A block whose content is on disk."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: bytes) -> None:
-        self.name = name
-
-
-Found = Block | HostBlock | DiskRecord
+CachedBlock = Block | TierHit
 
 
 class PrefixHit:
@@ -41,21 +24,22 @@ class PrefixHit:
     Takes no references: use it for allocating before anything else is allocated.
 
     Attributes:
-        tables: for each group of layers the blocks from the first on; `NULL_BLOCK` where the group's window is past.
+        tables: for each group of layers the blocks from the first on, of the device or to be loaded from the host
+            within the step; `NULL_BLOCK` where the group's window has passed.
         num_tokens: tokens that need not be computed, those of `partial` included.
-        partial, num_partial: a block whose first tokens are those after the whole blocks, and how many; to be copied.
-        loads: names on disk that would make the hit longer.
-        loading: whether some of these are being read already, for another sequence.
+        partial, num_partial: a device block whose first tokens continue the whole blocks, and how many; to be copied.
+        loads: blocks of asynchronous tiers that would make the hit longer.
+        loading: whether some of these are being loaded already, for another sequence.
     """
 
     __slots__ = ("loading", "loads", "num_partial", "num_tokens", "partial", "tables")
 
-    def __init__(self, tables: list[list[Found]], num_tokens: int) -> None:
+    def __init__(self, tables: list[list[CachedBlock]], num_tokens: int) -> None:
         self.tables = tables
         self.num_tokens = num_tokens
         self.partial: Block | None = None
         self.num_partial = 0
-        self.loads: list[bytes] = []
+        self.loads: list[TierHit] = []
         self.loading = False
 
     def add_partial(self, block: Block, num_tokens: int) -> None:
@@ -64,24 +48,24 @@ class PrefixHit:
         self.num_tokens += num_tokens
 
     def counts(self) -> tuple[int, int]:
-        """Return how many device blocks the hit takes out of the free queue, and how many blocks must be copied in."""
-        num_woken = num_restored = 0
+        """Return how many blocks the hit takes out of the device's free queue, and how many must be loaded."""
+        num_touched = num_loaded = 0
         for table in self.tables:
             for found in table:
                 if isinstance(found, Block):
-                    num_woken += found.ref_count == 0 and found is not NULL_BLOCK
+                    num_touched += found.ref_count == 0 and found is not NULL_BLOCK
                 else:
-                    num_restored += 1
-        return num_woken, num_restored
+                    num_loaded += 1
+        return num_touched, num_loaded
 
     def num_host_tokens(self, block_size: int) -> int:
         """Tokens that come from the host's pool, by the first group of layers."""
-        return sum(isinstance(found, HostBlock) for found in self.tables[0]) * block_size
+        return sum(isinstance(found, TierHit) for found in self.tables[0]) * block_size
 
 
 def longest_hit(
-    windows: list[int | None], block_size: int, limit: int, find: Callable[[int, int], Found | None]
-) -> list[list[Found]]:
+    windows: list[int | None], block_size: int, limit: int, find: Callable[[int, int], CachedBlock | None]
+) -> list[list[CachedBlock]]:
     """Return for each group the blocks of the longest beginning, at most `limit` blocks, that all groups hold.
 
     A group without a window must hold all blocks of it; one with a window, those that the next token sees.
@@ -90,14 +74,14 @@ def longest_hit(
         find: returns block `index` of group `group`, `find(group, index)`, or None.
     """
     if windows == [None]:
-        table: list[Found] = []
+        table: list[CachedBlock] = []
         for index in range(limit):
             found = find(0, index)
             if found is None:
                 break
             table.append(found)
         return [table]
-    columns: list[list[Found | None]] = [[] for _ in windows]
+    columns: list[list[CachedBlock | None]] = [[] for _ in windows]
     for group, window in enumerate(windows):
         if window is None:
             for index in range(limit):
@@ -120,10 +104,10 @@ def longest_hit(
         for group, lengths in runs.items()
     ):
         limit -= 1
-    tables: list[list[Found]] = []
+    tables: list[list[CachedBlock]] = []
     for group, window in enumerate(windows):
         first = 0 if window is None else first_seen(limit * block_size, window, block_size)
-        row: list[Found] = [NULL_BLOCK] * min(first, limit)
+        row: list[CachedBlock] = [NULL_BLOCK] * min(first, limit)
         for found in columns[group][first:limit]:
             assert found is not None
             row.append(found)

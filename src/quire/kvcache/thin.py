@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.errors import QuireError
 from quire.kvcache.block_pool import Block, BlockPool
-from quire.kvcache.tiers import Movements
+from quire.step import BlockTransfer, Tier, TransferOp
 
 
 class ThinTables:
@@ -26,8 +26,10 @@ class ThinTables:
         step: the one that is being planned, as the manager counts them.
     """
 
-    def __init__(self, pool: BlockPool, movements: Movements, tables: Mapping[str, list[list[Block]]]) -> None:
-        self._pool, self._movements, self._tables = pool, movements, tables
+    def __init__(
+        self, pool: BlockPool, transfers: list[BlockTransfer], tables: Mapping[str, list[list[Block]]]
+    ) -> None:
+        self._pool, self._transfers, self._tables = pool, transfers, tables
         self._known: dict[str, tuple[int, list[int]]] = {}  # entries looked at, and which of them are thin
         self.replaced: dict[str, list[tuple[int, int, int]]] = {}
         self.step = 0
@@ -139,7 +141,7 @@ class ThinTables:
     def _copy(self, block: Block) -> Block:
         """Return a block of the other kind with the content of `block`, which is found in its place from now on."""
         (other,) = self._pool.get_new_blocks(1, sparing=block.block_id < self._pool.first_thin)
-        self._movements.copy(block, other)
+        self._transfers.append(BlockTransfer(TransferOp.COPY, Tier.DEVICE, block.block_id, other.block_id))
         name, parent, token_ids, step = block.block_hash, block.parent_hash, block.token_ids, block.step
         if name is not None:
             self._pool.unregister(block)

@@ -1,11 +1,9 @@
-"""Where blocks go when the device has no room: a pool in host memory, and records on disk. Ids and names only.
+"""KV tiers, control half: which blocks the host's memory and the disk hold, by hash, and what moves for that.
 
-Both tiers hold content under its name (`block_hash`) and answer the same two questions: `find` says whether a name is
-there, `keep` takes in a device block that is about to lose its content, or just became free. They differ in how content
-comes back: from the host within the step (`HostTier.restore`), from disk some steps later (`DiskTier.load`). The host's
-pool also holds the blocks of sequences that were swapped out, which nobody else finds.
-
-What is to be moved is noted in `Movements`, in order, and leaves with the next plan.
+A `KVTier` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
+appended to the list of the step's transfers, in the order decided; the worker half of each tier
+(`worker/transfers.py`) moves the bytes. A tier in another process or machine would be one more class on either side and
+a member of `Tier`. When blocks are stored and loaded is decided in `manager`.
 """
 
 from __future__ import annotations
@@ -13,296 +11,312 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple, Protocol
 
 from quire.kvcache.block_hash import DIGEST_BYTES
 from quire.kvcache.block_pool import Block, BlockPool
-from quire.step import BlockLoad, BlockSave, TransferKind
+from quire.step import BlockTransfer, Tier, TransferOp
 
-AHEAD = 64  # blocks copied to the host at a time, before they are reused
-SOON = 8  # of which one that is not kept yet starts that
+STORE_AHEAD = 64  # blocks copied to the host at a time, before the device evicts them
+STORE_AHEAD_TRIGGER = 8  # of the next blocks to be evicted: one that the host lacks starts the next lot
 
-# Looked up once: enum attributes are slow, and a block may move with every token.
-_COPY, _OUT, _IN = int(TransferKind.COPY), int(TransferKind.OUT), int(TransferKind.IN)
+# Enum attributes are slow to look up, and a block may move with every token.
+_COPY, _STORE, _LOAD, _CLEAR = TransferOp
+_DEVICE, _HOST, _DISK = Tier
+
+_FIXED = struct.Struct("<BBI")  # length of the hash, length of the parent's, number of tokens
+HASH_BYTES = DIGEST_BYTES + 1  # hashes of groups of layers after the first have one byte more
+TOKEN_BYTES = 4
 
 
-class Movements:
-    """What the worker will be told to move, in the order decided.
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What a stored block is found by again: its hash, that of the prefix before it, and its tokens.
 
-    Saves happen before transfers: their sources are read before anything of this step overwrites them.
+    The disk keeps it beside each block, so that blocks are found after a restart.
     """
 
-    __slots__ = ("erase_stored", "loads", "saves", "transfers")
+    block_hash: bytes
+    parent_hash: bytes
+    token_ids: list[int]
 
-    def __init__(self) -> None:
-        self.transfers: list[tuple[int, int, int]] = []
-        self.saves: list[BlockSave] = []
-        self.loads: list[BlockLoad] = []
-        self.erase_stored = False
+    @staticmethod
+    def max_bytes(block_size: int) -> int:
+        """Size of the longest encoded header of blocks of `block_size` tokens."""
+        return _FIXED.size + 2 * HASH_BYTES + TOKEN_BYTES * block_size
 
-    def copy(self, source: Block, destination: Block) -> None:
-        """Copy a block within the device."""
-        self.transfers.append((_COPY, source.block_id, destination.block_id))
+    def encode(self) -> bytes:
+        """Return it as bytes, at most `max_bytes`."""
+        tokens = array("I", self.token_ids)
+        assert tokens.itemsize == TOKEN_BYTES
+        sizes = _FIXED.pack(len(self.block_hash), len(self.parent_hash), len(tokens))
+        return sizes + self.block_hash + self.parent_hash + tokens.tobytes()
 
-    def take(self) -> tuple[list[tuple[int, int, int]], list[BlockSave], list[BlockLoad]]:
-        """Return transfers, saves and loads, and start afresh."""
-        taken = self.transfers, self.saves, self.loads
-        self.transfers, self.saves, self.loads = [], [], []
-        return taken
+    @classmethod
+    def decode(cls, data: bytes) -> BlockHeader | None:
+        """Return the header that `encode` made, zeros behind it ignored; None if these bytes are none."""
+        if len(data) < _FIXED.size:
+            return None
+        hash_size, parent_size, count = _FIXED.unpack_from(data)
+        parent = _FIXED.size + hash_size
+        first = parent + parent_size
+        end = first + TOKEN_BYTES * count
+        if not DIGEST_BYTES <= hash_size <= HASH_BYTES or parent_size > HASH_BYTES or end > len(data):
+            return None
+        tokens = array("I")
+        tokens.frombytes(data[first:end])
+        return cls(data[_FIXED.size : parent], data[parent:first], list(tokens))
 
-    def take_erasure(self) -> bool:
-        """Return whether the disk store is to forget everything, before the saves; once."""
-        erase, self.erase_stored = self.erase_stored, False
-        return erase
+
+class KVTier(Protocol):
+    """The control half of a tier. All calls answer at once, from the scheduler's own index of the tier.
+
+    A load from a tier that `is_async` takes some steps and may fail, which is the same as the block not being there.
+    """
+
+    tier: Tier
+
+    def __len__(self) -> int:
+        """Number of blocks that `lookup` finds."""
+
+    def lookup(self, block_hash: bytes) -> bool:
+        """Whether the tier has a block with this hash."""
+
+    def store(self, block: Block) -> None:
+        """Store a device block under its hash, evicting the least recently used block; no room is no error."""
+
+    def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
+        """Load a block that `lookup` found into a device block; return what is known of it."""
+
+    def drop(self, block_hash: bytes) -> None:
+        """Forget a block, if it is there: its load failed, or it is evicted."""
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+
+
+class TierHit(NamedTuple):
+    """A block that is not on the device but in a tier."""
+
+    tier: KVTier
+    block_hash: bytes
 
 
 class HostTier:
-    """Blocks in host memory: a pool like the device's, whose free blocks keep their content until reused.
+    """Blocks in host memory: a pool like the device's, whose free blocks keep their content until they are evicted.
+
+    The pool holds the blocks of swapped sequences as well, which have references and no hash.
 
     Attributes:
-        pool: ids are indices into the worker's host memory.
+        pool: ids are the keys of transfers.
     """
 
-    def __init__(self, num_blocks: int, movements: Movements) -> None:
+    tier = Tier.HOST
+
+    def __init__(self, num_blocks: int, transfers: list[BlockTransfer]) -> None:
         self.pool = BlockPool(num_blocks)
-        self._movements = movements
+        self._transfers = transfers
 
-    def find(self, name: bytes) -> Block | None:
-        """Return the host block with this content, or None."""
-        return self.pool.lookup(name)
+    def __len__(self) -> int:
+        return self.pool.num_cached
 
-    def keep(self, block: Block) -> None:
-        """Copy a device block's content out, reusing the least recently used host block; no room is no error."""
+    def lookup(self, block_hash: bytes) -> bool:
+        """See `KVTier.lookup`."""
+        return self.pool.lookup(block_hash) is not None
+
+    def store(self, block: Block) -> None:
+        """See `KVTier.store`."""
         assert block.block_hash is not None
-        known = self.pool.lookup(block.block_hash)
-        if known is not None:
-            self.pin(known)  # counts as a use
+        stored = self.pool.lookup(block.block_hash)
+        if stored is not None:
+            self.pool.touch((stored,))  # counts as a use
         elif self.pool.num_free:
-            (known,) = self.pool.get_new_blocks(1)
-            self._movements.transfers.append((_OUT, block.block_id, known.block_id))
-            self.pool.register(known, block.block_hash, block.parent_hash, block.token_ids)
+            (stored,) = self.pool.get_new_blocks(1)
+            self._transfers.append(BlockTransfer(_STORE, _HOST, block.block_id, stored.block_id))
+            self.pool.register(stored, block.block_hash, block.parent_hash, block.token_ids)
         else:
             return
-        self.unpin(known)
+        self.pool.free((stored,))
 
-    def keep_ahead(self, free: Iterable[Block], block_size: int) -> None:
-        """Copy out what the device will reuse next, many blocks at a time: one by one it costs several times as much.
+    def store_ahead(self, free: Iterable[Block], block_size: int) -> None:
+        """Store what the device will evict next, many blocks at a time: one by one costs several times as much.
 
-        `free` are the device's free blocks, the next to be reused first. Tails are left out: nothing finds them here.
+        `free` are the device's free blocks in the order of eviction. Tails are left out: nothing looks them up here.
         """
-        most = min(AHEAD, self.pool.num_blocks // 2)
-        following = list(islice(free, most))
-        wanted = [
+        following = list(islice(free, min(STORE_AHEAD, self.pool.num_blocks // 2)))
+        missing = [
             block
             for block in following
             if block.block_hash is not None
             and len(block.token_ids) == block_size
             and self.pool.lookup(block.block_hash) is None
         ]
-        # Only when one of the next few is not kept yet: then it is time for the next lot.
-        if wanted and any(block in wanted for block in following[:SOON]):
-            for block in wanted:
-                self.keep(block)
+        if missing and any(block in missing for block in following[:STORE_AHEAD_TRIGGER]):
+            for block in missing:
+                self.store(block)
 
-    def pin(self, block: Block) -> None:
-        """Protect a host block from reuse until `unpin`."""
+    def pin(self, block_hash: bytes) -> None:
+        """Keep a block that `lookup` found from being evicted until it is loaded."""
+        block = self.pool.lookup(block_hash)
+        assert block is not None
         self.pool.touch((block,))
 
-    def unpin(self, block: Block) -> None:
-        """Undo `pin`; the block becomes the last to be reused."""
+    def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
+        """See `KVTier.load`; the block has been pinned, and is not any more."""
+        block = self.pool.lookup(block_hash)
+        assert block is not None
+        self._transfers.append(BlockTransfer(_LOAD, _HOST, destination.block_id, block.block_id))
         self.pool.free((block,))
+        return BlockHeader(block_hash, block.parent_hash, block.token_ids)
 
-    def restore(self, source: Block, destination: Block) -> None:
-        """Copy a host block's content to a device block."""
-        self._movements.transfers.append((_IN, source.block_id, destination.block_id))
+    def drop(self, block_hash: bytes) -> None:
+        """See `KVTier.drop`."""
+        block = self.pool.lookup(block_hash)
+        if block is not None:
+            self.pool.unregister(block)
+
+    def clear(self) -> None:
+        """See `KVTier.clear`; swapped blocks stay."""
+        self.pool.unregister_all()
 
     def swap_out(self, blocks: Iterable[Block]) -> list[Block]:
         """Copy device blocks to host blocks with one reference each; the caller has checked that so many are free."""
         sources = list(blocks)
-        places = self.pool.get_new_blocks(len(sources))
-        for source, place in zip(sources, places, strict=True):
-            self._movements.transfers.append((_OUT, source.block_id, place.block_id))
-        return places
+        destinations = self.pool.get_new_blocks(len(sources))
+        for source, destination in zip(sources, destinations, strict=True):
+            self._transfers.append(BlockTransfer(_STORE, _HOST, source.block_id, destination.block_id))
+        return destinations
 
-
-_FIXED = struct.Struct("<BBI")  # length of the name, length of the parent's, number of tokens
-NAME_BYTES = DIGEST_BYTES + 1  # names of further groups of layers have one byte more
-TOKEN_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RecordHeader:
-    """The name of a block, that of the prefix before it, and its tokens."""
-
-    name: bytes
-    parent: bytes
-    token_ids: list[int]
-
-    @staticmethod
-    def max_bytes(block_size: int) -> int:
-        """Size of the longest header of blocks of `block_size` tokens."""
-        return _FIXED.size + 2 * NAME_BYTES + TOKEN_BYTES * block_size
-
-    def encode(self) -> bytes:
-        """Return it as bytes, at most `max_bytes`."""
-        tokens = array("I", self.token_ids)
-        assert tokens.itemsize == TOKEN_BYTES
-        return _FIXED.pack(len(self.name), len(self.parent), len(tokens)) + self.name + self.parent + tokens.tobytes()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RecordHeader | None:
-        """Return the header that `encode` made, zeros behind it ignored; None if these bytes are none."""
-        if len(data) < _FIXED.size:
-            return None
-        name_size, parent_size, count = _FIXED.unpack_from(data)
-        start = _FIXED.size
-        end = start + name_size + parent_size + TOKEN_BYTES * count
-        if not DIGEST_BYTES <= name_size <= NAME_BYTES or parent_size > NAME_BYTES or end > len(data):
-            return None
-        tokens = array("I")
-        tokens.frombytes(data[start + name_size + parent_size : end])
-        return cls(
-            data[start : start + name_size], data[start + name_size : start + name_size + parent_size], list(tokens)
-        )
+    def swap_in(self, source: Block, destination: Block) -> None:
+        """Copy a host block to a device block."""
+        self._transfers.append(BlockTransfer(_LOAD, _HOST, destination.block_id, source.block_id))
 
 
 class DiskTier:
-    """Records on disk by name, least recently used first.
+    """Records on disk.
 
     Args:
         num_slots: records there is room for.
         stored: (slot, header) of what the store held when it was opened; headers that make no sense are ignored.
-
-    Attributes:
-        num_slots: as given. len(): how many of them hold a record.
     """
 
-    def __init__(self, num_slots: int, stored: Iterable[tuple[int, bytes]], movements: Movements) -> None:
+    tier = Tier.DISK
+
+    def __init__(self, num_slots: int, stored: Iterable[tuple[int, bytes]], transfers: list[BlockTransfer]) -> None:
         self.num_slots = num_slots
-        self._movements = movements
-        self._records: OrderedDict[bytes, int] = OrderedDict()
-        self._headers: dict[bytes, bytes] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._transfers = transfers
+        self._records: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()  # hash -> slot and header
         taken = set()
         for slot, data in stored:
-            header = RecordHeader.decode(data)
-            if header is not None and 0 <= slot < num_slots and header.name not in self._records:
-                self._records[header.name] = slot
-                self._headers[header.name] = data
+            header = BlockHeader.decode(data)
+            if header is not None and 0 <= slot < num_slots and header.block_hash not in self._records:
+                self._records[header.block_hash] = slot, data
                 taken.add(slot)
-        if taken:
-            self._free = [slot for slot in self._free if slot not in taken]
+        self._free_slots = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def find(self, name: bytes) -> int | None:
-        """Return the slot of the record with this content, or None."""
-        return self._records.get(name)
+    def lookup(self, block_hash: bytes) -> bool:
+        """See `KVTier.lookup`."""
+        return block_hash in self._records
 
-    def header(self, name: bytes) -> RecordHeader:
-        """Return what is known of a record that `find` found."""
-        header = RecordHeader.decode(self._headers[name])
-        assert header is not None, "checked when it came"
-        return header
-
-    def keep(self, block: Block) -> None:
-        """Write a device block's content, reusing the least recently used record if there is no free one."""
+    def store(self, block: Block) -> None:
+        """See `KVTier.store`."""
         assert block.block_hash is not None
-        name = block.block_hash
-        if name in self._records:
-            self._records.move_to_end(name)
+        block_hash = block.block_hash
+        if block_hash in self._records:
+            self._records.move_to_end(block_hash)
             return
-        if not self._free:
+        if not self._free_slots:
             if not self._records:
                 return
             self.drop(next(iter(self._records)))
-        slot = self._free.pop()
-        header = RecordHeader(name, block.parent_hash, block.token_ids).encode()
-        self._records[name] = slot
-        self._headers[name] = header
-        self._movements.saves.append(BlockSave(block.block_id, slot, header))
+        slot = self._free_slots.pop()
+        header = BlockHeader(block_hash, block.parent_hash, block.token_ids).encode()
+        self._records[block_hash] = slot, header
+        self._transfers.append(BlockTransfer(_STORE, _DISK, block.block_id, slot, header))
 
-    def load(self, name: bytes, destination: Block) -> None:
-        """Begin to read a record into a device block; `ModelOutput.loaded` will tell how it went."""
-        self._records.move_to_end(name)
-        self._movements.loads.append(BlockLoad(destination.block_id, self._records[name], self._headers[name]))
+    def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
+        """See `KVTier.load`."""
+        self._records.move_to_end(block_hash)
+        slot, data = self._records[block_hash]
+        self._transfers.append(BlockTransfer(_LOAD, _DISK, destination.block_id, slot, data))
+        header = BlockHeader.decode(data)
+        assert header is not None, "checked when it was stored"
+        return header
 
-    def drop(self, name: bytes) -> None:
-        """Forget a record: its slot is needed, or it is damaged."""
-        slot = self._records.pop(name, None)
-        if slot is not None:
-            del self._headers[name]
-            self._free.append(slot)
+    def drop(self, block_hash: bytes) -> None:
+        """See `KVTier.drop`."""
+        record = self._records.pop(block_hash, None)
+        if record is not None:
+            self._free_slots.append(record[0])
 
-    def clear(self) -> int:
-        """Forget all records, on the disk as well; return how many there were."""
-        count = len(self._records)
-        for name in list(self._records):
-            self.drop(name)
+    def clear(self) -> None:
+        """See `KVTier.clear`; the files are truncated."""
+        for block_hash in list(self._records):
+            self.drop(block_hash)
         if self.num_slots:
-            self._movements.saves.clear()
-            self._movements.erase_stored = True
-        return count
+            self._transfers.append(BlockTransfer(_CLEAR, _DISK))
 
 
 @dataclass(slots=True)
 class _Load:
-    """What a block will be; no name if that was forgotten meanwhile."""
+    """A block that is being loaded, and the header it will be registered under; None if it must not be found."""
 
     block: Block
-    name: bytes
-    parent: bytes
-    token_ids: list[int]
+    tier: KVTier
+    header: BlockHeader | None
 
 
-class Loading:
-    """Loads from `disk` into blocks of `pool`."""
+class AsyncLoads:
+    """Device blocks that are being loaded from asynchronous tiers.
 
-    def __init__(self, pool: BlockPool, disk: DiskTier) -> None:
-        self._pool, self._disk = pool, disk
+    Such a block has one reference and no hash, so that nobody finds or takes it. Once loaded it is registered and
+    free: a cached block like any other, which the request that waits for it finds when it looks again.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
         self._loads: dict[int, _Load] = {}
-
-    def __len__(self) -> int:
-        return len(self._loads)
 
     @property
     def block_ids(self) -> Set[int]:
-        """The blocks that are being filled."""
+        """The blocks that are being loaded."""
         return self._loads.keys()
 
-    def names(self) -> set[bytes]:
-        """Return what they are being filled with."""
-        return {load.name for load in self._loads.values()}
+    def block_hashes(self) -> set[bytes]:
+        """Return the hashes of what they are being loaded with."""
+        return {load.header.block_hash for load in self._loads.values() if load.header is not None}
 
-    def start(self, names: Sequence[bytes], num_reserved_blocks: int) -> list[int]:
-        """Begin to read records, as many as there are blocks for beyond the reserved ones; return the block ids."""
+    def start(self, hits: Iterable[TierHit], num_reserved_blocks: int) -> list[int]:
+        """Begin to load, as much as there are free blocks for beyond the reserved ones; return the device block ids."""
         started = []
-        for name in names:
+        for tier, block_hash in hits:
             if self._pool.num_free <= num_reserved_blocks:
                 break
-            (block,) = self._pool.get_new_blocks(1)  # whose content may go to disk, in the place of an older record
-            if self._disk.find(name) is None:
+            (block,) = self._pool.get_new_blocks(1)  # storing its old content may evict what was to be loaded
+            if not tier.lookup(block_hash):
                 self._pool.free((block,))
                 continue
-            header = self._disk.header(name)
-            self._disk.load(name, block)
-            self._loads[block.block_id] = _Load(block, name, header.parent, header.token_ids)
+            self._loads[block.block_id] = _Load(block, tier, tier.load(block_hash, block))
             started.append(block.block_id)
         return started
 
-    def finish(self, block_id: int, sound: bool, step: int) -> None:
-        """A load has ended; what was read counts as computed in `step`. A damaged record is forgotten."""
+    def finish(self, block_id: int, succeeded: bool, step: int) -> None:
+        """Note that a load has ended; its content counts as computed in `step`. What failed is not there any more."""
         load = self._loads.pop(block_id)
-        if load.name and not sound:
-            self._disk.drop(load.name)
-        elif load.name and self._pool.lookup(load.name) is None:
-            self._pool.register(load.block, load.name, load.parent, load.token_ids, step)
+        header = load.header
+        if header is not None and not succeeded:
+            load.tier.drop(header.block_hash)
+        elif header is not None and self._pool.lookup(header.block_hash) is None:
+            self._pool.register(load.block, header.block_hash, header.parent_hash, header.token_ids, step)
         self._pool.free((load.block,))
 
     def forget(self) -> None:
-        """Whatever comes of the loads under way, nobody may find it."""
+        """Let nothing find what the loads under way will bring."""
         for load in self._loads.values():
-            load.name = b""
+            load.header = None

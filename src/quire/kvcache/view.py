@@ -169,8 +169,8 @@ def _group(name: bytes) -> int:
 
 
 def _copies(kv: KVCacheManager, name: bytes, tier: str) -> list[str]:
-    there = {"device": kv.pool.lookup(name), "host": kv.host.find(name), "disk": kv.disk.find(name)}
-    return [other for other, found in there.items() if found is not None and other != tier]
+    there = {"device": kv.pool.lookup(name) is not None, "host": kv.host.lookup(name), "disk": kv.disk.lookup(name)}
+    return [other for other, found in there.items() if found and other != tier]
 
 
 def draw_blocks(rows: Iterable[Mapping[str, Any]], block_size: int) -> str:

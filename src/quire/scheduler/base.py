@@ -52,7 +52,7 @@ class BaseScheduler(Flights, ABC):
         forks, self._forks = self._forks, []
         # Nobody waits for the disk while a step is in flight: its own result comes first.
         waits = flight is None and self.kv.num_loading > 0
-        output = plan.finish(finished_ids, forks, self.kv.movements, loading=waits)
+        output = plan.finish(finished_ids, forks, self.kv.take_transfers(), loading=waits)
         if flight is not None:
             flight.ahead = output
         self._num_under_way += 1
@@ -64,9 +64,9 @@ class BaseScheduler(Flights, ABC):
 
     def closing_plan(self) -> SchedulerOutput:
         """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""
-        self.kv.save_all()
+        self.kv.store_all()
         plan = Plan(self.max_num_batched_tokens)
-        return plan.finish([], [], self.kv.movements, loading=False)
+        return plan.finish([], [], self.kv.take_transfers(), loading=False)
 
     # ---- taking in the results ----
 

@@ -207,7 +207,7 @@ class RequestLives:
 
     def has_unfinished(self) -> bool:
         """Whether there is work: live requests, a refusal to be sent, or an end the worker has not been told of."""
-        owed = self._news or self._finished_ids or self.kv.num_loading or self.kv.movements.erase_stored
+        owed = self._news or self._finished_ids or self.kv.num_loading or self.kv.transfers
         return bool(self._requests or owed)
 
     def has_requests(self) -> bool:

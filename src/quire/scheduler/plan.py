@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kvcache.tiers import Movements
-from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
+from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 
 
 class Plan:
@@ -41,10 +40,9 @@ class Plan:
         self.preempted: list[str] = []
 
     def finish(
-        self, finished_ids: list[str], forks: list[ForkData], movements: Movements, *, loading: bool
+        self, finished_ids: list[str], forks: list[ForkData], transfers: list[BlockTransfer], *, loading: bool
     ) -> SchedulerOutput:
         """Return the plan as the worker gets it; with nothing to compute but something `loading`, it is to wait."""
-        transfers, saves, loads = movements.take()
         return SchedulerOutput(
             new_sequences=self.new_sequences,
             continuing=self.continuing,
@@ -54,8 +52,5 @@ class Plan:
             preempted_sequence_ids=self.preempted,
             forks=forks,
             transfers=transfers,
-            saves=saves,
-            loads=loads,
             wait_for_loads=loading and not self.num_scheduled,
-            erase_stored=movements.take_erasure(),
         )

@@ -29,7 +29,16 @@ from quire.simulate.cost import DEVICE_FEATURES, HOST_FEATURES, FittedCost
 from quire.simulate.driver import message_of
 from quire.simulate.fit import Measured, fit_device, fit_host
 from quire.simulate.trace import Synthetic, draw
-from quire.step import ContinuingSequenceData, KVCacheSpec, ModelOutput, NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import (
+    BlockTransfer,
+    ContinuingSequenceData,
+    KVCacheSpec,
+    ModelOutput,
+    NewSequenceData,
+    SchedulerOutput,
+    Tier,
+    TransferOp,
+)
 
 NUM_SHAPES = 96  # as many as `worker/graphs.py` keeps
 DECODE_STEPS = 4  # measured after the first, which also takes the sequences in
@@ -240,10 +249,9 @@ def measure_moves(executor: TimedExecutor, count: int) -> float:
         return 0.0
     found = []
     for _ in range(MOVE_ROUNDS):
-        for kind in (TransferKind.OUT, TransferKind.IN):
-            step = SchedulerOutput(
-                [], [], {}, 0, [], [], transfers=[(int(kind), block, block) for block in range(count)]
-            )
+        for op in (TransferOp.STORE, TransferOp.LOAD):
+            transfers = [BlockTransfer(op, Tier.HOST, block, block) for block in range(count)]
+            step = SchedulerOutput([], [], {}, 0, [], [], transfers=transfers)
             executor.execute(step)
             found.append(executor.last.seconds / count)
     return float(np.median(found))

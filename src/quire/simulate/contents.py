@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.simulate.thin import ThinReader
-from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput, Tier, TransferOp
 
 Windows = tuple[tuple[int, float], ...]  # (sliding window in tokens, share of the layers that have it)
 
@@ -126,8 +126,10 @@ class StepReader:
                 row.num_known += 1
         contents.decode_context = context
         contents.num_sampled = len(sampled)
-        contents.num_moved_blocks = sum(kind != TransferKind.COPY for kind, _, _ in step.transfers)
-        contents.num_disk_blocks = len(step.saves) + len(step.loads)
+        contents.num_moved_blocks = sum(each.tier is Tier.HOST for each in step.transfers)
+        contents.num_disk_blocks = sum(
+            each.tier is Tier.DISK and each.op is not TransferOp.CLEAR for each in step.transfers
+        )
         if self._thin is not None:
             self._thin.read(step, contents)
         contents.is_new_shape = self._is_new((contents.num_tokens, contents.num_sequences, contents.num_sampled))

@@ -96,7 +96,7 @@ class SimulatedExecutor(Executor):
         self.num_new_shapes += contents.is_new_shape
         if self._observer is not None:
             self._observer(step, contents, seconds)
-        return ModelOutput(sampled_token_ids=sampled, loaded={load.block_id: True for load in step.loads})
+        return ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(step.loading_block_ids, True))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Protocol
 
-from quire.step import SchedulerOutput, TransferKind
+from quire.step import SchedulerOutput, TransferOp
 
 
 class ThinContents(Protocol):
@@ -54,7 +54,7 @@ class ThinReader:
     def read(self, step: SchedulerOutput, contents: ThinContents) -> None:
         """Take in `step` and count what it streams."""
         first_thin, tables = self._first_thin, self._tables
-        copies = [(source, target) for kind, source, target in step.transfers if kind == TransferKind.COPY]
+        copies = [(each.block_id, each.key) for each in step.transfers if each.op is TransferOp.COPY]
         num_loads = sum(source >= first_thin for source, _ in copies)
         num_stores = sum(target >= first_thin for _, target in copies)
         contents.num_thin_loads, contents.num_thin_stores = num_loads, num_stores

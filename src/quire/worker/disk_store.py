@@ -15,20 +15,21 @@ noticed, and the block counts as absent. Nothing is synced: what a crash of the 
 Digests are keyed BLAKE2b (RFC 7693) of 128 bits. A damaged block that went unnoticed would silently give wrong text, so
 the 2^-32 of a CRC is not enough where a digest about as fast as a good disk costs little beside computing the block;
 and the key keeps a file copied in from another store from being taken for this one's. Which slot holds what, and what
-is worth keeping, is the scheduler's business; threads are `disk_threads.py`'s.
+is worth keeping, is decided in `kvcache/tiers.py`; threads are in `disk_tier.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import struct
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.worker.disk_folder import remove_unused_stores
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ DIGEST_BYTES = 16
 KEY_BYTES = 32
 ALIGNMENT = 4096
 SCAN_BYTES = 2**20  # of headers read at once
+STORE_NAME = re.compile(r"[0-9a-f]{32}")
+STORE_FILES = ("meta", "headers", "blocks", "meta.new", "lock")  # in the order in which they are deleted
 
 
 def header_nbytes(block_size: int) -> int:
@@ -118,7 +120,7 @@ class DiskStore:
         self.folder = folder / geometry.folder_name()
         self._failed = False
         self._warned = False
-        with ExitStack() as opened:
+        with contextlib.ExitStack() as opened:
             try:
                 self._open(opened)
             except OSError as error:
@@ -201,7 +203,7 @@ class DiskStore:
 
     # Opening
 
-    def _open(self, opened: ExitStack) -> None:
+    def _open(self, opened: contextlib.ExitStack) -> None:
         """Lock the folder, read or make `meta`, open the files."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock(self._open_file("lock", opened))
@@ -214,7 +216,7 @@ class DiskStore:
             if os.fstat(file).st_size > most:
                 os.truncate(file, most)
 
-    def _open_file(self, name: str, opened: ExitStack) -> int:
+    def _open_file(self, name: str, opened: contextlib.ExitStack) -> int:
         file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
         opened.callback(os.close, file)
         return file
@@ -303,4 +305,49 @@ def _read(file: int, data: memoryview, offset: int) -> bool:
         if count == 0:
             return False
         data, offset = data[count:], offset + count
+    return True
+
+
+def remove_unused_stores(folder: Path, num_bytes: int) -> None:
+    """Delete stores in `folder`, the longest unused first, until all of them take at most `num_bytes`.
+
+    Those that an engine has open stay, and so does everything that is no store.
+    """
+    found = []
+    for path in folder.iterdir():
+        if STORE_NAME.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # gone meanwhile, or no store
+                found.append(((path / "lock").stat().st_mtime_ns, _usage(path), path))
+    total = sum(usage for _, usage, _ in found)
+    for _, usage, path in sorted(found):
+        if total <= num_bytes:
+            return
+        if _remove(path):
+            logger.info("removed %s: the stores in %s took more than the space given", path.name, folder)
+            total -= usage
+
+
+def _usage(store: Path) -> int:
+    """Return the bytes that a store takes on the disk."""
+    return sum((store / name).stat().st_blocks * 512 for name in STORE_FILES if (store / name).exists())
+
+
+def _remove(store: Path) -> bool:
+    """Delete a store and say so, unless it is in use or the system forbids it."""
+    try:
+        lock = os.open(store / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in STORE_FILES:
+            (store / name).unlink(missing_ok=True)
+        store.rmdir()
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be removed (%s)", store, error)
+        return False
+    finally:
+        os.close(lock)
     return True

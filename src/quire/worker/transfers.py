@@ -1,71 +1,148 @@
-"""`BlockTransfers`: moves whole blocks between device, host and disk as `SchedulerOutput` says (points 1 to 3).
+"""`BlockTransfers`: moves KV blocks between the device and the tiers, as `SchedulerOutput.transfers` says.
 
-It runs on the engine's thread and is the only one that touches the KV caches between two runs of the model; files are
-read and written by the threads of `disk_threads.py`. A device may be several steps behind that thread: blocks move when
-their turn comes there (`kernels/host_blocks.py`), and only the disk's threads wait for it. Why a block moves is the
-scheduler's business.
+A `WorkerTier` is the worker half of a tier: it moves the bytes of what the scheduler's half (`kvcache/tiers.py`)
+decides. Everything here runs on the engine's thread, the only one that touches the KV caches between two runs of the
+model. A device may be several steps behind that thread: copies are ordered with the model's kernels
+(`kernels/host_blocks.py`), and only the threads of the disk tier wait for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from quire.kernels.backend import Backend, KVCache
+from quire.kernels.host_blocks import HostBlocks
 from quire.kernels.layer_stream import LayerStream
-from quire.step import BlockSave, SchedulerOutput, TransferKind
+from quire.step import BlockTransfer, SchedulerOutput, Tier, TransferOp
 from quire.worker.disk_store import DiskStore
-from quire.worker.disk_threads import DiskThreads
+from quire.worker.disk_tier import DiskTier
 
-# Batches of a group run in this order: blocks are moved out before they are used for something else.
-ORDER = (TransferKind.OUT, TransferKind.COPY, TransferKind.IN)
-BLOCKS_AT_ONCE = 32  # that are on their way to or from the disk through one array
+_COPY, _STORE, _LOAD, _CLEAR = TransferOp
 
 
-def order_transfers(transfers: Iterable[tuple[int, int, int]]) -> Iterator[tuple[TransferKind, np.ndarray]]:
-    """Yield batches (kind, int64 [n, 2] of source and destination) that, one after the other, do what `transfers` say.
+class WorkerTier(Protocol):
+    """The worker half of a tier. Calls take effect in their order and in that of the backend's ops."""
 
-    In a batch all sources are read before any destination is written, and no destination occurs twice. Transfers are
-    gathered into one batch of each kind for as long as running those in `ORDER` gives what running one transfer after
-    the other would.
-    """
-    batches = {kind: _Batch() for kind in ORDER}
-    for number, source, destination in transfers:
-        kind = TransferKind(number)
-        # Blocks of the host are told from those of the device by being negative.
-        reads = ~source if kind is TransferKind.IN else source
-        writes = ~destination if kind is TransferKind.OUT else destination
-        later = [batches[other] for other in ORDER[ORDER.index(kind) + 1 :]]
-        if reads in batches[kind].written or any(
-            reads in batch.written or writes in batch.written or writes in batch.read for batch in later
-        ):
-            yield from _drain(batches)
-            batches = {kind: _Batch() for kind in ORDER}
-        batches[kind].written[writes] = reads
-        batches[kind].read.add(reads)
-    yield from _drain(batches)
+    def store(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Copy device blocks out, which later calls and steps may overwrite at once."""
+
+    def load(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Fill device blocks; an asynchronous tier begins to, and `finish_loads` does the rest."""
+
+    def finish_loads(self, *, wait: bool) -> dict[int, bool]:
+        """Return the device blocks whose asynchronous loads ended since the last call, and whether they succeeded.
+
+        With `wait` there is at least one, unless none is under way or the tier takes too long.
+        """
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+
+    def flush(self) -> None:
+        """Return when everything stored so far is where it outlives this process, if it ever is."""
+
+    def close(self) -> None:
+        """Finish stores, give up loads, give back memory and files. Once more is no error."""
+
+
+class HostTier:
+    """Swap space and prefix cache in host memory; keys are blocks of the pool. Loads are synchronous."""
+
+    def __init__(self, blocks: HostBlocks) -> None:
+        self._blocks = blocks
+
+    def store(self, transfers: Sequence[BlockTransfer]) -> None:
+        """See `WorkerTier.store`."""
+        self._blocks.copy_out(*_ids(transfers))
+
+    def load(self, transfers: Sequence[BlockTransfer]) -> None:
+        """See `WorkerTier.load`."""
+        block_ids, slots = _ids(transfers)
+        self._blocks.copy_in(slots, block_ids)
+
+    def finish_loads(self, *, wait: bool) -> dict[int, bool]:
+        """See `WorkerTier.finish_loads`: there are none."""
+        return {}
+
+    def clear(self) -> None:
+        """See `WorkerTier.clear`: what the scheduler does not look up is not there."""
+
+    def flush(self) -> None:
+        """See `WorkerTier.flush`: nothing does."""
+
+    def close(self) -> None:
+        """See `WorkerTier.close`."""
+        self._blocks.close()
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Transfers of one kind: the source of each destination, and all sources."""
+    """Transfers of one kind by what they write, and all that they read."""
 
-    written: dict[int, int] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)
+    transfers: dict[tuple[Tier, int], BlockTransfer] = field(default_factory=dict)
+    reads: set[tuple[Tier, int]] = field(default_factory=set)
 
 
-def _drain(batches: dict[TransferKind, _Batch]) -> Iterator[tuple[TransferKind, np.ndarray]]:
-    for kind, batch in batches.items():
-        if batch.written:
-            pairs = np.array([(source, destination) for destination, source in batch.written.items()], np.int64)
-            yield kind, np.where(pairs < 0, ~pairs, pairs)
+Kind = tuple[TransferOp, Tier]
+
+# Batches that may run in any order run in this one: blocks are moved out before they are used for something else.
+ORDER: tuple[Kind, ...] = (
+    *((_STORE, tier) for tier in Tier if tier.is_async),
+    *((_STORE, tier) for tier in Tier if not tier.is_async and tier is not Tier.DEVICE),
+    (_COPY, Tier.DEVICE),
+    *((_LOAD, tier) for tier in Tier if not tier.is_async and tier is not Tier.DEVICE),
+    *((_LOAD, tier) for tier in Tier if tier.is_async),
+)
+
+
+def order_transfers(transfers: Iterable[BlockTransfer]) -> Iterator[tuple[Kind, list[BlockTransfer]]]:
+    """Yield batches (kind, transfers) that, one after the other, do what `transfers` say.
+
+    In a batch all sources are read before any destination is written, and no destination occurs twice. Transfers are
+    gathered into one batch of each kind for as long as running those in `ORDER` gives what running one transfer after
+    the other would. What an asynchronous load reads is checked by its header, and needs no order.
+    """
+    batches: dict[Kind, _Batch] = {}
+    for each in transfers:
+        kind = each.op, each.tier
+        if each.op is _CLEAR:
+            yield from _drain(batches)
+            yield kind, [each]
+            continue
+        on_device, there = (Tier.DEVICE, each.block_id), (each.tier, each.key)
+        reads, writes = (there, on_device) if each.op is _LOAD else (on_device, there)
+        later = [batches[other] for other in ORDER[ORDER.index(kind) + 1 :] if other in batches]
+        if (kind in batches and reads in batches[kind].transfers) or any(
+            reads in batch.transfers or writes in batch.transfers or writes in batch.reads for batch in later
+        ):
+            yield from _drain(batches)
+        batch = batches.setdefault(kind, _Batch())
+        batch.transfers[writes] = each
+        if not (each.op is _LOAD and each.tier.is_async):
+            batch.reads.add(reads)
+    yield from _drain(batches)
+
+
+def _drain(batches: dict[Kind, _Batch]) -> Iterator[tuple[Kind, list[BlockTransfer]]]:
+    for kind in ORDER:
+        if kind in batches:
+            yield kind, list(batches.pop(kind).transfers.values())
+
+
+def _ids(transfers: Sequence[BlockTransfer]) -> tuple[np.ndarray, np.ndarray]:
+    """Return device blocks and keys, int64 [n] each."""
+    return (
+        np.array([each.block_id for each in transfers], np.int64),
+        np.array([each.key for each in transfers], np.int64),
+    )
 
 
 class BlockTransfers:
-    """Owns the host's blocks, streamed layers, and the disk tier's threads.
+    """Owns the worker half of the tiers, and streamed layers.
 
     Args:
         kv_caches: of all layers; one that several layers share counts once.
@@ -90,74 +167,57 @@ class BlockTransfers:
         self._backend = backend
         self._caches = list({id(cache): cache for cache in kv_caches}.values())
         self._host = backend.host_blocks(self._caches, num_host_blocks)
-        self._num_host_blocks = num_host_blocks
-        assert store is None or store.block_nbytes == self._host.block_nbytes, "the store was opened for other blocks"
-        self._disk = None if store is None else DiskThreads(store)
         self._stream = stream
+        self._leaves_device = num_host_blocks > 0 or store is not None
+        self._tiers: dict[Tier, WorkerTier] = {}
+        if store is not None:
+            self._tiers[Tier.DISK] = DiskTier(store, self._host)
+        self._tiers[Tier.HOST] = HostTier(self._host)
 
     def apply(self, step: SchedulerOutput) -> dict[int, bool]:
-        """Save, move, and begin to load what `step` says; return the loads that ended since the last call.
+        """Do the transfers of `step`; return the asynchronous loads that ended since the last call.
 
-        The result says of each device block whether it now holds the record it was to be filled with. With
-        `wait_for_loads` it has at least one entry, unless no load is under way or the disk takes longer than
-        `disk_threads.PATIENCE_S`.
+        The result says of each device block whether it now holds what it was to be loaded with. With `wait_for_loads`
+        it has at least one entry, unless no load is under way or the tier takes too long. Without a tier nothing is
+        stored in it, and loads from it fail.
         """
-        if step.erase_stored and self._disk is not None:
-            self._disk.erase()
-        for first in range(0, len(step.saves), BLOCKS_AT_ONCE):
-            self._save(step.saves[first : first + BLOCKS_AT_ONCE])
-        for kind, pairs in order_transfers(step.transfers):
-            self._move(kind, pairs)
-        if self._disk is None:
-            return {load.block_id: False for load in step.loads}
-        for load in step.loads:
-            self._disk.begin_load(load.block_id, load.slot, load.header)
-        done = self._disk.finished(wait=step.wait_for_loads)
-        sound = [(block_id, payload) for block_id, payload in done if payload is not None]
-        for first in range(0, len(sound), BLOCKS_AT_ONCE):
-            block_ids, payloads = zip(*sound[first : first + BLOCKS_AT_ONCE])
-            self._host.write(np.array(block_ids, np.int64), np.stack(payloads))
-        return {block_id: payload is not None for block_id, payload in done}
+        loaded: dict[int, bool] = {}
+        for (op, tier), transfers in order_transfers(step.transfers):
+            if op is _COPY:
+                self._copy(transfers)
+            elif tier not in self._tiers:
+                loaded |= {each.block_id: False for each in transfers if op is _LOAD}
+            elif op is _STORE:
+                self._tiers[tier].store(transfers)
+            elif op is _LOAD:
+                self._tiers[tier].load(transfers)
+            else:
+                self._tiers[tier].clear()
+        for each in self._tiers.values():
+            loaded |= each.finish_loads(wait=step.wait_for_loads)
+        return loaded
 
     def warm_up(self) -> None:
         """Have block 0, which belongs to nobody yet, leave the device and come back, if blocks ever will."""
-        if self._num_host_blocks or self._disk is not None:
+        if self._leaves_device:
             first = np.zeros(1, np.int64)
             self._host.write(first, self._host.read(first)())
 
     def flush(self) -> None:
-        """Return when all saves so far are in the files."""
-        if self._disk is not None:
-            self._disk.flush()
+        """See `WorkerTier.flush`."""
+        for tier in self._tiers.values():
+            tier.flush()
 
     def close(self) -> None:
-        """Finish saves, give up loads, close the store, and give up the host's blocks. Once more is no error."""
-        if self._disk is not None:
-            self._disk.close()
-        self._host.close()
+        """See `WorkerTier.close`."""
+        for tier in self._tiers.values():
+            tier.close()
         if self._stream is not None:
             self._stream.close()
 
-    def _save(self, saves: Sequence[BlockSave]) -> None:
-        """Have blocks copied out before later steps overwrite them, and hand the copies to the disk's thread."""
-        if self._disk is None:
-            return
-        block_ids = np.array([save.block_id for save in saves], np.int64)
-        data = self._host.read(block_ids)
-        for index, save in enumerate(saves):
-            self._disk.save(save.slot, save.header, partial(_row, data, index))
-
-    def _move(self, kind: TransferKind, pairs: np.ndarray) -> None:
-        if kind is TransferKind.COPY:
-            for cache in self._caches:
-                self._backend.copy_blocks(cache, pairs)
-            if self._stream is not None:
-                self._stream.copy_blocks(pairs)
-        elif kind is TransferKind.OUT:
-            self._host.copy_out(pairs[:, 0], pairs[:, 1])
-        else:
-            self._host.copy_in(pairs[:, 0], pairs[:, 1])
-
-
-def _row(data: Callable[[], np.ndarray], index: int) -> np.ndarray:
-    return data()[index]
+    def _copy(self, transfers: Sequence[BlockTransfer]) -> None:
+        pairs = np.stack(_ids(transfers), axis=1)
+        for cache in self._caches:
+            self._backend.copy_blocks(cache, pairs)
+        if self._stream is not None:
+            self._stream.copy_blocks(pairs)

@@ -8,7 +8,7 @@ from quire.engine_request import EngineRequest, ThinkingData
 from quire.kernels.flying import LateTokens
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequenceData, SchedulerOutput, TransferKind
+from quire.step import BlockTransfer, NewSequenceData, SchedulerOutput, Tier, TransferOp
 from quire.worker.graphs import WARM_UP_TOKENS
 from quire.worker.model_runner import ModelRunner
 
@@ -54,7 +54,7 @@ def warm_up(runner: ModelRunner) -> None:
             total_num_scheduled_tokens=length,
             finished_sequence_ids=[],
             preempted_sequence_ids=[],
-            transfers=[(TransferKind.COPY, 0, 0)],
+            transfers=[BlockTransfer(TransferOp.COPY, Tier.DEVICE)],
         )
     )
     runner.execute(
