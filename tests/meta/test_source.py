@@ -20,6 +20,8 @@ READERS = ("train/checkpoint.py", "checkpoint/pickled.py")  # the latter only by
 TORCH_ROOMS = ("kernels/reference", "kernels/gpu", "train", "distributed", "multimodal")
 # Compiled by Numba, which infers the types.
 NUMBA_ROOM = "kernels/cpu"
+# Methods of backends that implement an op of this file are described there, once.
+OPS = "kernels/backend.py"
 # Broad handlers are for the boundaries of processes, threads and tasks; each says so beside it.
 BROAD = {"Exception", "BaseException"}
 
@@ -46,10 +48,15 @@ def test_the_package_is_found():
 
 
 def test_modules_and_public_definitions_say_what_they_are_for():
+    ops = {dotted.rpartition(".")[2] for dotted, _ in public_definitions(modules()[OPS]) if "." in dotted}
+
     def rule(name: str, tree: ast.Module) -> Iterator[str]:
         if not ast.get_docstring(tree):
             yield "no module docstring"
-        yield from (dotted for dotted, node in public_definitions(tree) if not ast.get_docstring(node))
+        for dotted, node in public_definitions(tree):
+            implements = name.startswith("kernels/") and name != OPS and "." in dotted and node.name in ops
+            if not implements and not ast.get_docstring(node):
+                yield dotted
 
     assert offences(rule) == []
 

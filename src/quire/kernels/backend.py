@@ -403,6 +403,8 @@ class StateOps(Protocol):
 
     def copy_states(self, state: Array, pairs: np.ndarray) -> None:
         """Copy rows of a state: pairs int64 [n, 2] of (source, destination), one after the other."""
+        for source, destination in pairs.tolist():
+            state[destination] = state[source]
 
 
 class AttentionOps(RowOps, Protocol):

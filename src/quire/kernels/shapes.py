@@ -274,28 +274,23 @@ class ShapeBackend:
         return self.empty(x.shape)
 
     def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """See `Backend.concat`."""
         self._emit(len(arrays))
         return self.empty((*arrays[0].shape[:-1], sum(array.shape[-1] for array in arrays)))
 
     # Model ops
 
     def embedding(self, ids: np.ndarray, weight: ShapeWeight) -> np.ndarray:
-        """See `Backend.embedding`."""
         self._emit()
         return self.empty((len(ids), weight.inputs))
 
     def linear(self, x: np.ndarray, weight: ShapeWeight) -> np.ndarray:
-        """See `Backend.linear`."""
         return self._product(x, weight)
 
     def head_linear(self, x: np.ndarray, weight: ShapeHeads) -> np.ndarray:
-        """See `Backend.head_linear`."""
         self._emit()
         return self.empty((x.shape[0], weight.outputs))
 
     def gated_linear(self, x: np.ndarray, weight: ShapeWeight, kind: str) -> np.ndarray:
-        """See `Backend.gated_linear`."""
         if weight.gated:
             return self._product(x, weight)
         return self._activation(self._product(x, weight), gated=True)
@@ -346,34 +341,31 @@ class ShapeBackend:
         return out
 
     def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        """See `Backend.gated_activation`."""
         return self._activation(x, gated=True)
 
     # LoRA adapters: a layer's slots are the columns between its factors
 
     def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> tuple[int, int]:
-        """See `Backend.new_lora_slots`."""
         self.num_bytes += 3 * num_slots * len(sizes) * 5 * 8  # tables of addresses
         return len(sizes) * -(-max_rank // LANES) * LANES, widest
 
     def lora(self, y: np.ndarray, x: np.ndarray, slots: tuple[int, int], rows: LoRARows) -> None:
-        """See `Backend.lora`; in place."""
+        """In place."""
         if x.shape[0]:
             self._emit(2 + (slots[1] > 0))
             self.empty((x.shape[0], slots[0]))
 
     def lora_embedding(self, y: np.ndarray, ids: np.ndarray, slots: tuple[int, int], rows: LoRARows) -> None:
-        """See `Backend.lora_embedding`; in place."""
+        """In place."""
         if len(ids):
             self._emit(3)
             self.empty((len(ids), slots[0]))
 
     def limit_columns(self, x: np.ndarray, limits: np.ndarray) -> None:
-        """See `Backend.limit_columns`; in place."""
+        """In place."""
         self._emit()
 
     def route(self, logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray, np.ndarray]:
-        """See `Backend.route`."""
         self._emit()
         shape = logits.shape[0], params.top_k
         return self.empty(shape, np.int64), self.empty(shape)
@@ -418,20 +410,16 @@ class ShapeBackend:
         return out
 
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """See `Backend.take_rows`."""
         self._emit()
         return self.empty((len(ids), x.shape[1]))
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        """See `Backend.rms_norm`."""
         return self._rows(x)
 
     def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        """See `Backend.add_rms_norm`."""
         return self._rows(residual)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
-        """See `Backend.layer_norm`."""
         return self._rows(x)
 
     def _rows(self, x: np.ndarray) -> np.ndarray:
@@ -450,15 +438,14 @@ class ShapeBackend:
         head_size: int,
         interleaved: bool,
     ) -> None:
-        """See `Backend.rotary_embedding`; in place."""
+        """In place."""
         self._emit()
 
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        """See `Backend.activation`."""
         return self._activation(x, gated=False)
 
     def softcap(self, x: np.ndarray, cap: float) -> None:
-        """See `Backend.softcap`; in place."""
+        """In place."""
         self._emit()
 
     def _activation(self, x: np.ndarray, *, gated: bool) -> np.ndarray:
@@ -478,7 +465,6 @@ class ShapeBackend:
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> np.ndarray:
-        """See `Backend.causal_conv`."""
         self._emit()
         return self.empty(x.shape)
 
@@ -492,24 +478,22 @@ class ShapeBackend:
         state: np.ndarray,
         metadata: AttentionMetadata,
     ) -> np.ndarray:
-        """See `Backend.gated_delta`."""
         self._emit()
         return self.empty(v.shape)
 
     # Attention
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: ShapeCache, slot_mapping: np.ndarray) -> None:
-        """See `Backend.write_kv`; in place."""
+        """In place."""
         self._emit()
 
     def write_latent(self, x: np.ndarray, cache: ShapeCache, slot_mapping: np.ndarray) -> None:
-        """See `Backend.write_latent`; in place."""
+        """In place."""
         self._emit()
 
     def paged_attention(
         self, q: np.ndarray, cache: ShapeCache, metadata: AttentionMetadata, params: AttentionParams, fresh: Any = None
     ) -> np.ndarray:
-        """See `Backend.paged_attention`."""
         out = self.empty((q.shape[0], params.num_heads * params.out_size))
         if params.value_size is not None:  # see `paged.head_groups`
             heads = params.num_heads

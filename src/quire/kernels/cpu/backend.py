@@ -7,6 +7,7 @@ tokens is never recorded and may look at values here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import llvmlite.binding as llvm
 import numba
@@ -15,14 +16,25 @@ import numpy as np
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, TopLogprobs
-from quire.kernels.cpu import activations, choose, linear, linear_coded, linear_int, norms, rotary, rows
+from quire.kernels.cpu import (
+    activations,
+    arithmetic,
+    choose,
+    gated_delta,
+    heads,
+    linear,
+    linear_coded,
+    linear_int,
+    norms,
+    rotary,
+    routing,
+    rows,
+)
 from quire.kernels.cpu import lora as adapters
-from quire.kernels.cpu.arithmetic import Arithmetic, concat
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache, CPULatentCache
 from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
 from quire.kernels.cpu.formats import CPULinear, can_gate, pack
-from quire.kernels.cpu.gated_delta import gated_delta
-from quire.kernels.cpu.heads import CPUHeads, head_linear, pack_heads
+from quire.kernels.cpu.heads import CPUHeads
 from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv, write_latent
 from quire.kernels.cpu.levels import current_level
@@ -30,17 +42,16 @@ from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
-from quire.kernels.cpu.routing import route
 from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
-from quire.kernels.experts import Expert, RoutingParams
+from quire.kernels.experts import Expert
 from quire.kernels.flying import LateTokens, count_late
 from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
-from quire.kernels.lora import LoRAChange, LoRARows
+from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory
 
 ACTIVATIONS = {
@@ -57,6 +68,8 @@ GATES = {**ACTIVATIONS, "swiglu_oai": activations.SWIGLU_OAI}
 INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
 Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _array(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -79,6 +92,15 @@ def _settle_simd_level(level: str | None) -> str:
     if level is not None and level not in allowed:
         raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
     return level or allowed[0]
+
+
+def _op(emit: Callable[Concatenate[Launcher, P], R]) -> Callable[Concatenate[CPUBackend, P], R]:
+    """Return the method that calls `emit` with the backend's launcher."""
+
+    def method(self: CPUBackend, /, *args: P.args, **options: P.kwargs) -> R:
+        return emit(self._launcher, *args, **options)
+
+    return method
 
 
 class CPUBackend(HostMemory, Backend):
@@ -111,7 +133,7 @@ class CPUBackend(HostMemory, Backend):
         self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
         self._int_level = linear_int.settle_level("generic" if simd_level == "generic" else None)
         self._launcher = Launcher(num_threads)
-        self._launcher.recorder = Arithmetic(self._launcher)
+        self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
         # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
@@ -152,28 +174,23 @@ class CPUBackend(HostMemory, Backend):
     # Arrays
 
     def from_numpy(self, array: np.ndarray) -> np.ndarray:
-        """See `Backend.from_numpy`."""
         return np.require(array, requirements=["C", "A", "W"])
 
     def to_numpy(self, array: np.ndarray) -> np.ndarray:
-        """See `Backend.to_numpy`."""
         return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
 
     def fetch(self, array: np.ndarray) -> Callable[[], np.ndarray]:
-        """See `Backend.fetch`."""
         held = np.array(self.to_numpy(array))
         return lambda: held
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-        """See `Backend.zeros`."""
         return np.zeros(shape, dtype)
 
     def assign(self, target: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.assign`."""
         target[...] = values
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """See `Backend.graph`; here it becomes a program, see threads.py."""
+        """Record a program, see threads.py."""
         self._known = None
         with self._launcher.record() as made:
             recorded = build()
@@ -190,18 +207,12 @@ class CPUBackend(HostMemory, Backend):
 
         return run
 
-    def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """See `Backend.concat`."""
-        return concat(self._launcher, arrays)
-
     def available_memory(self) -> int:
-        """See `Backend.available_memory`."""
         return available_memory()
 
     # Weights
 
     def vector(self, tensor: Tensor) -> np.ndarray:
-        """See `Backend.vector`."""
         return np.array(tensor.to_float32(), np.float32, order="C")
 
     def pack_linear(
@@ -213,7 +224,6 @@ class CPUBackend(HostMemory, Backend):
         table: bool = False,
         exact: bool = False,
     ) -> Weight:
-        """See `Backend.pack_linear`."""
         gated = gated and can_gate(parts)
         if self.quantization is None and not exact:
             held = self._as_stored(parts, biases, gated, table)
@@ -226,14 +236,10 @@ class CPUBackend(HostMemory, Backend):
         return linear_int.pack_int8(parts, biases, self._launcher, gated=gated)
 
     def pack_experts(self, experts: Iterable[Expert]) -> CPUExperts:
-        """See `Backend.pack_experts`."""
         return pack_experts(experts, self.pack_linear)
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> CPUHeads:
-        """See `Backend.pack_heads`."""
-        return pack_heads(self._launcher, matrices, self.dtype, self._paired)
-
-    # Model ops
+        return heads.pack_heads(self._launcher, matrices, self.dtype, self._paired)
 
     def _as_stored(
         self, parts: Sequence[Tensor], biases: Sequence[Tensor] | None, gated: bool, table: bool
@@ -247,34 +253,38 @@ class CPUBackend(HostMemory, Backend):
             return pack_integers(stored, biases, self._launcher, gated)
         return linear_coded.pack_codes(stored, biases, self._launcher, self._paired, gated)
 
+    # Model ops
+
+    concat = _op(arithmetic.concat)
+    take_rows = _op(rows.take_rows)
+    head_linear = _op(heads.head_linear)
+    route = _op(routing.route)
+    lora = _op(adapters.lora)
+    lora_embedding = _op(adapters.lora_embedding)
+    limit_columns = _op(adapters.limit_columns)
+    rms_norm = _op(norms.rms_norm)
+    add_rms_norm = _op(norms.add_rms_norm)
+    layer_norm = _op(norms.layer_norm)
+    rotary_embedding = _op(rotary.rotary)
+    softcap = _op(activations.softcap)
+    gated_delta = _op(gated_delta.gated_delta)
+
     def embedding(self, ids: np.ndarray, weight: Weight) -> np.ndarray:
-        """See `Backend.embedding`."""
         if isinstance(weight, linear_int.IntLinear):
             return linear_int.embed(self._launcher, rows.as_ids(self._launcher, ids), weight)
         assert isinstance(weight, CPULinear), "tables are not held as codes"
         return rows.embedding(self._launcher, ids, weight.data, weight.inputs, weight.depth, weight.paired)
 
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
-        """See `Backend.linear`."""
         return self._product(x, weight, None)
 
-    def head_linear(self, x: np.ndarray, weight: CPUHeads) -> np.ndarray:
-        """See `Backend.head_linear`."""
-        return head_linear(self._launcher, x, weight)
-
     def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
-        """See `Backend.gated_linear`."""
         if weight.gated:
             return self._product(x, weight, _activation(kind, GATES))
         halves = self._product(x, weight, None)
         return activations.activation(self._launcher, halves, _activation(kind, GATES), gated=True)
 
-    def route(self, logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray, np.ndarray]:
-        """See `Backend.route`."""
-        return route(self._launcher, logits, params)
-
     def experts(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str) -> np.ndarray:
-        """See `Backend.experts`."""
         rounded = self.quantization != "int8-weight-only"
         gate = _activation(kind, GATES)
         return experts(self._launcher, x, ids, weights, packed, gate, self._int_level, rounded)
@@ -290,74 +300,20 @@ class CPUBackend(HostMemory, Backend):
         return linear.linear(self._launcher, x, weight, gate)
 
     def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        """See `Backend.gated_activation`."""
         return activations.activation(self._launcher, x, _activation(kind, GATES), gated=True)
 
-    # LoRA adapters
+    set_lora = staticmethod(adapters.set_slot)
 
     def new_lora_slots(
         self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0
     ) -> adapters.CPULoRASlots:
-        """See `Backend.new_lora_slots`."""
         return adapters.new_slots(num_slots, max_rank, sizes, widest, self.dtype)
 
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.PackedLoRA:
-        """See `Backend.pack_lora`."""
         return adapters.pack(change, self.dtype, lookup=lookup)
 
-    def set_lora(self, slots: adapters.CPULoRASlots, slot: int, parts: Sequence[adapters.PackedLoRA | None]) -> None:
-        """See `Backend.set_lora`."""
-        adapters.set_slot(slots, slot, parts)
-
-    def lora(self, y: np.ndarray, x: np.ndarray, slots: adapters.CPULoRASlots, rows: LoRARows) -> None:
-        """See `Backend.lora`."""
-        adapters.lora(self._launcher, y, x, slots, rows)
-
-    def lora_embedding(self, y: np.ndarray, ids: np.ndarray, slots: adapters.CPULoRASlots, rows: LoRARows) -> None:
-        """See `Backend.lora_embedding`."""
-        adapters.lora_embedding(self._launcher, y, ids, slots, rows)
-
-    def limit_columns(self, x: np.ndarray, limits: np.ndarray) -> None:
-        """See `Backend.limit_columns`."""
-        adapters.limit_columns(self._launcher, x, limits)
-
-    def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """See `Backend.take_rows`."""
-        return rows.take_rows(self._launcher, x, ids)
-
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        """See `Backend.rms_norm`."""
-        return norms.rms_norm(self._launcher, x, weight, eps)
-
-    def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        """See `Backend.add_rms_norm`."""
-        return norms.add_rms_norm(self._launcher, x, residual, weight, eps)
-
-    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
-        """See `Backend.layer_norm`."""
-        return norms.layer_norm(self._launcher, x, weight, bias, eps)
-
-    def rotary_embedding(
-        self,
-        positions: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        cos_sin: np.ndarray,
-        head_size: int,
-        interleaved: bool,
-    ) -> None:
-        """See `Backend.rotary_embedding`."""
-        rotary.rotary(self._launcher, positions, q, k, cos_sin, head_size, interleaved)
-
     def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        """See `Backend.activation`."""
         return activations.activation(self._launcher, x, _activation(kind), gated=False)
-
-    def softcap(self, x: np.ndarray, cap: float) -> None:
-        """See `Backend.softcap`."""
-        activations.softcap(self._launcher, x, cap)
-
-    # Layers with states
 
     def causal_conv(
         self,
@@ -368,45 +324,23 @@ class CPUBackend(HostMemory, Backend):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> np.ndarray:
-        """See `Backend.causal_conv`."""
         kind = None if activation is None else _activation(activation)
         return causal_conv(self._launcher, x, weight, bias, state, metadata, kind)
-
-    def gated_delta(
-        self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        decay: np.ndarray,
-        beta: np.ndarray,
-        state: np.ndarray,
-        metadata: AttentionMetadata,
-    ) -> np.ndarray:
-        """See `Backend.gated_delta`."""
-        return gated_delta(self._launcher, q, k, v, decay, beta, state, metadata)
-
-    def copy_states(self, state: np.ndarray, pairs: np.ndarray) -> None:
-        """See `Backend.copy_states`."""
-        for source, destination in pairs.tolist():
-            state[destination] = state[source]
 
     # KV cache and attention
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
     ) -> CPUKVCache | CPULatentCache:
-        """See `Backend.new_kv_cache`."""
         storage = KV_STORAGE[self.kv_dtype]
         if latent:
             return CPULatentCache.allocate(num_blocks, block_size, head_size, storage, self._paired_kv)
         return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, storage, self._paired_kv)
 
     def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
-        """See `Backend.write_kv`."""
         write_kv(self._launcher, k, v, cache, rows.as_ids(self._launcher, slot_mapping))
 
     def write_latent(self, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
-        """See `Backend.write_latent`."""
         write_latent(self._launcher, x, cache, rows.as_ids(self._launcher, slot_mapping))
 
     def paged_attention(
@@ -417,23 +351,18 @@ class CPUBackend(HostMemory, Backend):
         params: AttentionParams,
         fresh: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """See `Backend.paged_attention`."""
         return paged_attention(self._launcher, q, cache, metadata, params)
 
     def copy_blocks(self, cache: CPUKVCache | CPULatentCache, pairs: np.ndarray) -> None:
-        """See `Backend.copy_blocks`."""
         cache.copy_blocks(pairs)
 
     def block_nbytes(self, cache: CPUKVCache | CPULatentCache) -> int:
-        """See `Backend.block_nbytes`."""
         return cache.block_nbytes
 
     def read_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray) -> np.ndarray:
-        """See `Backend.read_blocks`."""
         return cache.read_blocks(block_ids)
 
     def write_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """See `Backend.write_blocks`."""
         cache.write_blocks(block_ids, data)
 
     # Logits and sampling
@@ -450,51 +379,37 @@ class CPUBackend(HostMemory, Backend):
         frequency: np.ndarray,
         late: LateTokens | None = None,
     ) -> None:
-        """See `Backend.apply_penalties`."""
         self._known = None
         if late is not None:
             starts, ids, counts = count_late(late.tokens, late.places, starts, ids, counts)
-        choose.penalize(
-            self._launcher,
-            logits,
-            _array(rows, np.int64),
-            _array(starts, np.int64),
-            _array(ids, np.int32),
-            _array(counts, np.int32),
-            _array(repetition, np.float32),
-            _array(presence, np.float32),
-            _array(frequency, np.float32),
-        )
+        where = _array(rows, np.int64), _array(starts, np.int64)
+        tokens = _array(ids, np.int32), _array(counts, np.int32)
+        options = (_array(values, np.float32) for values in (repetition, presence, frequency))
+        choose.penalize(self._launcher, logits, *where, *tokens, *options)
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.add_bias`."""
         self._known = None
         np.add.at(logits, (rows, tokens), values)
 
     def keep_only(self, logits: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> None:
-        """See `Backend.keep_only`."""
         self._known = None
         for row, allowed in zip(rows.tolist(), mask, strict=True):
             np.copyto(logits[row], -np.inf, where=~allowed)
 
     def put_rows(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.put_rows`."""
         self._known = None
         logits[rows] = values
 
     def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
-        """See `Backend.apply_bitmask`."""
         self._known = None
         choose.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
-        """See `Backend.rows_finite`."""
         known = survey(self._launcher, logits)
         self._known = logits, known
         return known.finite
 
     def greedy(self, logits: np.ndarray) -> np.ndarray:
-        """See `Backend.greedy`."""
         return self._survey(logits).tokens
 
     def sample(
@@ -506,7 +421,6 @@ class CPUBackend(HostMemory, Backend):
         min_p: np.ndarray,
         uniforms: np.ndarray,
     ) -> np.ndarray:
-        """See `Backend.sample`."""
         known = self._survey(logits)
         if not temperature.any():
             return known.tokens
@@ -519,7 +433,6 @@ class CPUBackend(HostMemory, Backend):
         return held[1] if held is not None and held[0] is logits else survey(self._launcher, logits)
 
     def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
-        """See `Backend.top_logprobs`; k is at most V."""
         known = survey(self._launcher, logits)
         k = min(int(k), logits.shape[1])
         return TopLogprobs(*logprobs_of(self._launcher, known, _array(chosen, np.int64), k))

@@ -62,7 +62,7 @@ class ArrayOps:
         return self._pdl[1]
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
-        """See `Backend.from_numpy`; the device takes what `array` holds now, and nobody waits for it.
+        """The device takes what `array` holds now, and nobody waits for it.
 
         PyTorch keeps pinned memory for reuse, and reuses none that a copy still reads.
         """
@@ -72,11 +72,11 @@ class ArrayOps:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def to_numpy(self, array: torch.Tensor) -> np.ndarray:
-        """See `Backend.to_numpy`; waits for the device."""
+        """Waits for the device."""
         return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
-        """See `Backend.fetch`; copied to pinned memory after what the current stream has to do before."""
+        """Copied to pinned memory after what the current stream has to do before."""
         if self.device.type != "cuda":
             held = self.to_numpy(array.clone())
             return lambda: held
@@ -93,13 +93,10 @@ class ArrayOps:
         return wait
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
-        """See `Backend.zeros`."""
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def assign(self, target: torch.Tensor, values: np.ndarray) -> None:
-        """See `Backend.assign`."""
         target.copy_(self.from_numpy(values))
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Backend.concat`."""
         return torch.cat(list(arrays), dim=-1)

@@ -50,7 +50,7 @@ class FlashInfer:
     def attend(
         self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """See `Backend.paged_attention`; its plan is made once a step for all layers of one kind in one group."""
+        """Its plan is made once a step for all layers of one kind in one group."""
         key = (
             "flashinfer",
             params.num_heads,

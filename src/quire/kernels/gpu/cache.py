@@ -97,11 +97,11 @@ class CacheOps(ArrayOps):
         return KVCache(data, torch.zeros(shape, device=self.device) if dtype in STORED else None)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-        """See `Backend.write_kv`; rows may be parts of longer ones."""
+        """Rows may be parts of longer ones."""
         self._write(k, v, cache, slot_mapping)
 
     def write_latent(self, x: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-        """See `Backend.write_latent`; rows may be parts of longer ones."""
+        """Rows may be parts of longer ones."""
         self._write(x, x, cache, slot_mapping)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class CacheOps(ArrayOps):
         slot_mapping: torch.Tensor,
         norms: HeadNorms | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.rotary_write_kv`: one launch, which reads and writes everything once.
+        """One launch, which reads and writes everything once.
 
         What is normed is not rounded before it is rotated.
         """
@@ -149,22 +149,20 @@ class CacheOps(ArrayOps):
         return q, k
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
-        """See `Backend.copy_blocks`; sources are gathered before anything is written."""
+        """Sources are gathered before anything is written."""
         source, destination = self.from_numpy(np.ascontiguousarray(pairs.T, np.int64))
         for side in cache.sides():
             side[destination] = side[source]
 
     def block_nbytes(self, cache: KVCache) -> int:
-        """See `Backend.block_nbytes`."""
         return sum(side.shape[1] for side in cache.sides())
 
     def read_blocks(self, cache: KVCache, block_ids: np.ndarray) -> np.ndarray:
-        """See `Backend.read_blocks`: vectors, then their scales."""
+        """Vectors, then their scales."""
         ids = self.from_numpy(block_ids)
         return torch.cat([side[ids] for side in cache.sides()], dim=1).cpu().numpy()
 
     def write_blocks(self, cache: KVCache, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """See `Backend.write_blocks`."""
         ids, start = self.from_numpy(block_ids), 0
         whole = torch.from_numpy(np.require(data, requirements=["C", "W"])).to(self.device)
         for side in cache.sides():

@@ -99,11 +99,9 @@ class ExpertOps(ArrayOps):
     """Routing and experts."""
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.route`."""
         return routing.route(logits, params)
 
     def pack_experts(self, experts: Iterable[Expert]) -> ExpertsWeight:
-        """See `Backend.pack_experts`."""
         number = length_hint(experts)
         if number == 0:  # views of files: what is unknown is how much device memory they take together
             experts = list(experts)
@@ -119,7 +117,6 @@ class ExpertOps(ArrayOps):
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertsWeight, kind: str
     ) -> torch.Tensor:
-        """See `Backend.experts`."""
         tokens, hidden = x.shape
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)

@@ -16,19 +16,16 @@ class FlyingOps(ArrayOps):
     """See `kernels.flying`. A handful of launches a step, outside of recordings, and nobody waits."""
 
     def take_tokens(self, target: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
-        """See `Backend.take_tokens`."""
         torch.index_select(source, 0, places, out=target)
 
     def keep_tokens(
         self, target: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor
     ) -> torch.Tensor:
-        """See `Backend.keep_tokens`."""
         kept = torch.where(finite, tokens, -1)
         target.index_copy_(0, places, kept.clamp(min=0))
         return kept
 
     def mark(self) -> Any:
-        """See `Backend.mark`."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -36,7 +33,6 @@ class FlyingOps(ArrayOps):
         return event
 
     def seconds_between(self, earlier: Any, later: Any) -> float:
-        """See `Backend.seconds_between`."""
         if self.device.type != "cuda":
             return float(later - earlier)
         later.synchronize()

@@ -123,7 +123,6 @@ class GraphOps(ArrayOps):
         return CudaRecorder(self.device) if self.device.type == "cuda" else None
 
     def compile_ahead(self, steps: Callable[[], None]) -> int:
-        """See `Backend.compile_ahead`."""
         if interpreted():
             return 0
         with Ahead() as ahead:
@@ -132,28 +131,24 @@ class GraphOps(ArrayOps):
         return ahead.num_kernels
 
     def compiled_before(self) -> bool:
-        """See `Backend.compiled_before`: whether some model of these types was, on this chip, with these versions."""
+        """Whether some model of these types was, on this chip, with these versions."""
         return interpreted() or self._marker().is_file()
 
     def _marker(self) -> Path:
         return marker(__version__, self.arithmetic, self.dtype, self.kv_dtype, str(self.quantization))
 
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        """See `Backend.step_shape`."""
         if self.recorder is None:
             return StepShape(tokens, sequences, rows, "no")
         return self._ladder.up(tokens, sequences, rows)
 
     def stager(self) -> Stager:
-        """See `Backend.stager`."""
         return PackedStager(self.device)
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """See `Backend.graph`."""
         return self._recording(build, False)
 
     def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        """See `Backend.graph_pieces`."""
         return self._recording(build, True)
 
     def _recording(self, build: Callable[..., Arrays], in_pieces: bool) -> Recording:
@@ -162,7 +157,6 @@ class GraphOps(ArrayOps):
         return made
 
     def graph_stats(self) -> GraphStats:
-        """See `Backend.graph_stats`."""
         made = list(self._recordings)
         return GraphStats(
             recordings=sum(bool(one.graphs) for one in made),

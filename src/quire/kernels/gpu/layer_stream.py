@@ -214,7 +214,6 @@ class StreamOps(CacheOps):
         *,
         latent: bool = False,
     ) -> LayerStream:
-        """See `Backend.layer_stream`."""
         num_whole, on_gpu = num_blocks - num_thin_blocks, self.device.type == "cuda"
         assert num_whole >= 0 and num_thin_blocks > 0
         room = num_layers * num_whole + WINDOW_LAYERS * num_thin_blocks

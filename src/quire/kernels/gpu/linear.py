@@ -81,7 +81,7 @@ class LinearOps(ArrayOps):
     # Weights
 
     def vector(self, tensor: Tensor) -> torch.Tensor:
-        """See `Backend.vector`; float32."""
+        """The result is float32."""
         return self.from_numpy(tensor.to_float32())
 
     def pack_linear(
@@ -93,7 +93,7 @@ class LinearOps(ArrayOps):
         table: bool = False,
         exact: bool = False,
     ) -> GPULinear:
-        """See `Backend.pack_linear`; products with `table` and `exact` weights are float32."""
+        """Products with `table` and `exact` weights are float32."""
         made = self._pack(parts, table=table, exact=exact)
         made.gated, made.wide = gated, table or exact
         if biases is not None:
@@ -112,7 +112,7 @@ class LinearOps(ArrayOps):
         return pack_quantized(parts, self.quantization, self.staging, table=table)
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> torch.Tensor:
-        """See `Backend.pack_heads`; [H, B, A] of `act`."""
+        """The result is [H, B, A] of `act`."""
         data = torch.empty((len(matrices), *matrices[0].shape), dtype=self.act, device=self.device)
         for number, matrix in enumerate(matrices):
             self.staging.floats(matrix, 0, matrix.shape[0], data[number])
@@ -121,7 +121,6 @@ class LinearOps(ArrayOps):
     # Products
 
     def embedding(self, ids: torch.Tensor, weight: GPULinear) -> torch.Tensor:
-        """See `Backend.embedding`."""
         if weight.kind == "float":
             return F.embedding(ids, weight.data)
         out = torch.empty((ids.shape[0], weight.inputs), dtype=self.act, device=self.device)
@@ -138,18 +137,17 @@ class LinearOps(ArrayOps):
         return out
 
     def linear(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
-        """See `Backend.linear`."""
         return self._product(x, weight, 0)
 
     def gated_linear(self, x: torch.Tensor, weight: GPULinear, kind: str) -> torch.Tensor:
-        """See `Backend.gated_linear`; for a few rows one kernel computes all of it."""
+        """For a few rows one kernel computes all of it."""
         number = activation_number(kind, gated=True)
         if x.shape[0] <= MOST_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
             return self._product(x, weight, number)
         return self.gated_activation(self._product(x, weight, 0), kind)
 
     def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """See `Backend.gated_activation`; the result is of x's type."""
+        """The result is of x's type."""
         number = activation_number(kind, gated=True)
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -161,7 +159,7 @@ class LinearOps(ArrayOps):
         return out
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Backend.head_linear`; cuBLAS writes where rows belong."""
+        """cuBLAS writes where rows belong."""
         heads, outputs, inputs = weight.shape
         x = self._near(x)
         tokens = x.shape[0] // heads

@@ -93,14 +93,14 @@ class LoRAOps(ArrayOps):
     """LoRA adapters."""
 
     def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> Any:
-        """See `Backend.new_lora_slots`; `LoRASlots`."""
+        """Return `LoRASlots`."""
         table = self.zeros((num_slots, len(sizes), FIELDS), "int64")
         rank = _up(max_rank)
         rank = _up(rank, min(64, triton.next_power_of_2(rank)))
         return LoRASlots(list(sizes), rank, widest, table, self.from_numpy(column_tiles(sizes)))
 
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> Any:
-        """See `Backend.pack_lora`; a `PackedLoRA`."""
+        """Return a `PackedLoRA`."""
         a = change.a if change.a is None or not lookup else change.a.T
         rank = _up(change.rank)
         return PackedLoRA(
@@ -117,7 +117,7 @@ class LoRAOps(ArrayOps):
         return padded.to(self.device)
 
     def set_lora(self, slots: Any, slot: int, parts: Sequence[Any]) -> None:
-        """See `Backend.set_lora`: a few numbers of a table change, in the order of what the stream has to do."""
+        """A few numbers of a table change, in the order of what the stream has to do."""
         entries = np.array([[0] * FIELDS if part is None else part.entry for part in parts], np.int64)
         self.assign(slots.table[slot], entries)
         if self.device.type == "cuda":
@@ -128,7 +128,6 @@ class LoRAOps(ArrayOps):
         slots.held[slot] = list(parts)
 
     def lora(self, y: torch.Tensor, x: torch.Tensor, slots: Any, rows: LoRARows) -> None:
-        """See `Backend.lora`."""
         tokens, depth = x.shape
         if tokens == 0:
             return
@@ -142,12 +141,10 @@ class LoRAOps(ArrayOps):
         step.expand(y, inner, splits)
 
     def lora_embedding(self, y: torch.Tensor, ids: torch.Tensor, slots: Any, rows: LoRARows) -> None:
-        """See `Backend.lora_embedding`."""
         if len(ids):
             _Step(self, slots, rows, len(ids)).expand(y, ids, 1, lookup=True)
 
     def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
-        """See `Backend.limit_columns`."""
         rows, width = x.shape
         assert x.stride(1) == 1, "rows to be changed in place"
         if rows:

@@ -22,20 +22,20 @@ class MemoryOps(ArrayOps):
     """Memory of the device; where Triton's interpreter stands in for one, the host's."""
 
     def available_memory(self) -> int:
-        """See `Backend.available_memory`: what the driver has free, and what PyTorch keeps for later."""
+        """What the driver has free, and what PyTorch keeps for later."""
         if self.device.type != "cuda":
             return host.available_memory()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + kept
 
     def used_memory(self) -> int:
-        """See `Backend.used_memory`: what PyTorch holds, in use or kept for later; graphs compute in it as well."""
+        """What PyTorch holds, in use or kept for later; graphs compute in it as well."""
         if self.device.type != "cuda":
             return host.resident_memory()
         return torch.cuda.memory_reserved(self.device)
 
     def release_memory(self) -> None:
-        """See `Backend.release_memory`; waits for the device."""
+        """Waits for the device."""
         if self.device.type != "cuda":
             host.release_memory()
             return

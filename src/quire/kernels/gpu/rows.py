@@ -50,19 +50,16 @@ class RowOps(ArrayOps):
     """Norms, rotation, activations."""
 
     def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See `Backend.take_rows`."""
         return x.index_select(0, ids)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Backend.rms_norm`."""
         return norms.rms_norm(x, None, weight, eps, self.act, pdl=self.pdl)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Backend.add_rms_norm`; the norm is that of the sum as it is rounded in `residual`."""
+        """The norm is that of the sum as it is rounded in `residual`."""
         return norms.rms_norm(x, residual, weight, eps, self.act, pdl=self.pdl)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """See `Backend.layer_norm`."""
         return norms.layer_norm(x, weight, bias, eps, self.act)
 
     def rotary_embedding(
@@ -74,11 +71,10 @@ class RowOps(ArrayOps):
         head_size: int,
         interleaved: bool,
     ) -> None:
-        """See `Backend.rotary_embedding`."""
         rotate(positions, q, k, cos_sin, head_size, interleaved)
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """See `Backend.activation`. What is float32 stays so: gates of states are, and are too fine for less."""
+        """What is float32 stays so: gates of states are, and are too fine for less."""
         number, source = activation_number(kind, gated=False), norms.as_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         count = source.numel()
@@ -89,7 +85,6 @@ class RowOps(ArrayOps):
         return out
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
-        """See `Backend.softcap`."""
         assert x.stride(1) == 1, "what is changed in place has whole rows"
         count = x.numel()
         if count:

@@ -47,7 +47,7 @@ class SamplingOps(ArrayOps):
         frequency: np.ndarray,
         late: LateTokens | None = None,
     ) -> None:
-        """See `Backend.apply_penalties`; all that the device is told goes there in one copy."""
+        """All that the device is told goes there in one copy."""
         count, places = len(ids), len(rows)
         if not count and late is None:
             return
@@ -67,14 +67,13 @@ class SamplingOps(ArrayOps):
     def bar_after(
         self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
     ) -> None:
-        """See `Backend.bar_after`."""
         count = len(rows)
         entries = np.stack([rows, tokens, late.places, before]).astype(np.int32)
         grid = (-(-count // ENTRIES),)
         bar_where[grid](logits, logits.stride(0), self.from_numpy(entries), count, late.tokens, ENTRIES)
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.add_bias`; what is added to the same logit is added up before, so that the order is settled."""
+        """What is added to the same logit is added up before, so that the order is settled."""
         pairs, where = np.unique(rows.astype(np.int64) * logits.shape[1] + tokens, return_inverse=True)
         sums = np.zeros(len(pairs), np.float32)
         np.add.at(sums, where, values)
@@ -87,27 +86,23 @@ class SamplingOps(ArrayOps):
             add_values[grid](logits, logits.stride(0), self.from_numpy(entries), count, ENTRIES)
 
     def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
-        """See `Backend.keep_only`; masks go to the device as bits."""
+        """Masks go to the device as bits."""
         padded = np.pad(mask, ((0, 0), (0, -mask.shape[1] % 32)))
         self.apply_bitmask(logits, rows, np.packbits(padded, axis=1, bitorder="little").view(np.int32))
 
     def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.put_rows`."""
         logits.index_copy_(0, self.from_numpy(rows.astype(np.int64)), self.from_numpy(values))
 
     def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
-        """See `Backend.apply_bitmask`."""
         size = logits.shape[1]
         grid = (len(rows), -(-size // READ))
         places, bits = self.from_numpy(rows.astype(np.int64)), self.from_numpy(bitmask)
         keep_bits[grid](logits, logits.stride(0), size, places, bits, bitmask.shape[1], READ)
 
     def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Backend.rows_finite`."""
         return self._largest(logits)[1]
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Backend.greedy`."""
         return self._largest(logits)[0]
 
     def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +134,7 @@ class SamplingOps(ArrayOps):
         min_p: np.ndarray,
         uniforms: np.ndarray,
     ) -> torch.Tensor:
-        """See `Backend.sample`; three launches, six for few rows, or the two of `greedy` if no temperature is set."""
+        """Three launches, six for few rows, or the two of `greedy` if no temperature is set."""
         if not temperature.any():
             return self.greedy(logits)
         options = np.empty((5, len(temperature)))
@@ -161,7 +156,7 @@ class SamplingOps(ArrayOps):
         return "few rows" if 2 * rows <= self.num_sms else "more rows"
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
-        """See `Backend.top_logprobs`; sums are float32, in an order that does not depend on the batch."""
+        """Sums are float32, in an order that does not depend on the batch."""
         rows, size = logits.shape
         k = min(int(k), size)
         pieces = -(-size // PART)

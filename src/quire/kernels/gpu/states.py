@@ -33,7 +33,6 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """See `Backend.causal_conv`."""
         kind = KINDS["none"] if activation is None else activation_number(activation, gated=False)
         return convolve(as_rows(x), weight, bias, state, metadata, kind, self.act)
 
@@ -49,7 +48,7 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Backend.gated_delta`; `out` is what recordings in pieces want written.
+        """`out` is what recordings in pieces want written.
 
         How a prompt is cut into steps shows in the last bits, unless results must not depend on the batch.
         """
@@ -62,7 +61,7 @@ class StateOps(ArrayOps):
         return out
 
     def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
-        """See `Backend.copy_states`; all at once, each from where its last source had its own from."""
+        """All at once, each from where its last source had its own from."""
         origins: dict[int, int] = {}
         for source, destination in pairs.tolist():
             origins[destination] = origins.get(source, source)

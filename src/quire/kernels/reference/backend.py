@@ -96,48 +96,40 @@ class ReferenceBackend(HostMemory, Backend):
     # Arrays
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
-        """See `Backend.from_numpy`."""
         return torch.from_numpy(np.require(array, requirements=["C", "A", "W"])).to(self.device)
 
     def to_numpy(self, array: torch.Tensor) -> np.ndarray:
-        """See `Backend.to_numpy`."""
         return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
-        """See `Backend.fetch`."""
         held = self.to_numpy(array.clone())
         return lambda: held
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
-        """See `Backend.zeros`."""
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def assign(self, target: torch.Tensor, values: np.ndarray) -> None:
-        """See `Backend.assign`."""
         target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """See `Backend.graph`; here everything is computed each time."""
+        """Here everything is computed each time."""
         return build
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Backend.concat`."""
         return torch.cat(list(arrays), dim=-1)
 
     def available_memory(self) -> int:
-        """See `Backend.available_memory`."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_memory()
 
     def compiled_before(self) -> bool:
-        """See `Backend.compiled_before`: nothing is compiled here."""
+        """Nothing is compiled here."""
         return True
 
     # Weights
 
     def vector(self, tensor: Tensor) -> torch.Tensor:
-        """See `Backend.vector`."""
         return self.from_numpy(np.array(tensor.to_float32()))
 
     def pack_linear(
@@ -149,7 +141,6 @@ class ReferenceBackend(HostMemory, Backend):
         table: bool = False,
         exact: bool = False,
     ) -> ReferenceLinear:
-        """See `Backend.pack_linear`."""
         bias = None if biases is None else torch.cat([self.vector(part) for part in biases])
         layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
         if layout is not None:
@@ -175,21 +166,18 @@ class ReferenceBackend(HostMemory, Backend):
         return ReferenceLinear(weight, bias, round_rows if integers else None)
 
     def pack_experts(self, experts: Iterable[Expert]) -> list[ReferenceExpert]:
-        """See `Backend.pack_experts`."""
         return [ReferenceExpert.pack(expert, self.pack_linear) for expert in experts]
 
     def pack_heads(self, matrices: Sequence[Tensor]) -> torch.Tensor:
-        """See `Backend.pack_heads`; [H, B, A] in the backend's dtype."""
+        """The result is [H, B, A] in the backend's dtype."""
         return torch.stack([self.vector(matrix).to(TORCH_DTYPES[self.dtype]) for matrix in matrices])
 
     # Model ops
 
     def embedding(self, ids: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        """See `Backend.embedding`."""
         return weight.weight[ids.long()].float()
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        """See `Backend.linear`."""
         return self._multiply(x, weight, weight.weight.to(self._compute))
 
     def _multiply(self, x: torch.Tensor, weight: ReferenceLinear, wide: torch.Tensor) -> torch.Tensor:
@@ -202,28 +190,23 @@ class ReferenceBackend(HostMemory, Backend):
         return out if weight.bias is None else out + weight.bias
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Backend.head_linear`."""
         x = x.to(weight.dtype) if self._round_linear_inputs else x
         heads = x.to(self._compute).unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
         return (heads @ weight.to(self._compute).mT).transpose(0, 1).flatten(0, 1).float()
 
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
-        """See `Backend.gated_linear`."""
         return self.gated_activation(self.linear(x, weight), kind)
 
     def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """See `Backend.gated_activation`."""
         gate, up = x.chunk(2, dim=-1)
         return swiglu_oai(gate, up) if kind == "swiglu_oai" else self.activation(gate, kind) * up
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.route`."""
         return route(logits, params)
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
     ) -> torch.Tensor:
-        """See `Backend.experts`."""
 
         def compute(rows: torch.Tensor, expert: ReferenceExpert) -> torch.Tensor:
             return self.linear(self.gated_linear(rows, expert.gate_up, kind), expert.down)
@@ -235,11 +218,9 @@ class ReferenceBackend(HostMemory, Backend):
     def new_lora_slots(
         self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0
     ) -> adapters.ReferenceLoRASlots:
-        """See `Backend.new_lora_slots`."""
         return adapters.ReferenceLoRASlots(num_slots, sizes)
 
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.ReferenceLoRA:
-        """See `Backend.pack_lora`."""
         dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         given = [None if m is None else self.from_numpy(m).to(dtype) for m in (change.a, change.b, change.whole)]
         return adapters.ReferenceLoRA(*given)
@@ -247,40 +228,31 @@ class ReferenceBackend(HostMemory, Backend):
     def set_lora(
         self, slots: adapters.ReferenceLoRASlots, slot: int, parts: Sequence[adapters.ReferenceLoRA | None]
     ) -> None:
-        """See `Backend.set_lora`."""
         slots.parts[slot] = list(parts)
 
+    limit_columns = staticmethod(adapters.limit_columns)
+
     def lora(self, y: torch.Tensor, x: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows) -> None:
-        """See `Backend.lora`."""
         adapters.lora(y, x, slots, rows, self._compute)
 
     def lora_embedding(
         self, y: torch.Tensor, ids: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows
     ) -> None:
-        """See `Backend.lora_embedding`."""
         adapters.lora_embedding(y, ids, slots, rows, self._compute)
 
-    def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
-        """See `Backend.limit_columns`."""
-        adapters.limit_columns(x, limits)
-
     def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See `Backend.take_rows`."""
         return x[ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Backend.rms_norm`."""
         pieces = x.to(self._compute).unflatten(-1, (-1, weight.shape[0]))
         normed = pieces * torch.rsqrt(pieces.square().mean(dim=-1, keepdim=True) + eps) * weight
         return normed.flatten(-2).float()
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Backend.add_rms_norm`."""
         residual += x
         return self.rms_norm(residual, weight, eps)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """See `Backend.layer_norm`."""
         wide = x.to(self._compute)
         centred = wide - wide.mean(dim=-1, keepdim=True)
         out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
@@ -295,7 +267,6 @@ class ReferenceBackend(HostMemory, Backend):
         head_size: int,
         interleaved: bool,
     ) -> None:
-        """See `Backend.rotary_embedding`."""
         cos, sin = cos_sin[positions.long()][:, None, :].chunk(2, dim=-1)
         half = cos.shape[-1]
         for x in (q, k):
@@ -309,13 +280,11 @@ class ReferenceBackend(HostMemory, Backend):
             second.copy_(rotated[1])
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """See `Backend.activation`."""
         if kind not in ACTIVATIONS:
             raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
         return ACTIVATIONS[kind](x)
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
-        """See `Backend.softcap`."""
         x.copy_(cap * torch.tanh(x / cap))
 
     # Layers with states
@@ -329,7 +298,6 @@ class ReferenceBackend(HostMemory, Backend):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """See `Backend.causal_conv`."""
         out = states.causal_conv(x, weight, bias, state, metadata, self._compute)
         return out if activation is None else self.activation(out, activation)
 
@@ -343,20 +311,14 @@ class ReferenceBackend(HostMemory, Backend):
         state: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """See `Backend.gated_delta`."""
         return states.gated_delta(q, k, v, decay, beta, state, metadata, self._compute)
-
-    def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
-        """See `Backend.copy_states`."""
-        for source, destination in pairs.tolist():
-            state[destination] = state[source]
 
     # KV cache and attention
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
     ) -> torch.Tensor:
-        """See `Backend.new_kv_cache`; [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size].
+        """The cache is [2 (keys, values), num_blocks, block_size, num_kv_heads, head_size].
 
         Latent ones have a first axis of 1.
         """
@@ -364,7 +326,6 @@ class ReferenceBackend(HostMemory, Backend):
         return torch.zeros(shape, dtype=KV_DTYPES[self.kv_dtype], device=self.device)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """See `Backend.write_kv`."""
         block_size = cache.shape[2]
         block, offset = slot_mapping // block_size, slot_mapping % block_size
         for side, values in enumerate((k, v)):
@@ -372,7 +333,6 @@ class ReferenceBackend(HostMemory, Backend):
             cache[side, block, offset] = self._rounded(heads).to(cache.dtype)
 
     def write_latent(self, x: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """See `Backend.write_latent`."""
         block_size = cache.shape[2]
         cache[0, slot_mapping // block_size, slot_mapping % block_size, 0] = self._rounded(x).to(cache.dtype)
 
@@ -390,25 +350,20 @@ class ReferenceBackend(HostMemory, Backend):
         params: AttentionParams,
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See `Backend.paged_attention`."""
         return paged_attention(q, cache, metadata, params, self._compute)
 
     def copy_blocks(self, cache: torch.Tensor, pairs: np.ndarray) -> None:
-        """See `Backend.copy_blocks`."""
         source, destination = self.from_numpy(pairs.astype(np.int64)).T
         cache[:, destination] = cache[:, source]
 
     def block_nbytes(self, cache: torch.Tensor) -> int:
-        """See `Backend.block_nbytes`."""
         return cache[:, 0].numel() * cache.element_size()
 
     def read_blocks(self, cache: torch.Tensor, block_ids: np.ndarray) -> np.ndarray:
-        """See `Backend.read_blocks`."""
         blocks = cache[:, self.from_numpy(block_ids)].transpose(0, 1).flatten(1)
         return blocks.contiguous().view(torch.uint8).cpu().numpy()
 
     def write_blocks(self, cache: torch.Tensor, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """See `Backend.write_blocks`."""
         blocks = self.from_numpy(data).view(cache.dtype).unflatten(1, (cache.shape[0], *cache.shape[2:]))
         cache[:, self.from_numpy(block_ids)] = blocks.transpose(0, 1)
 
@@ -426,7 +381,6 @@ class ReferenceBackend(HostMemory, Backend):
         frequency: np.ndarray,
         late: LateTokens | None = None,
     ) -> None:
-        """See `Backend.apply_penalties`."""
         if late is not None:
             starts, ids, counts = count_late(self.to_numpy(late.tokens), late.places, starts, ids, counts)
         lengths = np.diff(starts)
@@ -438,30 +392,24 @@ class ReferenceBackend(HostMemory, Backend):
         logits[where] = picked - (per_time * times + once * (times > 0))
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.add_bias`."""
         where = self.from_numpy(rows.astype(np.int64)), self.from_numpy(tokens.astype(np.int64))
         logits.index_put_(where, self.from_numpy(values.astype(np.float32)), accumulate=True)
 
     def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
-        """See `Backend.keep_only`."""
         index = self.from_numpy(rows)
         logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
 
     def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
-        """See `Backend.put_rows`."""
         logits[self.from_numpy(rows)] = self.from_numpy(values)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
-        """See `Backend.apply_bitmask`."""
         bits = np.unpackbits(bitmask.astype("<i4").view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         self.keep_only(logits, rows, bits.astype(bool))
 
     def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Backend.rows_finite`."""
         return torch.isfinite(logits.amax(dim=-1))
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Backend.greedy`."""
         return torch.stack([(row == row.amax()).to(torch.uint8).argmax() for row in logits])
 
     def sample(
@@ -473,9 +421,7 @@ class ReferenceBackend(HostMemory, Backend):
         min_p: np.ndarray,
         uniforms: np.ndarray,
     ) -> torch.Tensor:
-        """See `Backend.sample`."""
         return self.from_numpy(sample_rows(logits, temperature, top_k, top_p, min_p, uniforms))
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
-        """See `Backend.top_logprobs`."""
         return top_logprobs(logits, chosen, k)

@@ -32,17 +32,14 @@ class InvariantReferenceBackend(ReferenceBackend):
     rows = "apart"
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        """See `Backend.linear`."""
         wide = weight.weight.to(self._compute)
         return row_by_row(lambda row: self._multiply(row, weight, wide), x)
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Backend.head_linear`."""
         op = super().head_linear
         return torch.cat([op(token.clone(), weight) for token in x.split(weight.shape[0])])
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.route`."""
         rows = [super(InvariantReferenceBackend, self).route(row.clone(), params) for row in logits.split(1)]
         ids, weights = zip(*rows)
         return torch.cat(ids), torch.cat(weights)
@@ -50,23 +47,19 @@ class InvariantReferenceBackend(ReferenceBackend):
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
     ) -> torch.Tensor:
-        """See `Backend.experts`."""
         op = super().experts
         rows = zip(x.split(1), ids.split(1), weights.split(1))
         return torch.cat([op(row.clone(), own, weight, packed, kind) for row, own, weight in rows])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Backend.rms_norm`."""
         op = super().rms_norm
         return row_by_row(lambda row: op(row, weight, eps), x)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """See `Backend.layer_norm`."""
         op = super().layer_norm
         return row_by_row(lambda row: op(row, weight, bias, eps), x)
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """See `Backend.activation`."""
         op = super().activation
         return row_by_row(lambda row: op(row, kind), x)
 
@@ -78,7 +71,6 @@ class InvariantReferenceBackend(ReferenceBackend):
         params: AttentionParams,
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See `Backend.paged_attention`."""
         heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
         out = heads.new_empty((*heads.shape[:2], params.out_size))
         starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
@@ -93,7 +85,6 @@ class InvariantReferenceBackend(ReferenceBackend):
         return out.reshape(q.shape[0], -1)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
-        """See `Backend.top_logprobs`."""
         op = super().top_logprobs
         rows = [op(row.clone(), chosen[r : r + 1], k) for r, row in enumerate(logits.split(1))]
         return TopLogprobs(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
