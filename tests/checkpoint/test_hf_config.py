@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.checkpoint.families import FAMILIES
-from quire.checkpoint.foreign import FALLBACK
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import EngineConfig
 from quire.engine.settle import load_info, settle
 from quire.errors import ConfigError, ModelError
-from quire.models.registry import BODIES, MODELS
+from quire.models.registry import OPTIONS, options_of
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import FAMILIES as SHAPES
 from tests.helpers.checkpoints import PLAIN_CONFIG
@@ -55,9 +54,9 @@ def read(tmp_path: Path) -> Any:
     return function
 
 
-def test_every_supported_architecture_has_a_class() -> None:
-    assert {*FAMILIES, FALLBACK} == {*MODELS, *BODIES}
-    assert MODELS.keys() >= set(BODIES.values())
+def test_every_supported_architecture_has_options() -> None:
+    assert FAMILIES.keys() == OPTIONS.keys()
+    assert all(callable(options_of(architecture)) for architecture in OPTIONS)
 
 
 def test_sizes_of_a_llama(read: Any) -> None:

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext
-from quire.models.deepseek_v2 import scale_of
+from quire.models.deepseek import attention_scale
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.model_driver import ModelDriver
@@ -85,7 +85,7 @@ def test_half_precision_caches_stay_close(folder: Path, kv_dtype: str) -> None:
 
 def test_yarn_corrects_the_scale_by_the_square_of_its_logarithm() -> None:
     plain = {"theta": 1e4, "rotary_dim": 64, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-    assert scale_of(RopeParameters(rope_type="default", **plain), 192) == 192**-0.5
+    assert attention_scale(RopeParameters(rope_type="default", **plain), 192) == 192**-0.5
     yarn = RopeParameters(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0, **plain)
-    assert scale_of(yarn, 192) == pytest.approx(192**-0.5 * 1.3688879454**2)
-    assert scale_of(RopeParameters(rope_type="yarn", factor=40.0, **plain), 192) == 192**-0.5
+    assert attention_scale(yarn, 192) == pytest.approx(192**-0.5 * 1.3688879454**2)
+    assert attention_scale(RopeParameters(rope_type="yarn", factor=40.0, **plain), 192) == 192**-0.5

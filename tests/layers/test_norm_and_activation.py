@@ -13,7 +13,7 @@ from quire.errors import ModelError
 from quire.kernels.create import create_backend
 from quire.layers.activation import ACTIVATIONS, Activation
 from quire.layers.builder import Builder
-from quire.layers.norm import HeadLayerNorm, HeadRMSNorm, LayerNorm, ProjectionRMSNorm, RMSNorm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, ProjectionRMSNorm, RMSNorm
 from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
@@ -56,7 +56,7 @@ class Weight:
 
 def test_norm_of_each_head_is_the_norm_of_its_slice() -> None:
     scale = np.linspace(0.5, 1.5, 4, dtype=np.float32)
-    norm = HeadRMSNorm(Builder(Weight(scale), BACKEND), "q_norm", 4, 1e-6)
+    norm = RMSNorm(Builder(Weight(scale), BACKEND), "q_norm", 4, 1e-6)
     heads = X.reshape(6, 4, 4)
     expected = heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
     np.testing.assert_allclose(norm(BACKEND.from_numpy(X)), expected.reshape(6, 16), rtol=1e-5)

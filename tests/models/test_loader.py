@@ -16,7 +16,6 @@ from quire.errors import ConfigError, ModelError
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model, weight_bytes
-from quire.models.registry import MODELS, model_class
 from quire.step import LayerKVSpec
 from tests.helpers.checkpoints import PLAIN_CONFIG, family_parameters, plain_tensors, write_checkpoint, write_plain
 from tests.helpers.model_driver import ModelDriver
@@ -29,11 +28,6 @@ PROMPT = np.random.default_rng(0).integers(0, 131, 19).tolist()
 def logits(folder: Path, **options: Any) -> np.ndarray:
     model = load_model(load_model_info(folder), BACKEND, **options)
     return ModelDriver(model, BACKEND).step({"a": PROMPT})["a"]
-
-
-@pytest.mark.parametrize("architecture", MODELS)
-def test_registry_names_a_class_for_each_architecture(architecture: str) -> None:
-    assert model_class(architecture).__name__ == architecture
 
 
 def test_dummy_weights_need_only_a_config_and_follow_the_seed(tmp_path: Path) -> None:

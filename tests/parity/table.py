@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
-from quire.models.registry import MODELS, model_class
+from quire.models.registry import OPTIONS
 from tests.helpers.checkpoints import load_oracle, logits_of, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
 from tests.parity import test_pooling as pooling
@@ -38,11 +37,11 @@ POOLING_BEGIN, POOLING_END = "<!-- pooling: python -m tests.parity.table -->", "
 FORMATS = "formats"  # a name that stands for their table
 FORMATS_BEGIN, FORMATS_END = "<!-- formats: python -m tests.parity.table formats -->", "<!-- end of formats -->"
 POOLING_HEAD = (
-    "| architecture | file of its own | shapes | output | error | alone as beside others |",
+    "| architecture | file | shapes | output | error | alone as beside others |",
     "| --- | --- | ---: | --- | ---: | --- |",
 )
 HEAD = (
-    "| architecture | file of its own | shapes | float32 | greedy 64 | bfloat16 | chunks, prefixes | int8 | int4 |",
+    "| architecture | file | shapes | float32 | greedy 64 | bfloat16 | chunks, prefixes | int8 | int4 |",
     "| --- | --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
 )
 
@@ -68,7 +67,7 @@ class Measured:
 
 def architectures() -> list[str]:
     """Return the architectures that write texts, in the order of the registry."""
-    return [name for name in MODELS if name in FAMILIES and FAMILIES[name].pools is None]
+    return [name for name in OPTIONS if FAMILIES[name].pools is None]
 
 
 def cases_of(architecture: str) -> dict[str, Case]:
@@ -134,10 +133,8 @@ def row(architecture: str) -> str:
 
 
 def file_of(architecture: str) -> str:
-    """Name the file of an architecture, and say how long it is."""
-    module = model_class(architecture).__module__
-    path = Path(import_module(module).__file__ or "")
-    return f"`{path.name}`, {path.read_text('utf-8').count(chr(10))} lines"
+    """Return the file of `quire.models` that has an architecture's options."""
+    return f"`{OPTIONS[architecture].partition('.')[0]}.py`"
 
 
 def measure(case: str) -> Measured:

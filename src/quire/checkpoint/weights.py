@@ -1,6 +1,6 @@
 """Where a model gets its tensors by name and shape: from a checkpoint, from a survey of one, or made up.
 
-A model's constructor asks for each tensor it needs. Run against a `WeightSurvey` first, it costs nothing and finds
+A model's constructor asks for each tensor it needs. Run against a `DryRunWeights` first, it costs nothing and finds
 every missing or misshapen tensor at once; then it runs against `CheckpointWeights`. Slicing and packing belong to the
 layers and the backend.
 """
@@ -84,7 +84,7 @@ class CheckpointWeights:
         if self._on_read is not None:
             self._on_read(stored_bytes(self._checkpoint, name))
         tensor = self._checkpoint.read(name)
-        assert tensor.shape == shape, "the survey comes first"
+        assert tensor.shape == shape, "the dry run comes first"
         bad = count_nonfinite(tensor)
         if bad:
             message = (
@@ -97,50 +97,57 @@ class CheckpointWeights:
         return tensor
 
 
-class WeightSurvey:
-    """Notes what a model asks for and answers with shapes only; `finish` reports everything that does not fit."""
+class DryRunWeights:
+    """Weights for a dry run: notes which tensors a model reads, and answers with shapes only; `check` reports what
+    does not fit.
+    """
 
     def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
-        self._asked: dict[str, tuple[int, ...]] = {}
+        self._requested: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Note the request; the answer has the right shape, takes no memory, and its values mean nothing."""
-        self._asked[name] = shape
+        """Note the request; the tensor returned has the right shape, takes no memory, and has arbitrary values."""
+        self._requested[name] = shape
         layout = self._checkpoint.entry(name).layout if name in self._checkpoint else None
         if layout is not None:
             return SketchedTensor(shape, layout)
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
 
     @property
+    def names(self) -> list[str]:
+        """Names of the requested tensors."""
+        return list(self._requested)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes that the tensors asked for take in their files."""
-        return sum(stored_bytes(self._checkpoint, name) for name in self._asked if name in self._checkpoint)
+        """Bytes of the requested tensors in their files."""
+        return sum(stored_bytes(self._checkpoint, name) for name in self._requested if name in self._checkpoint)
 
-    def finish(self, ignorable: Iterable[str]) -> None:
-        """Raise ModelError if a tensor is missing or wrong; warn of tensors nobody asked for.
+    def check(self, ignored: Iterable[str]) -> None:
+        """Raise ModelError if a tensor is missing or wrong; warn of tensors that were not requested.
 
-        `ignorable` are regular expressions for tensors that older files hold and nobody needs.
+        `ignored` are regular expressions for tensors that files may hold without a warning.
         """
-        missing = [name for name in self._asked if name not in self._checkpoint]
+        missing = [name for name in self._requested if name not in self._checkpoint]
         if missing:
             count = f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'}"
             raise ModelError(f"{self._checkpoint.folder}: {count} missing from the weights: {_listed(missing)}")
-        for name, shape in self._asked.items():
+        for name, shape in self._requested.items():
             entry = self._checkpoint.entry(name)
             where = f"{self._checkpoint.path_of(name)}: tensor {echo(name)}"
             if entry.shape != shape:
                 raise ModelError(f"{where} has the wrong shape (expected {list(shape)}, got {list(entry.shape)})")
             if entry.dtype not in FLOAT_DTYPES:
                 raise ModelError(f"{where} has the wrong dtype (expected {', '.join(FLOAT_DTYPES)}, got {entry.dtype})")
-        patterns = [re.compile(pattern) for pattern in ignorable]
+        patterns = [re.compile(pattern) for pattern in ignored]
         extra = [
             name
             for name in self._checkpoint.names
-            if name not in self._asked and not any(pattern.search(name) for pattern in patterns)
+            if name not in self._requested and not any(pattern.search(name) for pattern in patterns)
         ]
         if extra:
             logger.warning(

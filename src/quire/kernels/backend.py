@@ -53,7 +53,7 @@ class AttentionMetadata:
         seq_lens: int32 [S]; context length including this step's tokens. A sequence's queries are its last positions.
         block_tables: int32 [S, max_blocks]; token position p lies in block block_tables[s, p // bs].
         slot_mapping: int64 [T]; block_id * bs + p % bs for each token of the step.
-        wanted: int64 [R], the rows of the step whose hidden states are asked for; None for all.
+        logits_indices: int64 [R], the tokens whose hidden states are computed to the end; None for all.
         further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
         state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. Sequences of
             padding share one that belongs to nobody. A sequence
@@ -72,7 +72,7 @@ class AttentionMetadata:
     seq_lens: Array
     block_tables: Array
     slot_mapping: Array
-    wanted: Array | None = None
+    logits_indices: Array | None = None
     further: tuple[tuple[Array, Array], ...] = ()
     state_rows: Array | None = None
     token_types: Array | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
-from quire.layers.norm import HeadRMSNorm
+from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.step import LayerKVSpec
 
@@ -23,19 +23,15 @@ def alibi_slopes(num_heads: int, span: float = 8.0) -> np.ndarray:
     return np.asarray(2.0**-exponents, np.float32)
 
 
-def wanted_rows(backend: Backend, x: Array, metadata: AttentionMetadata) -> Array:
-    """Return the rows of x [T, N] whose hidden states are asked for, [R, N].
-
-    After the last attention a token matters to no other one, so that a model need not go on with the rest.
-    """
-    return x if metadata.wanted is None else backend.take_rows(x, metadata.wanted)
+def take_rows(backend: Backend, x: Array, rows: Array | None) -> Array:
+    """Return the rows of x [T, N] with the indices `rows`, [R, N]; x itself if that is None."""
+    return x if rows is None else backend.take_rows(x, rows)
 
 
 class Attention:
-    """One attention layer's constants and its ops. Projections belong to the model.
+    """One attention layer's constants and its ops; the projections are the model's.
 
-    `rotary` is None where positions enter otherwise. `norms` are those of each head of queries and of keys, before they
-    are rotated; what else is normed is so by the model.
+    `rotary` is None where positions enter otherwise. `norms` are those of query and key heads before the rotation.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class Attention:
         backend: Backend,
         params: AttentionParams,
         rotary: RotaryEmbedding | None = None,
-        norms: tuple[HeadRMSNorm, HeadRMSNorm] | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         self.backend, self.params, self.rotary, self.norms = backend, params, rotary, norms
 

@@ -15,22 +15,27 @@ from quire.layers.parallel import ParallelContext
 class Builder:
     """Weights below a prefix, the backend that packs them, and this rank's place.
 
-    `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight". A `headless` model
-    has hidden states for its output: its file may have no output head, and none is packed. Without `latent_cache`
-    layers with latent attention keep the keys and values of every head.
+    `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight".
+
+    Attributes:
+        lora: slots in which layers register what adapters may change.
+        headless: the model's output is hidden states: its file may have no output head, and none is packed.
+        latent_cache: layers with latent attention cache latent vectors; otherwise keys and values of every head.
+        layers: numbers of the layers of this pipeline stage; None for all.
     """
 
     weights: WeightSource
     backend: Backend
     parallel: ParallelContext = field(default_factory=ParallelContext)
     prefix: str = ""
-    lora: LoRASlots | None = None  # where layers enter what adapters may change
+    lora: LoRASlots | None = None
     headless: bool = False
     latent_cache: bool = True
+    layers: range | None = None
 
     def under(self, name: str) -> Builder:
-        """Return a builder one level further down."""
-        return replace(self, prefix=f"{self.prefix}{name}.")
+        """Return a builder one level further down; of an empty name, this one."""
+        return replace(self, prefix=f"{self.prefix}{name}.") if name else self
 
     def under_if(self, name: str, probe: str) -> Builder:
         """Like `under`, unless tensor `probe` lies directly here: some files leave the outermost prefix out."""

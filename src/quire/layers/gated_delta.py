@@ -14,9 +14,10 @@ import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array, Arrays, AttentionMetadata
+from quire.layers.attention import take_rows
 from quire.layers.builder import Builder
 from quire.layers.linear import RowParallelLinear
-from quire.layers.norm import HeadRMSNorm
+from quire.layers.norm import RMSNorm
 from quire.layers.short_conv import ShortConv
 from quire.step import LayerStateSpec
 
@@ -64,7 +65,7 @@ class GatedDeltaNet:
         self.dt_bias = self.backend.vector(builder.get("dt_bias", (sizes.value_heads,)).rows(heads.start, heads.stop))
         rates = builder.get("A_log", (sizes.value_heads,)).rows(heads.start, heads.stop).to_float32()
         self.rates = self.backend.vector(HostTensor(-np.exp(rates), "float32"))
-        self.norm = HeadRMSNorm(builder, "norm", sizes.value_dim, eps)
+        self.norm = RMSNorm(builder, "norm", sizes.value_dim, eps)
         self.out_proj = RowParallelLinear(builder, "out_proj", values, hidden_size)
         # Vectors of length 1 are RMS norms, scaled; the query's scale takes attention's 1 / sqrt(size) as well.
         self.unit_eps = UNIT_EPS / sizes.key_dim
@@ -75,9 +76,11 @@ class GatedDeltaNet:
     def _constant(self, size: int, value: float) -> Array:
         return self.backend.vector(HostTensor(np.full(size, value, np.float32), "float32"))
 
-    def __call__(self, x: Array, states: Arrays, metadata: AttentionMetadata, wanted: Array | None = None) -> Array:
-        """[T, H] -> [T, H], or [R, H] of the rows `wanted`. `states` are the layer's, see `state_spec`."""
-        window, matrices = states
+    def __call__(
+        self, positions: Array, x: Array, cache: Arrays, metadata: AttentionMetadata, rows: Array | None = None
+    ) -> Array:
+        """[T, H] -> [T, H], or [R, H] of the token indices `rows`. `cache` is what `cache_spec` says."""
+        window, matrices = cache
         mixed = self.backend.linear(x, self.in_proj)
         width = 2 * self.key_size + self.value_size
         qkv = self.conv(mixed[:, :width], window, metadata)
@@ -87,12 +90,10 @@ class GatedDeltaNet:
         beta = self.backend.activation(gates[:, : self.value_heads], "sigmoid")
         decay = self.backend.activation(gates[:, self.value_heads :] + self.dt_bias, "softplus") * self.rates
         out = self.backend.gated_delta(q, k, qkv[:, 2 * self.key_size :], decay, beta, matrices, metadata)
-        z = mixed[:, width:]
-        if wanted is not None:
-            out, z = self.backend.take_rows(out, wanted), self.backend.take_rows(z, wanted)
+        out, z = take_rows(self.backend, out, rows), take_rows(self.backend, mixed[:, width:], rows)
         return self.out_proj(self.norm(out) * self.backend.activation(z, "silu"))
 
-    def state_spec(self) -> LayerStateSpec:
+    def cache_spec(self) -> LayerStateSpec:
         """Say what this layer keeps of a sequence: the convolution's last inputs, and the matrices."""
         return LayerStateSpec((self.conv.state_shape, self.matrix_shape))
 

@@ -1,8 +1,8 @@
-"""Where a model's layers find the LoRA adapters of a step's rows. How they are read, and which slots they lie in, is
-not decided here (`quire.lora`).
+"""LoRA slots: where a model's layers find the adapters of a step's rows.
 
-While a model is built with `Builder.lora`, each layer that an adapter could change enters its name here, the one that
-transformers gives it, and how a change to it is cut for this rank. In a step it hands over its output and input.
+While a model is built with `Builder.lora`, each layer that an adapter can change registers here under the name that
+transformers gives it. In a step it calls its `LoRALayer` with its output and input. How adapters are read from files,
+and which adapter lies in which slot, is decided in `quire.lora`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array, Backend
 from quire.kernels.lora import LoRAChange, LoRARows
 
-Cut = Callable[[int, Tensor], Tensor]  # (number of the matrix, whole [N, *]) -> this rank's rows of it
+Shard = Callable[[int, Tensor], list[Tensor]]  # (number of the matrix, whole [N, *]) -> pieces of this rank's rows
 Split = Callable[[Tensor], list[Tensor]]  # a tensor of several matrices -> one for each
 
 
@@ -30,8 +30,8 @@ class LoRATarget:
     Attributes:
         kind: "linear"; "embedding", a table that is looked up; "head", which scores the vocabulary.
         inputs, outputs: of the whole layer on all ranks; of a table the width and the number of its rows.
-        layer: number of the layer that computes it. part: of the layer's parts, the first that `cut` makes one of.
-        cut: the change of the whole -> that of each part on this rank.
+        layer: number of the `LoRALayer` that computes it. part: which of that layer's parts it is.
+        shard: the change of the whole -> this rank's.
     """
 
     name: str
@@ -40,7 +40,7 @@ class LoRATarget:
     outputs: int
     layer: int
     part: int
-    cut: Callable[[LoRAChange], list[LoRAChange]]
+    shard: Callable[[LoRAChange], LoRAChange]
 
 
 Put = Callable[[Array, np.ndarray], None]  # `Stager.put`
@@ -131,51 +131,55 @@ class LoRASlots:
         names: Sequence[str],
         inputs: int,
         sizes: Sequence[int],
-        cut: Cut = lambda number, whole: whole,
+        shard: Shard = lambda number, whole: [whole],
         *,
         split: Split | None = None,
         columns: tuple[int, int] | None = None,
     ) -> LoRALayer:
-        """Enter a linear layer of one or more matrices [size, inputs], of which `cut` takes this rank's rows.
+        """Register a linear layer of one or more matrices [size, inputs], of which `shard` takes this rank's rows.
 
-        There is one name per size, or a single one for a tensor of all of them; it is taken apart by `split`, or where
-        one matrix ends. `columns`: this rank's share of the inputs, (first, last + 1), where they are split.
+        There is one name per size, or a single one for a tensor of all matrices, which `split` takes apart where they
+        do not follow one another. `columns`: this rank's columns, (first, last + 1), where the inputs are split.
         """
-        mine = [cut(i, HostTensor(np.zeros((size, 1), np.float32), "float32")).shape[0] for i, size in enumerate(sizes)]
+
+        def rows(number: int, whole: Tensor) -> np.ndarray:
+            return np.concatenate([piece.to_float32() for piece in shard(number, whole)])
+
+        mine = [len(rows(i, HostTensor(np.zeros((size, 1), np.float32), "float32"))) for i, size in enumerate(sizes)]
         single = len(names) < len(sizes)
         layer = self._add(LoRALayer(self, [sum(mine)] if single else mine))
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
-        def cut_all(b: np.ndarray) -> np.ndarray:
-            whole = HostTensor(b, "float32")
-            matrices = split(whole) if split else [whole.rows(i, j) for i, j in pairwise(starts)]
-            return np.concatenate([cut(i, matrix).to_float32() for i, matrix in enumerate(matrices)])
-
-        def cut_one(number: int, b: np.ndarray) -> np.ndarray:
-            return cut(number, HostTensor(b, "float32")).to_float32()
+        def shard_change(number: int, change: LoRAChange) -> LoRAChange:
+            assert change.a is not None and change.b is not None, "linear layers are changed by factors"
+            a, b = change.a if columns is None else change.a[:, slice(*columns)], HostTensor(change.b, "float32")
+            if not single:
+                return LoRAChange(a, rows(number, b))
+            matrices = split(b) if split else [b.rows(i, j) for i, j in pairwise(starts)]
+            return LoRAChange(a, np.concatenate([rows(i, matrix) for i, matrix in enumerate(matrices)]))
 
         for number, name in enumerate(names):
-            outputs, cut_b = (sum(sizes), cut_all) if single else (sizes[number], partial(cut_one, number))
-            self._enter(prefix + name, "linear", inputs, outputs, layer, number, _linear_cut(cut_b, columns))
+            outputs = sum(sizes) if single else sizes[number]
+            self._register(prefix + name, "linear", inputs, outputs, layer, number, partial(shard_change, number))
         return self._layers[layer]
 
     def embedding(self, name: str, num_rows: int, width: int) -> LoRALayer:
-        """Enter a table that is looked up; every rank changes whole rows."""
+        """Register a table that is looked up; every rank changes whole rows."""
         layer = self._add(LoRALayer(self, [width], lookup=True))
-        self._enter(name, "embedding", width, num_rows, layer, 0, lambda change: [change])
+        self._register(name, "embedding", width, num_rows, layer, 0, lambda change: change)
         return self._layers[layer]
 
     def head(self, name: str, num_rows: int, width: int) -> LoRALayer:
-        """Enter the layer that scores the vocabulary; every rank changes whole rows."""
+        """Register the layer that scores the vocabulary; every rank changes whole rows."""
         layer = self._add(LoRALayer(self, [num_rows + self.extra_vocab], widest=num_rows + self.extra_vocab))
-        self._enter(name, "head", width, num_rows, layer, 0, lambda change: [change])
+        self._register(name, "head", width, num_rows, layer, 0, lambda change: change)
         return self._layers[layer]
 
     def _add(self, layer: LoRALayer) -> int:
         self._layers.append(layer)
         return len(self._layers) - 1
 
-    def _enter(self, name: str, *rest: Any) -> None:
+    def _register(self, name: str, *rest: Any) -> None:
         self.targets[name] = LoRATarget(name, *rest)
 
     # ---- what lies in the slots ----
@@ -186,8 +190,7 @@ class LoRASlots:
         for name, change in changes.items():
             target = self.targets[name]
             parts = packed.setdefault(target.layer, [None] * self._layers[target.layer].num_parts)
-            for number, part in enumerate(target.cut(change), target.part):
-                parts[number] = self.backend.pack_lora(part, lookup=target.kind == "embedding")
+            parts[target.part] = self.backend.pack_lora(target.shard(change), lookup=target.kind == "embedding")
         return packed
 
     def fill(self, slot: int, packed: PackedAdapter, vocab_size: int) -> None:
@@ -276,14 +279,3 @@ class LoRASlots:
         if self._limits is not None:
             self.backend.limit_columns(logits, self._limits[: logits.shape[0]])
         return logits
-
-
-def _linear_cut(
-    cut_b: Callable[[np.ndarray], np.ndarray], columns: tuple[int, int] | None
-) -> Callable[[LoRAChange], list[LoRAChange]]:
-    def cut(change: LoRAChange) -> list[LoRAChange]:
-        assert change.a is not None and change.b is not None, "linear layers are changed by factors"
-        a = change.a if columns is None else change.a[:, columns[0] : columns[1]]
-        return [LoRAChange(a, cut_b(change.b))]
-
-    return cut

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.checkpoint.tensor import Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, LayerCache
-from quire.layers.attention import wanted_rows
+from quire.layers.attention import take_rows
 from quire.layers.builder import Builder
 from quire.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -75,22 +75,27 @@ class LatentAttention:
         self.o_proj = RowParallelLinear(builder, "o_proj", sizes.heads * sizes.value, hidden_size, bias=bias)
 
     def __call__(
-        self, positions: Array, x: Array, kv_cache: LayerCache, metadata: AttentionMetadata, *, all_rows: bool = True
+        self,
+        positions: Array,
+        x: Array,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        rows: Array | None = None,
     ) -> Array:
-        """x [T, hidden] at `positions` [T] -> [T, hidden], or [R, hidden] of the rows that are asked for."""
+        """x [T, hidden] at `positions` [T] -> [T, hidden], or [R, hidden] of the token indices `rows`."""
         nope, rope, rank, tokens = self.sizes.nope, self.sizes.rope, self.sizes.rank, x.shape[0]
         q = self.queries(x).reshape(tokens * self.num_heads, self.sizes.key)
         both = self.kv_a_proj(x)
         q_rope, k_rope = self.backend.concat([q[:, nope:]]), both[:, rank:]
         self.rotary(positions, q_rope.reshape(tokens, self.num_heads * rope), k_rope)
         latent = self.kv_a_layernorm(both[:, :rank])
-        own = kv_cache.enter(metadata)
-        out = self.inside.attend(q[:, :nope], q_rope, latent, k_rope, kv_cache, own)
-        kv_cache.leave()
-        return self.o_proj(self.inside.values(out if all_rows else wanted_rows(self.backend, out, metadata)))
+        own = cache.enter(metadata)
+        out = self.inside.attend(q[:, :nope], q_rope, latent, k_rope, cache, own)
+        cache.leave()
+        return self.o_proj(self.inside.values(take_rows(self.backend, out, rows)))
 
-    def kv_spec(self) -> LayerKVSpec:
-        """Say what this layer caches per token."""
+    def cache_spec(self) -> LayerKVSpec:
+        """Return what this layer caches per token."""
         return self.inside.kv_spec()
 
 

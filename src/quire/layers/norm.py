@@ -1,4 +1,4 @@
-"""Normalisation layers; every rank holds them whole."""
+"""Normalization layers; every rank holds them whole."""
 
 from __future__ import annotations
 
@@ -15,27 +15,22 @@ def shifted(scales: Tensor, offset: float) -> Tensor:
 
 
 class RMSNorm:
-    """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019), `offset` more than what the file holds."""
+    """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019), `offset` more than what the file holds.
+
+    Wider rows are normalized piece by piece, `size` values each: so heads have a norm that shares its scale.
+    """
 
     def __init__(self, builder: Builder, name: str, size: int, eps: float, *, offset: float = 0.0) -> None:
         self.backend, self.eps = builder.backend, eps
         self.weight = self.backend.vector(shifted(builder.get(f"{name}.weight", (size,)), offset))
 
     def __call__(self, x: Array) -> Array:
-        """Normalise the last axis, [T, size]."""
+        """Normalize x [T, n * size]."""
         return self.backend.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Array, residual: Array) -> Array:
         """Add `x` to `residual` in place and return the norm of the sum; both [T, size]."""
         return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class HeadRMSNorm(RMSNorm):
-    """Root-mean-square norm of every head by itself; all share one scale."""
-
-    def __call__(self, x: Array) -> Array:
-        """Normalise the heads of x [T, heads * size]."""
-        return self.backend.rms_norm(x, self.weight, self.eps)
 
 
 class ProjectionRMSNorm:
@@ -53,7 +48,7 @@ class ProjectionRMSNorm:
         self.start, self.stop = self.parallel.tp_rank * width, (self.parallel.tp_rank + 1) * width
 
     def __call__(self, x: Array) -> Array:
-        """Normalise this rank's part x [T, its heads * size] of the projection."""
+        """Normalize this rank's part x [T, its heads * size] of the projection."""
         return self.backend.rms_norm(self.parallel.join_ranks(x), self.weight, self.eps)[:, self.start : self.stop]
 
 
@@ -80,8 +75,13 @@ class LayerNorm:
         self.bias = self.backend.vector(builder.get(f"{name}.bias", (size,))) if affine and bias else None
 
     def __call__(self, x: Array) -> Array:
-        """Normalise the last axis, [T, size]."""
+        """Normalize the last axis, [T, size]."""
         return self.backend.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Array, residual: Array) -> Array:
+        """Add `x` to `residual` in place and return the norm of the sum; both [T, size]."""
+        residual += x
+        return self(residual)
 
 
 class HeadLayerNorm:
@@ -104,6 +104,6 @@ class HeadLayerNorm:
         self.ones = self.backend.vector(HostTensor(np.ones(size, np.float32), "float32"))
 
     def __call__(self, x: Array) -> Array:
-        """Normalise the heads of x [T, heads * size]."""
+        """Normalize the heads of x [T, heads * size]."""
         heads = self.backend.layer_norm(x.reshape(-1, self.size), self.ones, None, self.eps)
         return heads.reshape(x.shape[0], -1) * self.scales

@@ -1,150 +1,146 @@
-"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): every token sees every other one, norms come after the sums.
-
-    x = norm(x + attention(x));  x = norm(x + mlp(x))
-
-Positions, and places in a pair of texts, are learned tables. RoBERTa's begins behind the row of the padding token.
-"""
+"""Encoder-only families, in which every token sees every other one: BERT, RoBERTa, ModernBERT; their classifiers."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, KVCache
+from quire.kernels.backend import Array
 from quire.layers.activation import Activation, tanh
-from quire.layers.attention import Attention, wanted_rows
 from quire.layers.builder import Builder
-from quire.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import LayerNorm
-from quire.step import KVCacheSpec
+from quire.models.decoder import DecoderNames, DecoderOptions
+
+BERT = DecoderNames(
+    body="bert",
+    embedding="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    token_types="embeddings.token_type_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layers="encoder.layer",
+    attention_norm=None,
+    attention="attention",
+    qkv=("self.query", "self.key", "self.value"),
+    attention_output="output.dense",
+    attention_output_norm="attention.output.LayerNorm",
+    mlp_norm=None,
+    mlp="",
+    mlp_input=("intermediate.dense",),
+    mlp_output="output.dense",
+    mlp_output_norm="output.LayerNorm",
+    final_norm=None,
+)
 
 
-class BertLayer:
-    """Attention and feed-forward layer, each with a residual and a norm."""
-
-    def __init__(self, builder: Builder, info: ModelInfo, layer: int) -> None:
-        self.backend, self.is_last = builder.backend, layer == info.num_hidden_layers - 1
-        hidden, inner, heads, eps = info.hidden_size, info.intermediate_size, info.num_attention_heads, info.norm_eps
-        attention = builder.under("attention")
-        self.qkv = QKVParallelLinear(
-            attention.under("self"),
-            ("query", "key", "value"),
-            hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_size=info.head_dim,
-            bias=True,
-        )
-        params = AttentionParams(
-            num_heads=self.qkv.num_heads,
-            num_kv_heads=self.qkv.num_kv_heads,
-            head_size=info.head_dim,
-            scale=info.head_dim**-0.5,
-            causal=info.causal,
-        )
-        self.attention = Attention(builder.backend, params)
-        self.attention_output = RowParallelLinear(attention, "output.dense", hidden, hidden, bias=True)
-        self.attention_norm = LayerNorm(attention, "output.LayerNorm", hidden, eps)
-        self.input = ColumnParallelLinear(builder, ("intermediate.dense",), hidden, (inner,), bias=True)
-        self.act = Activation(builder.backend, info.hidden_act)
-        self.output = RowParallelLinear(builder, "output.dense", inner, hidden, bias=True)
-        self.output_norm = LayerNorm(builder, "output.LayerNorm", hidden, eps)
-
-    def __call__(self, positions: Array, x: Array, kv_cache: KVCache, metadata: AttentionMetadata) -> Array:
-        """[T, H] -> [T, H]; of the last layer [R, H], the rows that are asked for."""
-        seen = self.attention(positions, *self.qkv(x), kv_cache, metadata)
-        if self.is_last:
-            seen, x = wanted_rows(self.backend, seen, metadata), wanted_rows(self.backend, x, metadata)
-        x = self.attention_norm(x + self.attention_output(seen))
-        return self.output_norm(x + self.output(self.act(self.input(x))))
-
-
-class BertModel:
-    """Embeddings and layers; the result is hidden states."""
-
-    body: ClassVar[str] = "bert"
-    # Older files hold the numbers of the positions; heads of other tasks are not needed.
-    ignorable: ClassVar[tuple[str, ...]] = (
-        r"embeddings\.position_ids$",
-        r"(^|\.)pooler\.",
-        r"^(cls|lm_head|classifier)\.",
+def bert(info: ModelInfo) -> DecoderOptions:
+    """BERT (Devlin et al. 2019): norms after the sums, learned tables of positions and of places in a pair of texts."""
+    return DecoderOptions(
+        names=BERT,
+        residual="post",
+        norm="layer",
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        num_token_types=info.fields.integer("type_vocab_size", low=1),
+        # Older files hold the numbers of the positions; heads of other tasks are not used.
+        ignored_weights=(r"embeddings\.position_ids$", r"(^|\.)pooler\.", r"^(cls|lm_head|classifier)\."),
     )
 
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        self.vocab_size = info.vocab_size
-        body = builder.under_if(self.body, "embeddings.word_embeddings.weight")
-        embeddings, hidden = body.under("embeddings"), info.hidden_size
-        num_types = info.fields.integer("type_vocab_size", low=1)
-        self.words = VocabParallelEmbedding(embeddings, "word_embeddings", info.vocab_size, hidden)
-        self.positions = PositionEmbedding(
-            embeddings, "position_embeddings", info.max_position_embeddings, hidden, skip=self.first_position(info)
-        )
-        self.types = PositionEmbedding(embeddings, "token_type_embeddings", num_types, hidden)
-        self.num_token_types = num_types
-        self.norm = LayerNorm(embeddings, "LayerNorm", hidden, info.norm_eps)
-        self.layers = [
-            BertLayer(body.under(f"encoder.layer.{layer}"), info, layer) for layer in range(info.num_hidden_layers)
-        ]
 
-    @staticmethod
-    def first_position(info: ModelInfo) -> int:
-        """Row of the position table that the first token takes."""
-        return 0
+def roberta(info: ModelInfo) -> DecoderOptions:
+    """RoBERTa (Liu et al. 2019): BERT, whose positions begin after the row of the padding token.
 
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """See `Model.kv_cache_spec`."""
-        return KVCacheSpec([layer.attention.kv_spec() for layer in self.layers])
-
-    def forward(
-        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Array:
-        """See `Model.forward`."""
-        assert metadata.token_types is not None
-        x = self.words(input_ids) + self.types(metadata.token_types)
-        x = self.norm(x + self.positions(positions))
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(positions, x, kv_cache, metadata)
-        return x
+    config.json counts these rows as positions, `ModelInfo` does not.
+    """
+    offset = info.fields.integer("pad_token_id", low=0) + 1
+    return replace(bert(info), names=replace(BERT, body="roberta"), position_offset=offset)
 
 
-class BertForSequenceClassification(BertModel):
-    """With scores of classes."""
+def modernbert(info: ModelInfo) -> DecoderOptions:
+    """ModernBERT (Warner et al. 2024): a newer decoder's parts.
 
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        super().__init__(info, builder, max_model_len)
-        self.backend, hidden = builder.backend, info.hidden_size
-        body = builder.under_if(self.body, "embeddings.word_embeddings.weight")
-        self.dense = ReplicatedLinear(body, "pooler.dense", hidden, hidden, bias=True)
-        num_labels = len(info.pooling.labels) if info.pooling is not None else 2
-        self.classifier = ReplicatedLinear(builder, "classifier", hidden, num_labels, bias=True)
+    Every third layer sees the whole text, the others a window to both sides, with rotations of their own. The first
+    layer has no norm before its attention.
+    """
+    bias = info.fields.flag("attention_bias")
+    return DecoderOptions(
+        names=DecoderNames(
+            embedding="embeddings.tok_embeddings",
+            embedding_norm="embeddings.norm",
+            attention_norm="attn_norm",
+            attention="attn",
+            qkv=("Wqkv",),
+            attention_output="Wo",
+            mlp_norm="mlp_norm",
+            mlp_input=("Wi",),  # what is activated stands above what it is multiplied with
+            mlp_output="Wo",
+            final_norm="final_norm",
+        ),
+        norm="layer",
+        norm_bias=info.fields.flag("norm_bias"),
+        norm_first=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=info.fields.flag("mlp_bias"),
+        ignored_weights=(r"^(head|decoder|classifier)\.",),
+    )
 
-    def project(self, pooled: Array) -> Array:
-        """The first tokens' vectors [R, H] -> logits [R, classes]."""
-        return self.classifier(tanh(self.backend, self.dense(pooled)))
+
+def bert_classifier(info: ModelInfo) -> DecoderOptions:
+    """BERT with scores of classes, computed from the first token's hidden states."""
+
+    def classifier(builder: Builder, info: ModelInfo) -> Callable[[Array], Array]:
+        body = builder.under_if(BERT.body, f"{BERT.embedding}.weight")
+        return TanhClassifier(body, "pooler.dense", builder, "classifier", info)
+
+    return replace(bert(info), classifier=classifier)
 
 
-class RobertaModel(BertModel):
-    """BERT's layers; positions begin behind the padding token's row."""
+def roberta_classifier(info: ModelInfo) -> DecoderOptions:
+    """RoBERTa with scores of classes; the dense layer belongs to the classifier."""
 
-    body: ClassVar[str] = "roberta"
+    def classifier(builder: Builder, info: ModelInfo) -> Callable[[Array], Array]:
+        return TanhClassifier(builder, "classifier.dense", builder, "classifier.out_proj", info)
 
-    @staticmethod
-    def first_position(info: ModelInfo) -> int:
-        """See `BertModel`. config.json counts these rows as positions, `ModelInfo` does not."""
-        return info.fields.integer("pad_token_id", low=0) + 1
+    return replace(roberta(info), classifier=classifier)
 
 
-class RobertaForSequenceClassification(RobertaModel):
-    """With scores of classes; the dense layer belongs to the classifier."""
+def modernbert_classifier(info: ModelInfo) -> DecoderOptions:
+    """ModernBERT with scores of classes."""
+    return replace(modernbert(info), classifier=NormClassifier)
 
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        super().__init__(info, builder, max_model_len)
-        self.backend, hidden = builder.backend, info.hidden_size
-        self.dense = ReplicatedLinear(builder, "classifier.dense", hidden, hidden, bias=True)
-        num_labels = len(info.pooling.labels) if info.pooling is not None else 2
-        self.out_proj = ReplicatedLinear(builder, "classifier.out_proj", hidden, num_labels, bias=True)
 
-    def project(self, pooled: Array) -> Array:
-        """The first tokens' vectors [R, H] -> logits [R, classes]."""
-        return self.out_proj(tanh(self.backend, self.dense(pooled)))
+def num_labels(info: ModelInfo) -> int:
+    """Return the number of classes."""
+    return len(info.pooling.labels) if info.pooling is not None else 2
+
+
+class TanhClassifier:
+    """out(tanh(dense(x)))."""
+
+    def __init__(self, dense_in: Builder, dense: str, out_in: Builder, out: str, info: ModelInfo) -> None:
+        self.backend, hidden = out_in.backend, info.hidden_size
+        self.dense = ReplicatedLinear(dense_in, dense, hidden, hidden, bias=True)
+        self.out = ReplicatedLinear(out_in, out, hidden, num_labels(info), bias=True)
+
+    def __call__(self, pooled: Array) -> Array:
+        """The first tokens' hidden states [R, H] -> logits [R, classes]."""
+        return self.out(tanh(self.backend, self.dense(pooled)))
+
+
+class NormClassifier:
+    """classifier(norm(act(dense(x))))."""
+
+    def __init__(self, builder: Builder, info: ModelInfo) -> None:
+        hidden, fields = info.hidden_size, info.fields
+        self.dense = ReplicatedLinear(builder, "head.dense", hidden, hidden, bias=fields.flag("classifier_bias"))
+        self.act = Activation(builder.backend, fields.text("classifier_activation"))
+        self.norm = LayerNorm(builder, "head.norm", hidden, info.norm_eps, bias=fields.flag("norm_bias"))
+        self.out = ReplicatedLinear(builder, "classifier", hidden, num_labels(info), bias=True)
+
+    def __call__(self, pooled: Array) -> Array:
+        """Pooled hidden states [R, H] -> logits [R, classes]."""
+        return self.out(self.norm(self.act(self.dense(pooled))))

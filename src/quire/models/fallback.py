@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from quire.checkpoint.tensor import HostTensor
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights
 from quire.errors import ModelError, echo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, LayerCache
-from quire.layers.attention import wanted_rows
+from quire.layers.attention import take_rows
 from quire.layers.builder import Builder
 from quire.layers.torch_modules import (
     check_ranks,
@@ -38,8 +38,10 @@ _numbers = itertools.count()  # of attention functions: transformers knows them 
 class TransformersForCausalLM:
     """transformers' model between our cache and our products. `recordable`: PyTorch's part cannot be recorded."""
 
-    ignorable: ClassVar[tuple[str, ...]] = ("",)  # transformers reads the files itself
+    ignored_weights: tuple[str, ...] = ("",)  # transformers reads the files itself
     recordable = False
+    num_token_types = 0
+    classifier = None
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
         self.info, self.backend, self.parallel = info, builder.backend, builder.parallel
@@ -190,7 +192,7 @@ class TransformersForCausalLM:
         if self._planned is not None:
             x = self.backend.embedding(input_ids, self._planned[0])
             self.backend.linear(x, self._planned[1])
-            return wanted_rows(self.backend, x, metadata)
+            return take_rows(self.backend, x, metadata.logits_indices)
         import torch
 
         self._step = kv_caches, metadata
@@ -199,7 +201,7 @@ class TransformersForCausalLM:
                 input_ids=to_torch(input_ids)[None].long(), position_ids=to_torch(positions)[None], use_cache=False
             )
         self._step = None
-        return wanted_rows(self.backend, to_array(self.backend, output.last_hidden_state[0]), metadata)
+        return take_rows(self.backend, to_array(self.backend, output.last_hidden_state[0]), metadata.logits_indices)
 
     def compute_logits(self, hidden: Array) -> Array:
         """See `Model.compute_logits`."""

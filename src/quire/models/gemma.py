@@ -1,34 +1,55 @@
-"""Gemma (Gemma team 2024): Llama's decoder with norms around 1, scaled embeddings and a gelu gate."""
+"""Gemma 1 to 3. Of models that see images the language model runs; images are not supported yet."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.builder import Builder
-from quire.models.llama import DecoderOptions, LlamaForCausalLM
+from quire.models.decoder import VISION_WEIGHTS, DecoderNames, DecoderOptions
+from quire.models.llama import attention_bias
+
+SANDWICH = DecoderNames(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
 
 
-class GemmaForCausalLM(LlamaForCausalLM):
-    """Norms multiply with 1 + weight. The embedding's factor is rounded to the type of the weights, as in training."""
-
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        super().__init__(info, builder, max_model_len)
-        self.embedding_scale = rounded(info.hidden_size**0.5, builder.backend.dtype)
-
-    @staticmethod
-    def options(info: ModelInfo) -> DecoderOptions:
-        """Biases around attention only."""
-        if info.fields.flag("use_bidirectional_attention", False) and info.causal:
-            raise info.fields.error("use_bidirectional_attention", "false: tokens see those before them")
-        bias = info.fields.flag("attention_bias", False)
-        return DecoderOptions(qkv_bias=bias, output_bias=bias, norm_offset=1.0)
+def gemma(info: ModelInfo) -> DecoderOptions:
+    """Gemma (Gemma team 2024): Llama's decoder with norms around 1, scaled embeddings and a gelu gate."""
+    if info.fields.flag("use_bidirectional_attention", False) and info.causal:
+        raise info.fields.error("use_bidirectional_attention", "false: tokens see those before them")
+    return replace(
+        attention_bias(info),
+        norm_offset=1.0,
+        embedding_scale=info.hidden_size**0.5,
+        embedding_scale_rounded=True,
+    )
 
 
-def rounded(value: float, dtype: str) -> float:
-    """Round to the nearest number of this dtype, of two to the even one."""
-    if dtype == "bfloat16":
-        bits = int(np.float32(value).view(np.uint32))
-        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-        return float(np.uint32(bits).view(np.float32))
-    return float(np.dtype(dtype).type(value))
+def gemma2(info: ModelInfo) -> DecoderOptions:
+    """Gemma 2 (Gemma team 2024): norms before and after each part of a layer, and logits with soft caps.
+
+    The scale of attention is set by config.json, not by the size of heads. Every second layer has a window.
+    """
+    fields = info.fields
+    return replace(
+        gemma(info),
+        names=SANDWICH,
+        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=fields.number("attn_logit_softcapping", None),
+        logit_softcap=fields.number("final_logit_softcapping", None),
+    )
+
+
+def gemma3(info: ModelInfo) -> DecoderOptions:
+    """Gemma 3 (Gemma team 2025): norms of heads; of six layers five have a window and a rotation of their own.
+
+    transformers reads the cap of attention's logits and does not use it.
+    """
+    return replace(gemma2(info), qk_norm="head", attention_softcap=None)
+
+
+def gemma3_multimodal(info: ModelInfo) -> DecoderOptions:
+    """The language model of the 4B and larger models."""
+    return replace(gemma3(info), language_model=True, ignored_weights=VISION_WEIGHTS)

@@ -1,24 +1,36 @@
-"""IBM's Granite 3 (2024): Llama's decoder with multipliers on embedding, attention, residuals and logits."""
+"""IBM's Granite 3, dense and with experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.models.llama import DecoderOptions, LlamaForCausalLM
+from quire.layers.moe import MoENames, MoEOptions
+from quire.models.decoder import DecoderOptions
+from quire.models.experts import read_routing
+from quire.models.llama import llama
 
 
-class GraniteForCausalLM(LlamaForCausalLM):
-    """The multipliers are 1 where config.json leaves them out, that of attention too."""
+def granite(info: ModelInfo) -> DecoderOptions:
+    """Granite 3 (2024): Llama's decoder with multipliers, which are 1 where config.json leaves them out."""
+    fields = info.fields
+    return replace(
+        llama(info),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1.0),
+    )
 
-    @staticmethod
-    def options(info: ModelInfo) -> DecoderOptions:
-        """Llama's, and the multipliers; `logits_scaling` divides."""
-        fields = info.fields
-        return replace(
-            LlamaForCausalLM.options(info),
-            attention_scale=fields.number("attention_multiplier", 1.0),
-            residual_scale=fields.number("residual_multiplier", 1.0),
-            embedding_scale=fields.number("embedding_multiplier", 1.0),
-            logit_scale=1 / fields.number("logits_scaling", 1.0),
-        )
+
+def granite_moe(info: ModelInfo) -> DecoderOptions:
+    """Granite 3 MoE (2024): experts in two tensors of all of them, weighted by a softmax over those chosen."""
+    moe = MoEOptions(
+        routing=read_routing(info.fields, "num_local_experts", scoring="softmax_chosen"),
+        inner_size=info.intermediate_size,
+        hidden_act=info.hidden_act,
+        names=MoENames(
+            block="block_sparse_moe", router="router.layer", stacked=("input_linear.weight", "output_linear.weight")
+        ),
+    )
+    return replace(granite(info), moe=moe)

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
-from quire.checkpoint.hf_config import ModelInfo
-from quire.kernels.backend import Array, AttentionMetadata, KVCache
-from quire.layers.builder import Builder
+from quire.kernels.backend import Array, AttentionMetadata
 from quire.step import KVCacheSpec
 
 
-class Model(Protocol):
-    """A decoder-only language model on one backend and one rank.
+class HiddenStates(NamedTuple):
+    """What a layer hands to the next one, and a pipeline stage to the next stage (vLLM's intermediate tensors).
 
     Attributes:
-        ignorable: regular expressions for tensors that some files hold and nobody needs.
-        vocab_size: columns of the logits.
+        residual: the residual stream [T, H]. The next layer overwrites it.
+        update: the output of the last layer [T, H], which the next norm adds to the stream, as adding and normalizing
+            are one op. None if there is nothing to add.
     """
 
-    ignorable: ClassVar[tuple[str, ...]]
+    residual: Array
+    update: Array | None = None
+
+
+class Model(Protocol):
+    """A language model on one backend and one rank.
+
+    Attributes:
+        ignored_weights: regular expressions for tensors that some files hold and the model does not use.
+        vocab_size: columns of the logits.
+        recordable: whether steps consist of backend ops only, so that they can be recorded (`Backend.graph`).
+        num_token_types: rows of the table of token types that encoders for pairs of texts have; 0 for other models.
+        classifier: pooled hidden states [R, H] -> logits of classes [R, N]; None for models without such a head.
+    """
+
+    ignored_weights: tuple[str, ...]
     vocab_size: int
-
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        """Ask `builder` for every tensor, in file order where possible, and pack each at once.
-
-        The constructor is run twice: first with a builder that only notes names and shapes. So it must not look at
-        values, and which tensors it asks for may depend on `info` and on `builder.has` alone.
-        """
+    recordable: bool
+    num_token_types: int
+    classifier: Callable[[Array], Array] | None
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Say what layers cache, or keep as a state, in the order in which `forward` takes the caches."""
+        """Return what layers cache, or keep as a state, in the order in which `forward` takes the caches."""
 
-    def forward(
-        self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Array:
+    def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
         """Compute the step's tokens and write their keys and values to the caches.
 
-        There is a `LayerCache` for each attention layer, then for each layer with states a tuple of arrays, of the
-        shapes of its `LayerStateSpec` with a row for each sequence in front.
+        `kv_caches` has a `LayerCache` for each attention layer, then for each layer with states a tuple of arrays, of
+        the shapes of its `LayerStateSpec` with a row for each sequence in front.
 
-        input_ids and positions are int64 [T], flat over all sequences; the result is hidden states, ready for
-        `compute_logits`: [T, H], or [R, H] of the rows `metadata.wanted`.
+        input_ids and positions are int64 [T], flat over all sequences. Returns hidden states after the final norm,
+        [T, H], or [R, H] of the rows `metadata.logits_indices`.
         """
 
     def compute_logits(self, hidden: Array) -> Array:

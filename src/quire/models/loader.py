@@ -1,4 +1,6 @@
-"""Building a model from its folder: survey first, so that a bad folder fails before memory is spent; then read."""
+"""Building a model from its folder: first a dry run over names and shapes, so that a bad folder fails before memory is
+spent, then with the weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import is_packed, open_weights
 from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
 from quire.checkpoint.tensor import Tensor
-from quire.checkpoint.weights import CheckpointWeights, DummyWeights, WeightSurvey
+from quire.checkpoint.weights import CheckpointWeights, DryRunWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Backend
 from quire.kernels.experts import Expert
@@ -25,7 +27,7 @@ from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
 from quire.models.progress import LoadProgress
-from quire.models.registry import model_builder
+from quire.models.registry import build_model
 from quire.step import DTYPE_BYTES
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -69,24 +71,25 @@ def load_model(
         raise ConfigError(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
-    build = model_builder(info)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
-        return build(info, Builder(DummyWeights(seed), backend, parallel, lora=lora, latent_cache=latent_cache), length)
+        return build_model(
+            info, Builder(DummyWeights(seed), backend, parallel, lora=lora, latent_cache=latent_cache), length
+        )
 
     if load_format == "auto" and is_packed(info):
         return _load_packed(
             info, Builder(PackedNames([]), backend, parallel, lora=lora, latent_cache=latent_cache), length
         )
     checkpoint = open_weights(info, load_format, strategy)
-    survey, counter = WeightSurvey(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
-    surveyed = build(info, Builder(survey, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
+    dry_run, counter = DryRunWeights(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
+    model = build_model(info, Builder(dry_run, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
-    survey.finish(surveyed.ignorable + tied + _further_layers(info))
+    dry_run.check(model.ignored_weights + tied + _mtp_layers(info))
     _check_memory(info, backend, counter.num_bytes)
-    with LoadProgress(info.path.name, survey.num_bytes) as progress:
+    with LoadProgress(info.path.name, dry_run.num_bytes) as progress:
         weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite, on_read=progress.add)
-        return build(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
+        return build_model(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
 
 
 def config_digest(info: ModelInfo) -> str:
@@ -111,18 +114,18 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
     names = file.header.get("names")
     weights = PackedNames(names if isinstance(names, list) else [])
     with giving(builder.backend, file.records, f"{path}"):
-        return model_builder(info)(info, replace(builder, weights=weights), length)
+        return build_model(info, replace(builder, weights=weights), length)
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
     """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
     counter = _ByteCounter(dtype, quantization)
-    model_builder(info)(info, Builder(WeightSurvey(open_weights(info)), cast(Backend, counter)), 1)
+    build_model(info, Builder(DryRunWeights(open_weights(info)), cast(Backend, counter)), 1)
     return counter.num_bytes
 
 
-def _further_layers(info: ModelInfo) -> tuple[str, ...]:
-    """Return patterns of the layers after the last that foretell more tokens, which some files hold and nobody uses."""
+def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
+    """Return patterns of the layers for multi-token prediction that follow the last, which are not used."""
     first = info.num_hidden_layers
     number = info.fields.integer("num_nextn_predict_layers", 0, high=64)
     return tuple(rf"\.layers\.{layer}\." for layer in range(first, first + number))
@@ -139,13 +142,13 @@ def _check_memory(info: ModelInfo, backend: Backend, needed: int) -> None:
 
 
 class _ByteCounter:
-    """Stands in for a backend during the survey: takes tensors and only counts what that backend would make of them.
+    """Stands in for a backend during the dry run: counts the bytes that the backend would pack tensors into.
 
     A row of integers has a float32 scale, and each group of 4-bit ones another of 16 bits.
     """
 
     def __init__(self, dtype: str, quantization: str | None) -> None:
-        self.name, self.dtype, self.kv_dtype, self.quantization = "survey", dtype, dtype, quantization
+        self.name, self.dtype, self.kv_dtype, self.quantization = "dry run", dtype, dtype, quantization
         self.num_bytes = 0
 
     def from_numpy(self, array: np.ndarray) -> Any:

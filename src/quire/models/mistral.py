@@ -1,15 +1,33 @@
-"""Mistral (Jiang et al. 2023): Llama's decoder, attending through a sliding window where config.json sets one."""
+"""Mistral, Ministral, Mixtral. Windows and rotations of layers come with `ModelInfo`."""
 
 from __future__ import annotations
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.models.llama import DecoderOptions, LlamaForCausalLM
+from quire.layers.moe import MoENames, MoEOptions
+from quire.models.decoder import VISION_WEIGHTS, DecoderOptions
+from quire.models.experts import read_routing
 
 
-class MistralForCausalLM(LlamaForCausalLM):
-    """The windows come with `ModelInfo.layer_windows`."""
+def mistral(info: ModelInfo) -> DecoderOptions:
+    """Mistral (Jiang et al. 2023): Llama's decoder with a sliding window; no biases, whatever the config says.
 
-    @staticmethod
-    def options(info: ModelInfo) -> DecoderOptions:
-        """No biases, whatever the config says."""
-        return DecoderOptions()
+    Ministral (2024) has windows in some layers only; Ministral 3 (2025) stretches the rotation, and scales queries by
+    position (`RopeParameters.query_growth`).
+    """
+    return DecoderOptions()
+
+
+def mistral3(info: ModelInfo) -> DecoderOptions:
+    """The language model of Mistral Small 3.1 and later, and of Ministral 3; config.json says which."""
+    return DecoderOptions(language_model=True, ignored_weights=VISION_WEIGHTS)
+
+
+def mixtral(info: ModelInfo) -> DecoderOptions:
+    """Mixtral (Jiang et al. 2024): eight experts, two for each token, weighted by a softmax over those two."""
+    moe = MoEOptions(
+        routing=read_routing(info.fields, "num_local_experts", renormalize=True),
+        inner_size=info.intermediate_size,
+        hidden_act=info.hidden_act,
+        names=MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    )
+    return DecoderOptions(moe=moe)

@@ -1,15 +1,13 @@
-"""`PoolingModel`: any model as one that makes a vector or a score: its hidden states, and what comes after pooling.
+"""`PoolingModel`: a model that computes vectors or scores: the hidden states of a body, and the layers after pooling.
 
 The body is an encoder, or a decoder without its output head. What follows the pooled vector is the body's own
 classifier, a decoder's `score` layer, the difference of two rows of its output head, or sentence-transformers' dense
-layers. Pooling itself is the worker's (`worker.pooler`), since the tokens of a text may come in several steps.
+layers. Pooling itself is in `worker.pooler`, since the tokens of a text may come in several steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,42 +20,32 @@ from quire.layers.activation import Activation, tanh
 from quire.layers.builder import Builder
 from quire.layers.linear import ReplicatedLinear
 from quire.models.interface import Model
-from quire.models.registry import model_class
 from quire.step import KVCacheSpec
 
 
 class PoolingModel:
-    """A body and what follows its pooled vectors.
+    """A body, and what follows its pooled vectors; `spec` says how hidden states are pooled."""
 
-    Attributes:
-        spec: how hidden states are pooled. num_token_types: of encoders that mark the texts of a pair; 0 of others.
-    """
-
-    def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
+    def __init__(self, body: Model, info: ModelInfo, builder: Builder) -> None:
         assert info.pooling is not None
         self.spec: PoolingSpec = info.pooling
-        self.body: Model = model_class(info.architecture)(info, replace(builder, headless=True), max_model_len)
-        self.vocab_size, self.causal = info.vocab_size, info.causal
-        self.num_token_types: int = getattr(self.body, "num_token_types", 0)
+        self.body, self.causal = body, info.causal
+        self.vocab_size, self.recordable = body.vocab_size, body.recordable
+        self.num_token_types, self.classifier = body.num_token_types, body.classifier
+        self.ignored_weights = (*body.ignored_weights, r"^(lm_head|embed_out|score)\.")  # output heads are not used
         self._steps: list[Callable[[Array], Array]] = []
-        own: Any = getattr(self.body, "project", None)
         if self.spec.logit_score is not None:
             self._steps.append(_LogitScore(info, builder, self.spec.logit_score))
-        elif own is not None:
-            self._steps.append(own)
+        elif self.classifier is not None:
+            self._steps.append(self.classifier)
         elif self.spec.task == "classify":
             self._steps.append(ReplicatedLinear(builder, "score", info.hidden_size, len(self.spec.labels)))
         self._steps += [_Dense(builder, dense) for dense in self.spec.dense]
 
-    @property
-    def ignorable(self) -> tuple[str, ...]:
-        """See `Model`; the output head, where there is one, is not needed."""
-        return (*self.body.ignorable, r"^(lm_head|embed_out|score)\.")
-
     def kv_cache_spec(self) -> KVCacheSpec:
         """See `Model.kv_cache_spec`.
 
-        Where tokens see those that follow, nothing is of use after its step, and no block is given back before.
+        Where attention is not causal, nothing is read after its step, and no block is freed before.
         """
         spec = self.body.kv_cache_spec()
         if self.causal:
@@ -70,6 +58,10 @@ class PoolingModel:
     ) -> Array:
         """See `Model.forward`."""
         return self.body.forward(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """Not available: there is no output head."""
+        raise AssertionError("a pooling model has no logits")
 
     def project(self, pooled: Array) -> Array:
         """Pooled vectors [R, H], or [R, n * H] of n kinds, -> vectors or logits [R, N] before normalisation."""

@@ -19,7 +19,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import HELD_BYTES
 from quire.checkpoint.open import has_weights, open_weights
 from quire.checkpoint.tensor import HostTensor, Tensor
-from quire.checkpoint.weights import TensorSource, WeightSource, WeightSurvey
+from quire.checkpoint.weights import DryRunWeights, TensorSource, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.experts import Expert
@@ -34,7 +34,7 @@ from quire.kernels.shapes import (
 )
 from quire.layers.builder import Builder
 from quire.models.interface import Model
-from quire.models.registry import model_builder
+from quire.models.registry import build_model
 from quire.step import KVCacheSpec
 from quire.worker.adapters import new_slots
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
@@ -124,12 +124,12 @@ class Footprint:
         load_format = config.model.load_format
         if load_format != "dummy" and has_weights(info, load_format):
             checkpoint = open_weights(info, load_format)
-        source = _Noted(_Shapes() if checkpoint is None else WeightSurvey(checkpoint))
+        source = _Noted(_Shapes() if checkpoint is None else DryRunWeights(checkpoint))
         self._backend = _Counter(config, self._threads, source, checkpoint)
         backend = cast(Backend, self._backend)
         self._lora = new_slots(config, info, backend) if config.lora.enable_lora else None
         builder = Builder(source, backend, lora=self._lora, latent_cache=config.cache.latent_cache)
-        self._model: Model = model_builder(info)(info, builder, 1)
+        self._model: Model = build_model(info, builder, 1)
         self.spec: KVCacheSpec = self._model.kv_cache_spec()
         self.in_memory = self._backend.by_part
         self.loading = self._backend.loading
@@ -190,7 +190,7 @@ class Footprint:
         and multiply all of its weights for every token.
         """
         backend, caches = self._backend, self._caches(block_size)
-        if not getattr(self._model, "recordable", True):
+        if not self._model.recordable:
             pair_flops = sum(4.0 * self._info.num_attention_heads * layer.head_size for layer in self.spec.layers)
             return StepWork(Work(self.weights, 2.0 * backend.num_packed), Work(0, 0.0), pair_flops)
         states = SequenceStates(self.spec, cast(Backend, backend), 1)

@@ -286,7 +286,8 @@ class StepGraphs:
             seq_lens=self._seq_lens[:sequences],
             block_tables=block_tables,
             slot_mapping=slot_mapping,
-            wanted=None if all_hidden or rows == tokens else sampled,  # where all are sampled they are so in order
+            # Where all tokens are sampled they are so in order.
+            logits_indices=None if all_hidden or rows == tokens else sampled,
             further=tuple(groups[1:]),
             token_types=None if self._token_types is None else self._token_types[:tokens],
             state_rows=None if self._state_rows is None else self._state_rows[:sequences],

@@ -96,7 +96,7 @@ def test_weights_are_held_in_their_bits(tmp_path: Path, kind: str) -> None:
     """In bfloat16, products take the integers as they are, and round their inputs to eight bits."""
     path = quantized_model(tmp_path, "llama", kind, **(WIDE if kind.endswith("_K") else {"intermediate_size": 64}))
     model = driver(path, "cpu", "bfloat16")
-    assert isinstance(model.model.layers[0].self_attn.o_proj.weight, IntLinear)  # type: ignore[attr-defined]
+    assert isinstance(model.model.layers[0].mixer.o_proj.weight, IntLinear)  # type: ignore[attr-defined]
     assert_close(model.step({"a": PROMPT})["a"], oracle_logits(tmp_path, PROMPT), 0.1)
 
 
