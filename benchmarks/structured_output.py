@@ -28,7 +28,7 @@ from quire.engine_request import EngineRequest
 from quire.errors import QuireError
 from quire.sampling.grammars import GrammarStore, first_line
 from quire.sampling_params import SamplingParams
-from quire.structured.compile import compile_form
+from quire.structured.compile import compile_structured_output
 from quire.structured_outputs import StructuredOutputParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ def masks(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     for name, schema, texts in read_schemas(args):
         started = time.perf_counter()
         try:
-            grammar = compile_form(StructuredOutputParams(json=schema))
+            grammar = compile_structured_output(StructuredOutputParams(json=schema))
             compiled = time.perf_counter()
             pristine = store.start(grammar)
         except QuireError as error:
@@ -171,7 +171,7 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
         "demo": {"model": "quire-demo"},
         "small": {"model": str(folder), "load_format": "dummy"},
     }
-    grammar = compile_form(StructuredOutputParams(json=PEOPLE))
+    grammar = compile_structured_output(StructuredOutputParams(json=PEOPLE))
     rows = []
     for name in args.models:
         core = make_core(**models[name])
@@ -236,7 +236,7 @@ def jumps() -> None:
     }
     rows = []
     for name, form in forms.items():
-        grammar = compile_form(form)
+        grammar = compile_structured_output(form)
         found = []
         for jump_forward in (True, False):
             core = EngineCore(EngineConfig.from_kwargs(model="quire-demo", jump_forward=jump_forward))

@@ -31,7 +31,7 @@ from quire.engine.messages import Call, CallResult, EngineOutputs
 from quire.engine.process import ProcessClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError
-from quire.frontend.grammar_jobs import FormJob
+from quire.frontend.grammar_jobs import StructuredOutputJob
 from quire.frontend.grammars import GrammarCompiler
 from quire.structured_outputs import StructuredOutputParams
 from tests.engine.test_clients import config_for, gone, request
@@ -352,7 +352,7 @@ FRONT = """
 import asyncio, os, sys
 from quire.config import EngineConfig
 from quire.engine.process import ProcessClient
-from quire.frontend.grammar_jobs import FormJob
+from quire.frontend.grammar_jobs import StructuredOutputJob
 from quire.frontend.grammars import GrammarCompiler
 from quire.structured_outputs import StructuredOutputParams
 async def main():
@@ -364,7 +364,7 @@ async def main():
     else:
         client.spawn()
     compiler = GrammarCompiler()
-    await asyncio.to_thread(compiler.compile, FormJob(StructuredOutputParams(regex="a+")))
+    await asyncio.to_thread(compiler.compile, StructuredOutputJob(StructuredOutputParams(regex="a+")))
     print(client.pid, compiler._idle[0]._process.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -500,9 +500,9 @@ def test_a_killed_engine_is_reaped_without_being_closed(folder: Path) -> None:
 def test_grammar_processes_are_replaced_when_they_are_killed() -> None:
     compiler = GrammarCompiler()
     try:
-        first = compiler.compile(FormJob(StructuredOutputParams(regex="a+")))
+        first = compiler.compile(StructuredOutputJob(StructuredOutputParams(regex="a+")))
         os.kill(compiler._idle[0]._process.pid, signal.SIGKILL)
-        second = compiler.compile(FormJob(StructuredOutputParams(regex="b+")))
+        second = compiler.compile(StructuredOutputJob(StructuredOutputParams(regex="b+")))
         assert first is not None and second is not None and first != second
     finally:
         compiler.close()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from quire.errors import OverloadedError, RequestError
-from quire.frontend.grammar_jobs import FormJob
+from quire.frontend.grammar_jobs import StructuredOutputJob
 from quire.frontend.grammars import MOST_PROCESSES, GrammarCompiler
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.grammars import accepts
@@ -25,8 +25,8 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-def job(**form: Any) -> FormJob:
-    return FormJob(StructuredOutputParams(**form))
+def job(**form: Any) -> StructuredOutputJob:
+    return StructuredOutputJob(StructuredOutputParams(**form))
 
 
 def test_what_comes_back_is_a_grammar(compiler: GrammarCompiler) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import RequestError
-from quire.structured.compile import compile_form
+from quire.structured.compile import compile_structured_output
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.grammars import accepts
 
@@ -21,7 +21,7 @@ NAME_FIRST, AGE_FIRST = '{"name": "A", "age": 3}', '{"age": 3, "name": "A"}'
 
 
 def compiled(**form: Any) -> str:
-    return compile_form(StructuredOutputParams(**form))
+    return compile_structured_output(StructuredOutputParams(**form))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import msgspec
 from quire.checks import INT64_MAX
 from quire.engine_request import ThinkingData
 from quire.errors import UnsupportedError
-from quire.frontend.formats.message import MessageAsk, Tool
-from quire.frontend.grammar_jobs import FormJob, Job, MessageJob
+from quire.frontend.formats.message import MessageSpec, Tool
+from quire.frontend.grammar_jobs import Job, MessageJob, StructuredOutputJob
 from quire.frontend.loading import FrontModel
 from quire.frontend.processor import Params
 from quire.pooling_params import PoolingParams
@@ -35,19 +35,19 @@ def prompt_tail(front: FrontModel, prompt_token_ids: Sequence[int]) -> str:
     return front.tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
 
-def message_ask(
+def message_spec(
     front: FrontModel,
     prompt_token_ids: Sequence[int],
     *,
     tools: Sequence[Tool] = (),
     choice: str = "auto",
     parallel: bool = True,
-) -> MessageAsk:
+) -> MessageSpec:
     """Return what may follow a prompt that ends with the beginning of an assistant's message."""
     assert front.tokenizer is not None, "there is a chat template"
     fmt = front.message_format
     tail = prompt_tail(front, prompt_token_ids)
-    return MessageAsk(
+    return MessageSpec(
         tools=list(tools),
         choice=choice if tools else "none",
         parallel=parallel,
@@ -58,11 +58,14 @@ def message_ask(
     )
 
 
-def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], ask: MessageAsk | None) -> Demand:
+def demand(
+    front: FrontModel, params: Params, prompt_token_ids: Sequence[int], message_spec: MessageSpec | None
+) -> Demand:
     """Return what a request needs beyond sampling.
 
     Args:
-        ask: what its message may be; None for texts that are no messages, whose form is that of the whole text.
+        message_spec: what its message may contain; None for a text that is no chat message, all of which
+            `structured_outputs` then constrains.
 
     Raises:
         UnsupportedError: the model's reasoning cannot be told from the rest, so that it cannot be bounded.
@@ -71,35 +74,35 @@ def demand(front: FrontModel, params: Params, prompt_token_ids: Sequence[int], a
         return Demand()
     form = params.structured_outputs
     job: Job | None = None
-    if ask is not None:
-        if form is not None or (ask.tools and ask.choice != "none"):
+    if message_spec is not None:
+        if form is not None or (message_spec.tools and message_spec.choice != "none"):
             calls, reasoning = front.message_format.calls, front.message_format.reasoning
             job = MessageJob(
                 None if calls is None else calls.name,
                 None if reasoning is None else reasoning.name,
-                msgspec.structs.replace(ask, form=form),
+                msgspec.structs.replace(message_spec, structured_outputs=form),
             )
     elif form is not None:
         special = front.tokenizer.control_tokens if front.tokenizer is not None else {}
-        job = FormJob(form, special if form.structural_tag is not None else {})
+        job = StructuredOutputJob(form, special if form.structural_tag is not None else {})
     budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
     if budget is None:
         return Demand(job)
-    if ask is None:
+    if message_spec is None:
         is_open = front.message_format.reasoning_open(prompt_tail(front, prompt_token_ids))
     else:
-        is_open = ask.reasoning_open
+        is_open = message_spec.reasoning_open
     return Demand(job, _thinking(front, budget, is_open))
 
 
-def reasoning_marks(front: FrontModel, ask: MessageAsk) -> ThinkingData | None:
+def reasoning_marks(front: FrontModel, message_spec: MessageSpec) -> ThinkingData | None:
     """Return how the reasoning of a message is told from the rest by its tokens.
 
     None if there is none, or if its end is no token of its own: spelled out it may be in any pieces.
     """
-    if not (ask.can_reason or ask.reasoning_open) or front.message_format.thinking_texts is None:
+    if not (message_spec.can_reason or message_spec.reasoning_open) or front.message_format.thinking_texts is None:
         return None
-    marks = _thinking(front, INT64_MAX, ask.reasoning_open)
+    marks = _thinking(front, INT64_MAX, message_spec.reasoning_open)
     return marks if len(marks.end_ids) == 1 else None
 
 

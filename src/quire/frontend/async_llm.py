@@ -31,7 +31,7 @@ from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.asking import demand
 from quire.frontend.backlog import Backlog
 from quire.frontend.beams import beam_search_output
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.loading import FrontModel, load_front_model
 from quire.frontend.output_processor import OutputProcessor
@@ -166,7 +166,7 @@ class AsyncLLM(AsyncPoolingCalls):
         cache_salt: str | None = None,
         tenant: str = "",
         param: str = "prompt",
-        ask: MessageAsk | None = None,
+        message_spec: MessageSpec | None = None,
         within: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestStream:
@@ -177,8 +177,9 @@ class AsyncLLM(AsyncPoolingCalls):
             sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
             cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
-            tenant: on whose account it runs. param: what errors call the prompt. ask: what the message that follows may
-                be; None if it is no message. within: seconds in which the first token is of use; see `check_room`.
+            tenant: on whose account it runs. param: what errors call the prompt. message_spec: what the message that
+                follows may contain; None if it is no message. within: seconds in which the first token is of use; see
+                `check_room`.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -194,7 +195,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
-            grammar, thinking = await self._demand(params, token_ids, ask)
+            grammar, thinking = await self._demand(params, token_ids, message_spec)
         finally:
             self._num_admitting -= 1
         self.check_room(len(token_ids), within)
@@ -340,10 +341,10 @@ class AsyncLLM(AsyncPoolingCalls):
         return processor.tokenize(prompt, params, param=param, lora=lora)
 
     async def _demand(
-        self, params: Params, token_ids: list[int], ask: MessageAsk | None
+        self, params: Params, token_ids: list[int], message_spec: MessageSpec | None
     ) -> tuple[str | None, ThinkingData | None]:
         """Return the grammar that the text must follow, and the bound on reasoning, as far as they are asked for."""
-        wanted = demand(self.front_model, params, token_ids, ask)
+        wanted = demand(self.front_model, params, token_ids, message_spec)
         job = wanted.job
         if job is None or self._grammars.known(job):
             return None if job is None else self._grammars.compile(job), wanted.thinking

@@ -7,17 +7,17 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import MessageSpec
 from quire.structured_outputs import StructuredOutputParams
 
 HEADER = struct.Struct("<I")
 FAULT = "internal_error"  # the code of what is nobody's fault but ours
 
 
-class FormJob(msgspec.Struct, tag=True, frozen=True):
-    """Compile a form that stands by itself."""
+class StructuredOutputJob(msgspec.Struct, tag=True, frozen=True):
+    """Compile the structured output of a text that is no chat message."""
 
-    form: StructuredOutputParams
+    params: StructuredOutputParams
     special_tokens: dict[str, int] = {}
 
 
@@ -26,7 +26,7 @@ class MessageJob(msgspec.Struct, tag=True, frozen=True):
 
     tool_format: str | None
     reasoning_format: str | None
-    ask: MessageAsk
+    message_spec: MessageSpec
 
 
 class Answer(msgspec.Struct):
@@ -39,7 +39,7 @@ class Answer(msgspec.Struct):
     fleeting: bool = False
 
 
-Job = FormJob | MessageJob
+Job = StructuredOutputJob | MessageJob
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

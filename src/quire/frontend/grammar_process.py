@@ -17,8 +17,8 @@ import msgspec
 from quire import logs
 from quire.errors import RequestError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
-from quire.frontend.grammar_jobs import FAULT, Answer, FormJob, Job, read_frame, write_frame
-from quire.structured.compile import checked, compile_form
+from quire.frontend.grammar_jobs import FAULT, Answer, Job, StructuredOutputJob, read_frame, write_frame
+from quire.structured.compile import checked, compile_structured_output
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ _encode = msgspec.msgpack.Encoder().encode
 def answer_to(job: Job) -> Answer:
     """Compile; what is wrong with the request is an answer, too."""
     try:
-        if isinstance(job, FormJob):
-            return Answer(compile_form(job.form, job.special_tokens))
+        if isinstance(job, StructuredOutputJob):
+            return Answer(compile_structured_output(job.params, job.special_tokens))
         calls = None if job.tool_format is None else TOOL_FORMATS[job.tool_format]
         reasoning = None if job.reasoning_format is None else REASONING_FORMATS[job.reasoning_format]
-        grammar = MessageFormat(calls, reasoning, job.ask.special_tokens).grammar(job.ask)
+        grammar = MessageFormat(calls, reasoning, job.message_spec.special_tokens).grammar(job.message_spec)
         return Answer(None if grammar is None else checked(grammar))
     except RequestError as error:
         return Answer(error=error.message, param=error.param, code=error.code)

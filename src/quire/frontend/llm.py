@@ -13,10 +13,10 @@ from quire.engine.create import create_inline_engine
 from quire.engine.messages import AbortRequests
 from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
-from quire.frontend.asking import demand, message_ask
+from quire.frontend.asking import demand, message_spec
 from quire.frontend.beams import beam_search_output, check_beam_params
 from quire.frontend.formats.message import Message as AssistantMessage
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.interrupt import deferred_interrupt
 from quire.frontend.loading import FrontModel, load_front_model
@@ -178,7 +178,7 @@ class LLM(PoolingCalls):
             for conversation in conversations
         ]
         asks = [
-            message_ask(
+            message_spec(
                 self._front,
                 prompt,
                 tools=asked.callable if fmt.handles_tools else (),
@@ -207,7 +207,7 @@ class LLM(PoolingCalls):
         priority: int | Sequence[int],
         use_tqdm: bool,
         tenant: str | Sequence[str],
-        asks: Sequence[MessageAsk] | None = None,
+        asks: Sequence[MessageSpec] | None = None,
         adapters: Adapters = None,
     ) -> list[RequestOutput]:
         states = self._run_states(prompts, params, priority, use_tqdm, tenant, asks, adapters)
@@ -221,7 +221,7 @@ class LLM(PoolingCalls):
         priority: int | Sequence[int],
         use_tqdm: bool,
         tenant: str | Sequence[str],
-        asks: Sequence[MessageAsk] | None = None,
+        asks: Sequence[MessageSpec] | None = None,
         adapters: Adapters = None,
     ) -> list[RequestState]:
         """Run requests to their end; return their states in the order of the prompts."""
@@ -267,7 +267,7 @@ class LLM(PoolingCalls):
         params: Sequence[Params],
         priorities: Sequence[int],
         tenants: Sequence[str],
-        asks: Sequence[MessageAsk] | None,
+        asks: Sequence[MessageSpec] | None,
         loras: Sequence[LoRARequest | None],
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""

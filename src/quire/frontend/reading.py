@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.errors import RequestError
-from quire.frontend.asking import message_ask
+from quire.frontend.asking import message_spec
 from quire.frontend.formats.message import Message
 from quire.frontend.loading import FrontModel
 from quire.frontend.tools import requested_tools
@@ -27,7 +27,7 @@ def read_message(
     if front.tokenizer is None:
         raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
     asked = requested_tools(None if tools is None else list(tools), None, True)
-    ask = message_ask(front, output.prompt_token_ids, tools=asked.callable, choice=asked.choice)
+    ask = message_spec(front, output.prompt_token_ids, tools=asked.callable, choice=asked.choice)
     text = front.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
     if isinstance(completion.stop_reason, str) and completion.stop_reason in text:
         text = text[: text.rindex(completion.stop_reason)]

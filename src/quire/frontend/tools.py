@@ -28,7 +28,7 @@ class ToolRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         shown: as the chat template gets them. callable: those that may be called, at these `places` among all.
-        choice: as in `MessageAsk`.
+        choice: as in `MessageSpec`.
     """
 
     shown: list[dict[str, Any]] = []
@@ -156,7 +156,7 @@ def _check_mode(choice: Any) -> None:
 
 
 def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
-    """Return the choice as in `MessageAsk`, and which functions it admits."""
+    """Return the choice as in `MessageSpec`, and which functions it admits."""
     _check_mode(choice)
     if isinstance(choice, str):
         return choice, names

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, retold
-from quire.frontend.asking import message_ask, reasoning_marks
-from quire.frontend.formats.message import Event, MessageAsk
+from quire.frontend.asking import message_spec, reasoning_marks
+from quire.frontend.formats.message import Event, MessageSpec
 from quire.frontend.processor import TextParams
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
@@ -73,7 +73,7 @@ class ChatCompletion(Generation):
     """One chat request on its way: to be made, started, read (`news`, or `answer` with `build`) and closed.
 
     Attributes:
-        ask: what the message may be, known once the prompt is; None if it is nothing but content.
+        message_spec: what the message may be, known once the prompt is; None if it is nothing but content.
         usage: token counts so far, once started.
     """
 
@@ -91,7 +91,7 @@ class ChatCompletion(Generation):
         check_stream_fields(body)
         self.num_alternatives = self._alternatives(body)
         self.params = self._params(body)
-        self.ask: MessageAsk | None = None
+        self.message_spec: MessageSpec | None = None
         self._reasoning: list[ThinkingBudget] = []  # of each choice, where it can be counted
 
     @staticmethod
@@ -136,25 +136,25 @@ class ChatCompletion(Generation):
         """Render the conversation and hand it to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         token_ids = await self.render()
-        self.ask = self._ask(token_ids)
-        if self.ask is not None:
+        self.message_spec = self._message_spec(token_ids)
+        if self.message_spec is not None:
             # The marks between the parts of a message are special tokens; the parser takes them out again.
             self.params = self.params.clone(skip_special_tokens=False)
-            marks = reasoning_marks(self.context.llm.front_model, self.ask)
+            marks = reasoning_marks(self.context.llm.front_model, self.message_spec)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
-        await self.submit(request, [(token_ids, "messages")], self.params, ask=self.ask)
+        await self.submit(request, [(token_ids, "messages")], self.params, message_spec=self.message_spec)
         self.usage = Usage(self.streams)
 
-    def _ask(self, token_ids: list[int]) -> MessageAsk | None:
+    def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:
         """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
         front, tools = self.context.llm.front_model, self.tools
-        ask = message_ask(front, token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
+        spec = message_spec(front, token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
         continued = self.template_arguments["continue_final_message"]
         if isinstance(continued, str):  # in its reasoning, which may have begun far before the end of the prompt
-            ask = msgspec.structs.replace(ask, reasoning_open=front.message_format.can_reason)
+            spec = msgspec.structs.replace(spec, reasoning_open=front.message_format.can_reason)
         elif continued:  # in its content, behind all reasoning
-            ask = msgspec.structs.replace(ask, can_reason=False)
-        if not (ask.can_reason or ask.reasoning_open or (ask.tools and ask.choice != "none")):
+            spec = msgspec.structs.replace(spec, can_reason=False)
+        if not (spec.can_reason or spec.reasoning_open or (spec.tools and spec.choice != "none")):
             return None
         if not self.body.skip_special_tokens:
             raise UnsupportedError(
@@ -163,7 +163,7 @@ class ChatCompletion(Generation):
                 param="skip_special_tokens",
             )
         form = None if self.form is None else self.form.params
-        return msgspec.structs.replace(ask, form=form)
+        return msgspec.structs.replace(spec, structured_outputs=form)
 
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front in the words of the request."""
@@ -176,9 +176,9 @@ class ChatCompletion(Generation):
 
     def reader(self) -> ChoiceReader:
         """Return what reads one choice."""
-        if self.ask is None:
+        if self.message_spec is None:
             return ChoiceReader(PlainParser())
-        parser = self.context.llm.front_model.message_format.parser(self.ask)
+        parser = self.context.llm.front_model.message_format.parser(self.message_spec)
         return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
     def _count(self, output: RequestOutput) -> None:
@@ -262,7 +262,7 @@ class ChatCompletion(Generation):
     def _first_chunks(self) -> list[dict[str, Any]]:
         ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
         # Content that may yet be null begins as null.
-        first = {"role": "assistant", "content": "" if self.ask is None else None}
+        first = {"role": "assistant", "content": "" if self.message_spec is None else None}
         return [
             {"choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}], **ids}
             for index in range(self.n)
@@ -299,7 +299,7 @@ class _StreamedChoice:
         self._wait(self._job.extras(output))
         chunks = [{"index": output.index, "delta": item, **self._take(), "finish_reason": None} for item in deltas]
         if output.finished:
-            last = {"content": ""} if reader.is_empty and self._job.ask is not None else {}
+            last = {"content": ""} if reader.is_empty and self._job.message_spec is not None else {}
             chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, reader)})
         return chunks
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, wrong_value
 from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
 from quire.frontend.async_llm import RequestStream
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -222,12 +222,12 @@ class Generation:
         prompts: Iterable[tuple[Prompt, str]],
         params: TextParams,
         num_prompts: int = 1,
-        ask: MessageAsk | None = None,
+        message_spec: MessageSpec | None = None,
     ) -> None:
         """Hand the prompts to the engine, all or none.
 
         Args:
-            prompts: each with the name that errors call it. ask: what the message may be, in chats.
+            prompts: each with the name that errors call it. message_spec: what the message may be, in chats.
 
         Raises:
             QuireError: as `AsyncLLM.submit`.
@@ -254,7 +254,7 @@ class Generation:
                     cache_salt=salt,
                     tenant=tenant,
                     param=param,
-                    ask=ask,
+                    message_spec=message_spec,
                     within=None if self._deadline is None else self._deadline.left,
                     lora_request=self.context.lora,
                 )

@@ -18,14 +18,14 @@ WALK_BYTES = 100
 USUAL = b"aeinorst0123456789" * 8
 
 
-def compile_form(params: StructuredOutputParams, special_tokens: Mapping[str, int] | None = None) -> str:
+def compile_structured_output(params: StructuredOutputParams, special_tokens: Mapping[str, int] | None = None) -> str:
     """Return the grammar of texts in this form, as Lark that llguidance accepts.
 
     Raises:
         RequestError: the form is malformed, unsupported or too complex; the message says which part.
     """
     builder = GrammarBuilder(special_tokens)
-    return checked(builder.lark(add_form(builder, params)))
+    return checked(builder.lark(add_structured_output(builder, params)))
 
 
 def checked(grammar: str) -> str:
@@ -72,8 +72,8 @@ def _walk(grammar: str) -> str:
     return ""
 
 
-def add_form(builder: GrammarBuilder, params: StructuredOutputParams) -> str:
-    """Add what `params` asks for; return the name of its rule or terminal. Raises as `compile_form`."""
+def add_structured_output(builder: GrammarBuilder, params: StructuredOutputParams) -> str:
+    """Add what `params` asks for; return the name of its rule or terminal. Raises as `compile_structured_output`."""
     options = json_options(params)
     if params.json is not None:
         return _add_json(builder, params.json, options)

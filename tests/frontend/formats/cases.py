@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from quire.frontend.formats.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START
-from quire.frontend.formats.message import Event, Message, MessageAsk, Tool, ToolCall
+from quire.frontend.formats.message import Event, Message, MessageSpec, Tool, ToolCall
 from quire.frontend.formats.registry import MessageFormat, format_named
 
 EOS = "<|eos|>"
@@ -50,7 +50,7 @@ class Case:
     text: str
     message: Message
     reasoning: str | None = None
-    ask: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -59,8 +59,8 @@ class Case:
     def message_format(self) -> MessageFormat:
         return format_named(self.format, self.reasoning)
 
-    def request(self, **more: Any) -> MessageAsk:
-        return MessageAsk(**{"tools": TOOLS, "can_reason": self.message_format().can_reason, **self.ask, **more})
+    def request(self, **more: Any) -> MessageSpec:
+        return MessageSpec(**{"tools": TOOLS, "can_reason": self.message_format().can_reason, **self.spec, **more})
 
 
 def call(name: str, call_id: str | None = None, **arguments: Any) -> ToolCall:
@@ -252,7 +252,7 @@ def _harmony() -> list[Case]:
             "openai",
             "Hm" + more + channel("final", "Hi."),
             Message("Hm", "Hi."),
-            ask={"reasoning_open": True},
+            spec={"reasoning_open": True},
         ),
     ]
 

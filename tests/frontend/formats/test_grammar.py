@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire.errors import RequestError, UnsupportedError
-from quire.frontend.formats.message import Message, MessageAsk, Tool
+from quire.frontend.formats.message import Message, MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.structured_outputs import StructuredOutputParams
 from tests.frontend.formats.cases import (
@@ -64,8 +64,8 @@ WALKED = [
 ]
 
 
-def grammar_of(model: MessageFormat, special: dict[str, int], **ask: Any) -> str:
-    grammar = model.grammar(MessageAsk(special_tokens=special, end_tokens=[EOS], **ask))
+def grammar_of(model: MessageFormat, special: dict[str, int], **spec: Any) -> str:
+    grammar = model.grammar(MessageSpec(special_tokens=special, end_tokens=[EOS], **spec))
     assert grammar is not None
     return grammar
 
@@ -100,11 +100,11 @@ def test_rejects_what_was_not_asked_for(marked: str) -> None:
     backend, guide, special = tokenizer_for(form, marked)
 
     @cache
-    def grammar(**ask: Any) -> str:
-        return grammar_of(form, special, tools=TOOLS, can_reason=True, **ask)
+    def grammar(**spec: Any) -> str:
+        return grammar_of(form, special, tools=TOOLS, can_reason=True, **spec)
 
-    def taken(text: str, **ask: Any) -> bool:
-        return accepts(backend, guide, grammar(**ask), text)
+    def taken(text: str, **spec: Any) -> bool:
+        return accepts(backend, guide, grammar(**spec), text)
 
     def call(name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -141,9 +141,9 @@ def test_content_in_a_form(marked: str) -> None:
     answer = '{"answer": 12}'
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 
-    def taken(text: str, **ask: Any) -> bool:
-        ask = {"form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True, **ask}
-        return accepts(backend, guide, grammar_of(form, special, **ask), text)
+    def taken(text: str, **spec: Any) -> bool:
+        spec = {"structured_outputs": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True, **spec}
+        return accepts(backend, guide, grammar_of(form, special, **spec), text)
 
     assert taken(answer) and taken(f"<think>\nSo: {{\n</think>\n\n{answer}") and taken(f"<think></think>{answer}")
     assert taken(f"Hm</think>\n\n{answer}", reasoning_open=True)
@@ -153,9 +153,11 @@ def test_content_in_a_form(marked: str) -> None:
     assert not taken(answer, tools=TOOLS, choice="required") and taken(call, tools=TOOLS, choice="required")
     # A form that admits everything does not take reasoning, or calls, for content.
     anything = StructuredOutputParams(regex="(?s:.*)")
-    assert taken("Hm <b> a", form=anything) and not taken("<think>a", form=anything)
-    assert taken("a <tool", tools=TOOLS, form=anything) and not taken("<tool_call> a", tools=TOOLS, form=anything)
-    assert taken(f"<think>a</think>\n\n{call}", tools=TOOLS, form=anything)
+    assert taken("Hm <b> a", structured_outputs=anything) and not taken("<think>a", structured_outputs=anything)
+    assert taken("a <tool", tools=TOOLS, structured_outputs=anything) and not taken(
+        "<tool_call> a", tools=TOOLS, structured_outputs=anything
+    )
+    assert taken(f"<think>a</think>\n\n{call}", tools=TOOLS, structured_outputs=anything)
 
 
 @pytest.mark.parametrize("reasoning, between", [("qwen3", "\n\n"), ("deepseek_r1", "")])
@@ -164,26 +166,26 @@ def test_blanks_that_a_form_asks_for_are_content(reasoning: str, between: str) -
     form = format_named("hermes", reasoning)
     backend, guide, special = tokenizer_for(form, "none")
     wanted = StructuredOutputParams(regex=r"\s{2}a\n?")
-    grammar = grammar_of(form, special, form=wanted, can_reason=True)
+    grammar = grammar_of(form, special, structured_outputs=wanted, can_reason=True)
     for content in ("\n\na", "  a\n"):
         text = f"<think>b</think>{between}{content}"
         assert accepts(backend, guide, grammar, text) and accepts(backend, guide, grammar, content)
         assert not accepts(backend, guide, grammar, f"<think>b</think>\n{between}{content}")
         for whole, reasoned in ((text, "b"), (content, None)):
-            message, _ = read(form.parser(MessageAsk(form=wanted, can_reason=True)), list(whole))
+            message, _ = read(form.parser(MessageSpec(structured_outputs=wanted, can_reason=True)), list(whole))
             assert message == Message(reasoned, content)
 
 
 def test_calls_that_are_json_beside_content_that_is() -> None:
     form = format_named("llama3_json", None)
     backend, guide, special = tokenizer_for(form, "none")
-    grammar = grammar_of(form, special, tools=TOOLS, form=StructuredOutputParams(json=FORM_SCHEMA))
+    grammar = grammar_of(form, special, tools=TOOLS, structured_outputs=StructuredOutputParams(json=FORM_SCHEMA))
     call = '{"name":"get_weather","parameters":{"city":"a"}}'
     assert accepts(backend, guide, grammar, call) and accepts(backend, guide, grammar, '{"answer": 12}')
     assert not accepts(backend, guide, grammar, call.replace("city", "town"))
-    ask = MessageAsk(tools=TOOLS, form=StructuredOutputParams(json=FORM_SCHEMA))
-    assert read(form.parser(ask), list(call))[0].tool_calls[0].arguments == '{"city":"a"}'
-    assert read(form.parser(ask), list('{"answer": 12}'))[0].content == '{"answer": 12}'
+    spec = MessageSpec(tools=TOOLS, structured_outputs=StructuredOutputParams(json=FORM_SCHEMA))
+    assert read(form.parser(spec), list(call))[0].tool_calls[0].arguments == '{"city":"a"}'
+    assert read(form.parser(spec), list('{"answer": 12}'))[0].content == '{"answer": 12}'
 
 
 @pytest.mark.parametrize("name, mark", [("llama3_json", "<|python_tag|>"), ("llama4_pythonic", "<|python_start|>")])
@@ -193,16 +195,16 @@ def test_marks_that_a_family_may_write(name: str, mark: str) -> None:
     text = mark + ('{"name": "get_time", "parameters": {}}' if name == "llama3_json" else "[get_time()]")
     for choice in ("auto", "required"):
         assert accepts(backend, guide, grammar_of(form, special, tools=TOOLS, choice=choice), text)
-        ask = MessageAsk(tools=TOOLS, choice=choice, special_tokens=special)
-        message, _ = read(form.parser(ask), list(text))
+        spec = MessageSpec(tools=TOOLS, choice=choice, special_tokens=special)
+        message, _ = read(form.parser(spec), list(text))
         assert [one.name for one in message.tool_calls] == ["get_time"] and message.content is None
 
 
 def test_nothing_to_constrain() -> None:
     form = format_named("hermes", "qwen3")
-    assert form.grammar(MessageAsk(can_reason=True)) is None
-    assert form.grammar(MessageAsk(tools=TOOLS, choice="none")) is None
-    assert format_named("openai", None).grammar(MessageAsk(tools=TOOLS, choice="none")) is None
+    assert form.grammar(MessageSpec(can_reason=True)) is None
+    assert form.grammar(MessageSpec(tools=TOOLS, choice="none")) is None
+    assert format_named("openai", None).grammar(MessageSpec(tools=TOOLS, choice="none")) is None
 
 
 def test_schemas_that_cannot_be_enforced() -> None:
@@ -210,17 +212,17 @@ def test_schemas_that_cannot_be_enforced() -> None:
     tools = [TOOLS[0], Tool("bad", bad)]
     for name in ("hermes", "qwen3_coder", "pythonic", "gemma4"):
         form = format_named(name, None)
-        assert form.grammar(MessageAsk(tools=tools)) is not None
-        for ask in (
-            MessageAsk(tools=tools, choice="required"),
-            MessageAsk(tools=tools, choice="function:bad"),
-            MessageAsk(tools=[TOOLS[0], Tool("bad", bad, strict=True)]),
+        assert form.grammar(MessageSpec(tools=tools)) is not None
+        for spec in (
+            MessageSpec(tools=tools, choice="required"),
+            MessageSpec(tools=tools, choice="function:bad"),
+            MessageSpec(tools=[TOOLS[0], Tool("bad", bad, strict=True)]),
         ):
             with pytest.raises(RequestError) as caught:
-                form.grammar(ask)
+                form.grammar(spec)
             assert caught.value.code == "invalid_function_parameters"
             assert caught.value.param.startswith("tools[1].function.parameters#/properties/a/pattern")
-        assert form.grammar(MessageAsk(tools=tools, choice="function:get_weather")) is not None
+        assert form.grammar(MessageSpec(tools=tools, choice="function:get_weather")) is not None
 
 
 CIRCLE = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "string"}]}
@@ -245,10 +247,10 @@ def test_hostile_schemas_are_enforced_or_refused(name: str) -> None:
     _, guide, special = tokenizer_for(form, "none")
     rng = random.Random(0)
     for schema in HOSTILE:
-        assert form.grammar(MessageAsk(tools=[Tool("f", schema)])) is not None
-        ask = MessageAsk(tools=[Tool("f", schema)], choice="required", special_tokens=special)
+        assert form.grammar(MessageSpec(tools=[Tool("f", schema)])) is not None
+        spec = MessageSpec(tools=[Tool("f", schema)], choice="required", special_tokens=special)
         try:
-            grammar = form.grammar(ask)
+            grammar = form.grammar(spec)
         except RequestError as error:
             assert error.code == "invalid_function_parameters" and error.param.startswith(
                 "tools[0].function.parameters#"
@@ -256,16 +258,16 @@ def test_hostile_schemas_are_enforced_or_refused(name: str) -> None:
             continue
         drawn = [walk(guide, grammar, rng, 120, {b'"', b"}", b"]", b")"}) for _ in range(3)]
         for text in filter(None, drawn):
-            check_walk(text.decode(), form, ask, rng)
+            check_walk(text.decode(), form, spec, rng)
 
 
 def test_choices_that_cannot_be_met() -> None:
     with pytest.raises(RequestError) as caught:
-        format_named("hermes", None).grammar(MessageAsk(tools=TOOLS, choice="function:other"))
+        format_named("hermes", None).grammar(MessageSpec(tools=TOOLS, choice="function:other"))
     assert caught.value.param == "tool_choice"
     with pytest.raises(UnsupportedError):
-        MessageFormat(None, None).grammar(MessageAsk(tools=TOOLS, choice="required"))
-    assert MessageFormat(None, None).grammar(MessageAsk(tools=TOOLS)) is None
+        MessageFormat(None, None).grammar(MessageSpec(tools=TOOLS, choice="required"))
+    assert MessageFormat(None, None).grammar(MessageSpec(tools=TOOLS)) is None
 
 
 def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[bytes]) -> bytes | None:
@@ -294,25 +296,25 @@ def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[byte
     return None
 
 
-def check_walk(text: str, form: MessageFormat, ask: MessageAsk, rng: random.Random) -> Message:
+def check_walk(text: str, form: MessageFormat, spec: MessageSpec, rng: random.Random) -> Message:
     """Check that a text drawn from the grammar is what was asked for."""
     cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
-    message, _ = read(form.parser(ask), [text])
-    assert read(form.parser(ask), pieces)[0] == message
-    schemas = {tool.name: tool.parameters for tool in ask.tools}
+    message, _ = read(form.parser(spec), [text])
+    assert read(form.parser(spec), pieces)[0] == message
+    schemas = {tool.name: tool.parameters for tool in spec.tools}
     for one in message.tool_calls:
         assert one.complete, text
         jsonschema.validate(json.loads(one.arguments), schemas[one.name])
-    if ask.choice == "required" or ask.choice.startswith("function:"):
+    if spec.choice == "required" or spec.choice.startswith("function:"):
         assert message.tool_calls and not message.content, text
         names = {one.name for one in message.tool_calls}
-        assert ask.choice == "required" or (names == {ask.choice[9:]} and len(message.tool_calls) == 1)
-    if ask.choice == "none":
+        assert spec.choice == "required" or (names == {spec.choice[9:]} and len(message.tool_calls) == 1)
+    if spec.choice == "none":
         assert not message.tool_calls
-    if not ask.parallel:
+    if not spec.parallel:
         assert len(message.tool_calls) <= 1
-    if ask.form is not None and not message.tool_calls:
+    if spec.structured_outputs is not None and not message.tool_calls:
         jsonschema.validate(json.loads(message.content or ""), FORM_SCHEMA)
     return message
 
@@ -323,8 +325,13 @@ ASKS: list[dict[str, Any]] = [
     {"choice": "required", "can_reason": True},
     {"choice": "function:get_weather"},
     {"choice": "function:pick", "can_reason": True, "reasoning_open": True},
-    {"choice": "auto", "form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True},
-    {"choice": "none", "form": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True, "reasoning_open": True},
+    {"choice": "auto", "structured_outputs": StructuredOutputParams(json=FORM_SCHEMA), "can_reason": True},
+    {
+        "choice": "none",
+        "structured_outputs": StructuredOutputParams(json=FORM_SCHEMA),
+        "can_reason": True,
+        "reasoning_open": True,
+    },
 ]
 
 
@@ -339,8 +346,8 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None
     calls = contents = 0
     ends = {text.encode() for text in (*markers_of(form), *'"}])>')}
     for settings in ASKS:
-        ask = MessageAsk(tools=WALKED, special_tokens=special, end_tokens=[EOS], **settings)
-        grammar = form.grammar(ask)
+        spec = MessageSpec(tools=WALKED, special_tokens=special, end_tokens=[EOS], **settings)
+        grammar = form.grammar(spec)
         assert grammar is not None
         done = 0
         for _ in range(20):
@@ -348,7 +355,7 @@ def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None
                 break
             drawn = walk(guide, grammar, rng, 300, ends)
             if drawn is not None:
-                message = check_walk(drawn.decode(), form, ask, rng)
+                message = check_walk(drawn.decode(), form, spec, rng)
                 done += 1
                 calls += len(message.tool_calls)
                 contents += message.content is not None

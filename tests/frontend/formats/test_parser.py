@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.frontend.formats.message import CallEnd, Message, MessageAsk, Tool, ToolCall
+from quire.frontend.formats.message import CallEnd, Message, MessageSpec, Tool, ToolCall
 from quire.frontend.formats.registry import format_named
 from tests.frontend.formats.cases import CASES, TOOLS, Case, markers_of, normal, read
 
@@ -38,10 +38,10 @@ def test_message_with_markers_that_are_special_tokens(case: Case) -> None:
 def test_every_cut(case: Case) -> None:
     """One cut anywhere, and every character by itself, change nothing."""
     whole = parse(case, case.text)
-    form, ask = case.message_format(), case.request()
+    form, spec = case.message_format(), case.request()
     for at in range(1, len(case.text)):
-        assert read(form.parser(ask), [case.text[:at], case.text[at:]])[0] == whole, at
-    assert read(form.parser(ask), list(case.text))[0] == whole
+        assert read(form.parser(spec), [case.text[:at], case.text[at:]])[0] == whole, at
+    assert read(form.parser(spec), list(case.text))[0] == whole
 
 
 @by_case
@@ -85,7 +85,7 @@ def _without_beginning(case: Case, content: str | None) -> str:
 
 def test_text_that_is_no_call_is_content() -> None:
     form = format_named("hermes", None)
-    ask = MessageAsk(tools=TOOLS)
+    spec = MessageSpec(tools=TOOLS)
     for text in (
         "<tool_call>\nnone</tool_call>",
         '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
@@ -93,22 +93,22 @@ def test_text_that_is_no_call_is_content() -> None:
         "<tool_call",
         "a <tool_call><tool_call> b",
     ):
-        assert read(form.parser(ask), [text])[0] == Message(content=text)
-        assert read(form.parser(ask), list(text))[0] == Message(content=text)
+        assert read(form.parser(spec), [text])[0] == Message(content=text)
+        assert read(form.parser(spec), list(text))[0] == Message(content=text)
 
 
 def test_no_calls_where_none_are_wanted() -> None:
     text = 'a <tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     form = format_named("hermes", None)
-    for ask in (MessageAsk(tools=TOOLS, choice="none"), MessageAsk()):
-        assert read(form.parser(ask), [text])[0] == Message(content=text)
+    for spec in (MessageSpec(tools=TOOLS, choice="none"), MessageSpec()):
+        assert read(form.parser(spec), [text])[0] == Message(content=text)
 
 
 def test_broken_call_never_ends() -> None:
     form = format_named("hermes", None)
     good = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     broken = '<tool_call>\n{"name": "get_weather", "arguments": {"city": tru}}\n</tool_call>'
-    message, events = read(form.parser(MessageAsk(tools=TOOLS)), [broken + good])
+    message, events = read(form.parser(MessageSpec(tools=TOOLS)), [broken + good])
     assert message.tool_calls == [
         ToolCall("get_weather", '{"city": tru}', None, False),
         ToolCall("get_time", "{}", None, True),
@@ -125,17 +125,17 @@ def test_nesting_without_end_breaks_the_call() -> None:
             "pythonic": "[get_weather(city=",
             "gemma4": "<|tool_call>call:get_weather{city:",
         }[name]
-        message, _ = read(form.parser(MessageAsk(tools=TOOLS)), [head + begin * 5000])
+        message, _ = read(form.parser(MessageSpec(tools=TOOLS)), [head + begin * 5000])
         assert [one.complete for one in message.tool_calls] == [False]
 
 
 def test_special_tokens_do_not_reach_content() -> None:
     form = format_named("hermes", "qwen3")
-    ask = MessageAsk(
+    spec = MessageSpec(
         tools=TOOLS, can_reason=True, special_tokens={"<|im_start|>": 1, "<|im_end|>": 2}, end_tokens=["<|im_end|>"]
     )
     text = "<think>a<|im_start|>b</think>c<|im_start|> d<|im_end|>"
-    assert read(form.parser(ask), list(text))[0] == Message("ab", "c d")
+    assert read(form.parser(spec), list(text))[0] == Message("ab", "c d")
 
 
 def test_texts_and_json_in_tags() -> None:
@@ -163,14 +163,14 @@ def test_texts_and_json_in_tags() -> None:
     form = format_named("qwen3_coder", None)
     for (key, value), wanted in zip(values, expected, strict=True):
         text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        (one,) = read(form.parser(MessageAsk(tools=[tool])), list(text))[0].tool_calls
+        (one,) = read(form.parser(MessageSpec(tools=[tool])), list(text))[0].tool_calls
         assert one.complete and one.arguments == f'{{"{key}": {wanted}}}'
 
 
 def test_repeated_ids_are_dropped() -> None:
     one = "<|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     text = f"<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>"
-    message, _ = read(format_named("kimi_k2", None).parser(MessageAsk(tools=TOOLS)), [text])
+    message, _ = read(format_named("kimi_k2", None).parser(MessageSpec(tools=TOOLS)), [text])
     assert [call.id for call in message.tool_calls] == ["functions.get_time:0", None]
 
 
@@ -207,11 +207,11 @@ def test_any_text_any_cuts(data: st.DataObject) -> None:
         "<|tool_call>call:get_weather{",
     ]
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
-    ask = case.request(special_tokens={"<|im_end|>": 1})
-    whole, _ = read(form.parser(ask), [text])
-    assert read(form.parser(ask), list(text))[0] == whole
+    spec = case.request(special_tokens={"<|im_end|>": 1})
+    whole, _ = read(form.parser(spec), [text])
+    assert read(form.parser(spec), list(text))[0] == whole
     cut = data.draw(st.integers(0, len(text)))
-    assert read(form.parser(ask), [text[:cut], text[cut:]])[0] == whole
+    assert read(form.parser(spec), [text[:cut], text[cut:]])[0] == whole
     normal(whole)
 
 
@@ -239,10 +239,10 @@ def test_many_special_tokens(data: st.DataObject) -> None:
         longest = max((len(one) for one in known if text.startswith(one, at)), default=0)
         wanted += [] if longest else [text[at]]
         at += longest or 1
-    ask = MessageAsk(special_tokens={one: index for index, one in enumerate(known)})
+    spec = MessageSpec(special_tokens={one: index for index, one in enumerate(known)})
     form = format_named(None, None)
     for pieces in ([text], list(text), [text[: len(text) // 2], text[len(text) // 2 :]]):
-        assert (read(form.parser(ask), pieces)[0].content or "") == "".join(wanted)
+        assert (read(form.parser(spec), pieces)[0].content or "") == "".join(wanted)
 
 
 @pytest.mark.parametrize("case", {case.format: case for case in CASES}.values(), ids=lambda case: case.format)
@@ -254,7 +254,7 @@ def test_time_is_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     repeated = [*form.calls.markers, case.text, case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<", '\\"']
     heads = ["", case.text[: rng.randrange(len(case.text))], case.text[: len(case.text) // 2]]
-    ask = case.request(special_tokens={f"<|r{i}|>": i for i in range(30)})
+    spec = case.request(special_tokens={f"<|r{i}|>": i for i in range(30)})
 
     def steps(text: str) -> int:
         count = 0
@@ -264,7 +264,7 @@ def test_time_is_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             count += 1
             return trace
 
-        parser = form.parser(ask)
+        parser = form.parser(spec)
         sys.settrace(trace)
         try:
             parser.feed(text)
@@ -285,7 +285,7 @@ def test_time_is_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_megabyte_of_anything(case: Case) -> None:
     """Nothing that takes more than linear time would come to an end here."""
     form = case.message_format()
-    ask = case.request(special_tokens={f"<|r{i}|>": i for i in range(250)})
+    spec = case.request(special_tokens={f"<|r{i}|>": i for i in range(250)})
     for scrap in (*form.calls.markers, case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<"):
-        read(form.parser(ask), [scrap * (1_000_000 // len(scrap))])
-        read(form.parser(ask), list(scrap * (20_000 // len(scrap))))
+        read(form.parser(spec), [scrap * (1_000_000 // len(scrap))])
+        read(form.parser(spec), list(scrap * (20_000 // len(scrap))))

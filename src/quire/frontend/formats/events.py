@@ -69,7 +69,7 @@ class Trimmed:
     def __init__(self, sink: Sink, leading: bool) -> None:
         self._sink = sink
         self.leading = leading
-        self._held: list[str] = []
+        self._buffered: list[str] = []
 
     def add(self, text: str) -> None:
         """Take more text."""
@@ -80,21 +80,21 @@ class Trimmed:
             self.leading = False
         kept = text.rstrip(BLANKS)
         if kept:
-            self._held.append(kept)
-            self._sink("".join(self._held))
-            self._held.clear()
+            self._buffered.append(kept)
+            self._sink("".join(self._buffered))
+            self._buffered.clear()
         if len(kept) < len(text):
-            self._held.append(text[len(kept) :])
+            self._buffered.append(text[len(kept) :])
 
     def flush(self) -> None:
         """Pass on the blanks at the end."""
-        if self._held:
-            self._sink("".join(self._held))
-        self._held.clear()
+        if self._buffered:
+            self._sink("".join(self._buffered))
+        self._buffered.clear()
 
     def drop(self) -> None:
         """Drop the blanks at the end."""
-        self._held.clear()
+        self._buffered.clear()
 
 
 class ReadingParser:

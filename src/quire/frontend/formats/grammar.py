@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire.frontend.formats.arguments import add_arguments, add_json_call
-from quire.frontend.formats.message import MessageAsk, Tool
+from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.parts import (
     BLANKS as BLANK_CHARS,
 )
@@ -26,7 +26,7 @@ from quire.frontend.formats.parts import (
     Text,
 )
 from quire.structured.builder import GrammarBuilder, literal
-from quire.structured.compile import add_form
+from quire.structured.compile import add_structured_output
 from quire.structured_outputs import StructuredOutputParams
 
 ANY = "/(?s:.*)/"
@@ -35,17 +35,17 @@ BLANKS = r"/[ \t\r\n]*/"
 EMPTY = '""'
 
 
-def wanted_tools(ask: MessageAsk) -> list[Tool]:
+def allowed_tools(spec: MessageSpec) -> list[Tool]:
     """Return the tools that the message may call."""
-    if ask.choice == "none":
+    if spec.choice == "none":
         return []
-    name = ask.choice.removeprefix("function:") if ask.choice.startswith("function:") else None
-    return [tool for tool in ask.tools if name is None or tool.name == name]
+    name = spec.choice.removeprefix("function:") if spec.choice.startswith("function:") else None
+    return [tool for tool in spec.tools if name is None or tool.name == name]
 
 
-def must_call(ask: MessageAsk) -> bool:
+def must_call(spec: MessageSpec) -> bool:
     """Whether the message must be a call."""
-    return ask.choice == "required" or ask.choice.startswith("function:")
+    return spec.choice == "required" or spec.choice.startswith("function:")
 
 
 def loose_after(form: StructuredOutputParams | None) -> bool:
@@ -112,43 +112,47 @@ class MessageGrammar:
         loose: numbers of the tools whose arguments are not held to their schemas.
 
     Raises:
-        ToolSchemaError: from `text`, for a schema that cannot be enforced. RequestError: as `add_form`.
+        ToolSchemaError: from `text`, for a schema that cannot be enforced. RequestError: as `add_structured_output`.
     """
 
     def __init__(
         self,
         calls: CallFormat | None,
         reasoning: ReasoningFormat | None,
-        ask: MessageAsk,
+        spec: MessageSpec,
         loose: frozenset[int] = frozenset(),
     ) -> None:
         self._calls = calls
         self._reasoning = reasoning
-        self._ask = ask
+        self._spec = spec
         self._loose = loose
         self._arguments: dict[int, str] = {}
-        self._tools = wanted_tools(ask) if calls is not None else []
-        self._builder = GrammarBuilder(ask.special_tokens)
+        self._tools = allowed_tools(spec) if calls is not None else []
+        self._builder = GrammarBuilder(spec.special_tokens)
         self._writer = Writer(self._builder)
 
     def text(self) -> str | None:
         """Return the grammar, None if there is nothing to constrain."""
-        if not self._tools and self._ask.form is None:
+        if not self._tools and self._spec.structured_outputs is None:
             return None
-        form = None if self._ask.form is None or must_call(self._ask) else add_form(self._builder, self._ask.form)
+        form = (
+            None
+            if self._spec.structured_outputs is None or must_call(self._spec)
+            else add_structured_output(self._builder, self._spec.structured_outputs)
+        )
         reasoning = self._reasoning
         if reasoning is None:
             return self._builder.lark(self._builder.rule(self._body(form, None), "message"))
         thoughts = self._writer.until(reasoning.end)
-        if not loose_after(self._ask.form):
+        if not loose_after(self._spec.structured_outputs):
             thoughts += " " + literal(reasoning.after) if reasoning.after else ""
         elif form is not None:
             thoughts += " " + self._writer.blank()
         after = self._builder.rule(self._body(form, None), "body")
-        if self._ask.reasoning_open:
+        if self._spec.reasoning_open:
             return self._builder.lark(self._builder.rule(f"{thoughts} {after}", "message"))
         start = f"{self._writer.blank()} {self._writer.marks(reasoning.start)}"
-        if not any(token in reasoning.start for token in self._ask.special_tokens):
+        if not any(token in reasoning.start for token in self._spec.special_tokens):
             # One lexeme: free text may begin with the same blanks.
             start = self._builder.terminal(f"{BLANKS} {literal(reasoning.start)}", "start")
         first = self._builder.rule(self._body(form, reasoning.start), "body")
@@ -163,7 +167,7 @@ class MessageGrammar:
             return self._form(form, starts)
         calls = self._calls
         marked = self._marked_run(calls)
-        if must_call(self._ask):
+        if must_call(self._spec):
             return f"{self._writer.blank()} {self._run(calls)}{marked}"
         if form is not None:
             begins = [literal(calls.trigger)] if calls.trigger else []
@@ -199,7 +203,7 @@ class MessageGrammar:
         names = [part.text.strip('"') for part in calls.call if isinstance(part, Text) and part.text[1:-1].isalpha()]
         ways = []
         for tool in self._tools:
-            index = self._ask.tools.index(tool)
+            index = self._spec.tools.index(tool)
             ways.append(add_json_call(self._builder, tool, index, (names[-2], names[-1]), index in self._loose))
         return self._builder.rule(" | ".join(ways), "calls")
 
@@ -217,7 +221,7 @@ class MessageGrammar:
         skip = 1 if begun == {} else skip
         ways, firsts = [], []
         for tool in self._tools:
-            index = self._ask.tools.index(tool)
+            index = self._spec.tools.index(tool)
             if index not in self._arguments:
                 loose = index in self._loose
                 self._arguments[index] = add_arguments(builder, calls.notation, tool, index, loose)
@@ -227,7 +231,7 @@ class MessageGrammar:
             firsts.append(_joined([(begun or {}).get(tool.name, ""), first]))
         one = builder.rule(" | ".join(ways), "call")
         pieces = [builder.rule(" | ".join(firsts), "first")]
-        if self._ask.parallel and not self._ask.choice.startswith("function:"):
+        if self._spec.parallel and not self._spec.choice.startswith("function:"):
             more = builder.rule(_joined([self._parts(calls.between), one]), "more")
             pieces.append(f"{more}*")
         pieces.append(self._parts(calls.closes))

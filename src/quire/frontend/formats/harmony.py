@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from quire.frontend.formats.arguments import add_arguments
 from quire.frontend.formats.events import ReadingParser
-from quire.frontend.formats.grammar import Writer, must_call, wanted_tools
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.grammar import Writer, allowed_tools, must_call
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
 from quire.frontend.formats.source import Reading, Sink, markers_of
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder
-from quire.structured.compile import add_form
+from quire.structured.compile import add_structured_output
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -48,36 +48,40 @@ REASONING = ReasoningFormat(
 )
 
 
-def harmony_grammar(ask: MessageAsk, loose: frozenset[int]) -> str | None:
+def harmony_grammar(spec: MessageSpec, loose: frozenset[int]) -> str | None:
     """Return the grammar of a turn; None if there is nothing to constrain. `loose` and errors as `MessageGrammar`."""
-    tools = wanted_tools(ask)
-    if not tools and ask.form is None:
+    tools = allowed_tools(spec)
+    if not tools and spec.structured_outputs is None:
         return None
-    builder = GrammarBuilder(ask.special_tokens)
+    builder = GrammarBuilder(spec.special_tokens)
     writer = Writer(builder)
     mark = builder.marker
     ways = []
-    if not must_call(ask):
+    if not must_call(spec):
         json_sign = f'(" "? {mark(CONSTRAIN)}? "json")?'
-        answer = writer.text(ENDS) + "?" if ask.form is None else add_form(builder, ask.form)
+        answer = (
+            writer.text(ENDS) + "?"
+            if spec.structured_outputs is None
+            else add_structured_output(builder, spec.structured_outputs)
+        )
         ways.append(builder.rule(f'{mark(CHANNEL)} "final" {json_sign} {mark(MESSAGE)} ({answer})', "final"))
     if tools:
         calls = []
         for tool in tools:
-            index = ask.tools.index(tool)
+            index = spec.tools.index(tool)
             arguments = add_arguments(builder, JsonObject(), tool, index, index in loose)
             kind = f'(" " {mark(CONSTRAIN)}? "json")?'
             recipient = f'" to={NAMESPACE}{tool.name}"'
             calls.append(f'{mark(CHANNEL)} "commentary" {recipient} {kind} {mark(MESSAGE)} {arguments}')
             calls.append(f'{recipient} {mark(CHANNEL)} "commentary" {kind} {mark(MESSAGE)} {arguments}')
         call = builder.rule(" | ".join(calls), "call")
-        if must_call(ask) or ask.form is not None:
+        if must_call(spec) or spec.structured_outputs is not None:
             ways.append(call)
         else:
             ways.append(f"{_message(writer, 'commentary')}* {call}")
     body = builder.rule(" | ".join(ways), "body")
-    thoughts = f"{_message(writer, 'analysis')}*" if ask.can_reason or ask.reasoning_open else ""
-    opened = _rest(writer) if ask.reasoning_open else ""
+    thoughts = f"{_message(writer, 'analysis')}*" if spec.can_reason or spec.reasoning_open else ""
+    opened = _rest(writer) if spec.reasoning_open else ""
     return builder.lark(builder.rule(f"{opened} {thoughts} {body}", "turn"))
 
 
@@ -95,17 +99,17 @@ def _rest(writer: Writer) -> str:
 class HarmonyParser(ReadingParser):
     """`MessageParser` for Harmony. What has no header is content, and so is a call where none may be."""
 
-    def __init__(self, ask: MessageAsk) -> None:
+    def __init__(self, spec: MessageSpec) -> None:
         super().__init__()
-        self._ask = ask
-        self._names = {tool.name for tool in ask.tools} if ask.choice != "none" else set()
-        self._stray = frozenset((*ask.special_tokens, *ask.end_tokens)) - {*ENDS}
-        self._body_end = markers_of(self._stray | {*ENDS})
+        self._spec = spec
+        self._names = {tool.name for tool in spec.tools} if spec.choice != "none" else set()
+        self._unexpected = frozenset((*spec.special_tokens, *spec.end_tokens)) - {*ENDS}
+        self._body_end = markers_of(self._unexpected | {*ENDS})
         self._header_end = markers_of(frozenset((MESSAGE, END, RETURN, CALL)))
         self._reader = self._turn()
 
     def _turn(self) -> Reading[None]:
-        if self._ask.reasoning_open:
+        if self._spec.reasoning_open:
             found = yield from self._text(self._events.reasoning, closed=True)
         else:
             found = yield from self._source.literal(*BEGINNINGS)
@@ -148,7 +152,7 @@ class HarmonyParser(ReadingParser):
 
     def _text(self, sink: Sink, closed: bool = False) -> Reading[str]:
         """Read a message's text; return the marker that ended it."""
-        return (yield from self._source.until(self._body_end, sink, self._stray, closed=closed))
+        return (yield from self._source.until(self._body_end, sink, self._unexpected, closed=closed))
 
     def _call(self, name: str) -> Reading[str]:
         yield from self._source.blanks()

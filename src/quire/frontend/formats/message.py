@@ -24,12 +24,12 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool = False
 
 
-class MessageAsk(msgspec.Struct, frozen=True):
+class MessageSpec(msgspec.Struct, frozen=True):
     """What the next message may contain.
 
     Attributes:
         tools: may be called, as `choice` says: "auto", "none", "required", or "function:NAME". parallel: several
-            times. form: what the content must look like; where tools may be called, it is content or calls.
+            times. structured_outputs: constrains the content; where tools may be called, the message is either.
         reasoning_open: the prompt ends inside reasoning. can_reason: reasoning may come first.
         special_tokens: texts and ids of the tokenizer's special tokens; end_tokens: texts of those that end a message.
     """
@@ -37,7 +37,7 @@ class MessageAsk(msgspec.Struct, frozen=True):
     tools: list[Tool] = []
     choice: str = "auto"
     parallel: bool = True
-    form: StructuredOutputParams | None = None
+    structured_outputs: StructuredOutputParams | None = None
     reasoning_open: bool = False
     can_reason: bool = False
     special_tokens: dict[str, int] = {}

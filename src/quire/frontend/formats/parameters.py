@@ -206,13 +206,13 @@ class _Padded:
         self._sink = sink
         self._pad = pad
         self._end = end
-        self._held = ""
+        self._buffered = ""
 
     def add(self, text: str) -> None:
         """Take more text."""
-        text = self._held + text
-        self._held = self._pad if self._pad and text.endswith(self._pad) else ""
-        text = text[: len(text) - len(self._held)]
+        text = self._buffered + text
+        self._buffered = self._pad if self._pad and text.endswith(self._pad) else ""
+        text = text[: len(text) - len(self._buffered)]
         if text:
             self._sink(text)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from quire.frontend.formats.events import ReadingParser, Trimmed
 from quire.frontend.formats.grammar import loose_after
 from quire.frontend.formats.match import CUT, MORE, NO, Found, first_chars, match
-from quire.frontend.formats.message import MessageAsk
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.parameters import read_arguments
 from quire.frontend.formats.parts import (
     Arguments,
@@ -33,18 +33,18 @@ class CallParser(ReadingParser):
         calls: None where no calls are to be read. reasoning: None where there cannot be any.
     """
 
-    def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, ask: MessageAsk) -> None:
+    def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, spec: MessageSpec) -> None:
         super().__init__()
         self._calls = calls
         self._reasoning = reasoning
-        self._ask = ask
-        self._tools = {tool.name: tool for tool in ask.tools}
-        self._ends = frozenset(ask.end_tokens)
+        self._spec = spec
+        self._tools = {tool.name: tool for tool in spec.tools}
+        self._ends = frozenset(spec.end_tokens)
         # Content in a form is all of the message, whatever stands in it.
-        self._trigger = calls.trigger if calls is not None and ask.form is None else ""
-        self._stray = frozenset((*ask.special_tokens, *ask.end_tokens))
-        self._in_content = markers_of(self._stray | {self._trigger})
-        self._in_reasoning = markers_of(self._stray | {reasoning.end if reasoning is not None else ""})
+        self._trigger = calls.trigger if calls is not None and spec.structured_outputs is None else ""
+        self._unexpected = frozenset((*spec.special_tokens, *spec.end_tokens))
+        self._in_content = markers_of(self._unexpected | {self._trigger})
+        self._in_reasoning = markers_of(self._unexpected | {reasoning.end if reasoning is not None else ""})
         self._content = Trimmed(self._events.content, leading=False)
         self._ids: set[str | None] = set()
         self._split(calls)
@@ -74,7 +74,7 @@ class CallParser(ReadingParser):
         rejected = self._is_content if self._trigger else None
         while True:
             marker = yield from self._source.until(
-                self._in_content, self._add_content, self._stray, self._trigger, rejected
+                self._in_content, self._add_content, self._unexpected, self._trigger, rejected
             )
             if not marker:
                 self._content.flush()
@@ -84,7 +84,7 @@ class CallParser(ReadingParser):
             yield from self._read_calls(self._calls)
 
     def _add_content(self, text: str) -> None:
-        if self._calls is None or self._ask.form is not None:
+        if self._calls is None or self._spec.structured_outputs is not None:
             self._events.content(text)  # nothing can follow, so nothing is held back
         else:
             self._content.add(text)
@@ -100,18 +100,18 @@ class CallParser(ReadingParser):
     # Reasoning
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
-        if not self._ask.reasoning_open:
+        if not self._spec.reasoning_open:
             found = yield from self._match((Blank(), Text(reasoning.start)))
             if found.at < 0:
                 return
             self._source.pos = found.at
         thoughts = Trimmed(self._events.reasoning, leading=True)
         found_end = yield from self._source.until(
-            self._in_reasoning, thoughts.add, self._stray, reasoning.end, closed=True
+            self._in_reasoning, thoughts.add, self._unexpected, reasoning.end, closed=True
         )
         if not found_end:
             return
-        if loose_after(self._ask.form):
+        if loose_after(self._spec.structured_outputs):
             yield from self._source.blanks()
         elif reasoning.after:
             yield from self._source.literal(reasoning.after)
@@ -149,7 +149,7 @@ class CallParser(ReadingParser):
             self._source.pos = len(self._source.text)
         elif self._trigger:
             yield from self._source.literal(self._trigger)
-            if self._trigger not in self._stray:
+            if self._trigger not in self._unexpected:
                 self._add_content(self._trigger)
 
     def _read_call(self, found: Found) -> Reading[bool]:
@@ -178,7 +178,7 @@ class CallParser(ReadingParser):
     def _skip_broken(self, calls: CallFormat) -> Reading[None]:
         """Drop the rest of a broken call, up to its end or another call."""
         last = [part.text for parts in (calls.call, calls.closes) for part in parts[-1:] if isinstance(part, Text)]
-        ends = markers_of(frozenset((*(text for text in last if len(text) > 1), self._trigger, *self._ask.end_tokens)))
+        ends = markers_of(frozenset((*(text for text in last if len(text) > 1), self._trigger, *self._spec.end_tokens)))
         marker = yield from self._source.until(ends, lambda text: None)
         if marker and marker == self._trigger:
             self._source.pos -= len(marker)

@@ -8,11 +8,11 @@ from typing import TypeVar
 from quire.errors import ConfigError, RequestError, UnsupportedError, echo
 from quire.frontend.formats.arguments import ToolSchemaError, add_arguments
 from quire.frontend.formats.families import CALLS, REASONING
-from quire.frontend.formats.grammar import MessageGrammar, must_call, wanted_tools
+from quire.frontend.formats.grammar import MessageGrammar, allowed_tools, must_call
 from quire.frontend.formats.harmony import CALLS as HARMONY_CALLS
 from quire.frontend.formats.harmony import REASONING as HARMONY_REASONING
 from quire.frontend.formats.harmony import HarmonyParser, harmony_grammar
-from quire.frontend.formats.message import MessageAsk, MessageParser
+from quire.frontend.formats.message import MessageParser, MessageSpec
 from quire.frontend.formats.parser import CallParser
 from quire.frontend.formats.parts import CallFormat, ReasoningFormat
 from quire.structured.builder import GrammarBuilder
@@ -81,7 +81,7 @@ class MessageFormat:
             return True
         return not self.harmony and prompt_tail.rstrip().endswith(self.reasoning.end)
 
-    def grammar(self, ask: MessageAsk) -> str | None:
+    def grammar(self, spec: MessageSpec) -> str | None:
         """Return the constraint of the message that is asked for; None if there is nothing to constrain.
 
         Raises:
@@ -89,46 +89,46 @@ class MessageFormat:
                 part), though the tool is strict or must be called; there is no such tool; or the form is unsound.
             UnsupportedError: a call is required, but the model has no way to write one.
         """
-        if must_call(ask):
+        if must_call(spec):
             if self.calls is None:
                 raise UnsupportedError("tool_choice: this model's chat template has no tools", param="tool_choice")
-            if not wanted_tools(ask):
-                name = ask.choice.removeprefix("function:")
+            if not allowed_tools(spec):
+                name = spec.choice.removeprefix("function:")
                 raise RequestError(f"tool_choice names {echo(name)}, which is not in tools", param="tool_choice")
         try:
-            return self._grammar(ask, frozenset())
+            return self._grammar(spec, frozenset())
         except ToolSchemaError:
-            if must_call(ask):
+            if must_call(spec):
                 raise
-        return self._grammar(ask, self._refused(ask))
+        return self._grammar(spec, self._refused(spec))
 
-    def _refused(self, ask: MessageAsk) -> frozenset[int]:
+    def _refused(self, spec: MessageSpec) -> frozenset[int]:
         """Return the numbers of the tools whose schemas cannot be enforced; raise for a strict one."""
         assert self.calls is not None, "there was a schema to enforce"
         refused = set()
-        for index, tool in enumerate(ask.tools):
+        for index, tool in enumerate(spec.tools):
             try:
-                add_arguments(GrammarBuilder(ask.special_tokens), self.calls.notation, tool, index)
+                add_arguments(GrammarBuilder(spec.special_tokens), self.calls.notation, tool, index)
             except ToolSchemaError:
                 if tool.strict:
                     raise
                 refused.add(index)
         return frozenset(refused)
 
-    def _grammar(self, ask: MessageAsk, loose: frozenset[int]) -> str | None:
+    def _grammar(self, spec: MessageSpec, loose: frozenset[int]) -> str | None:
         if self.harmony:
-            return harmony_grammar(ask, loose)
-        return MessageGrammar(self.calls, self._reasoning_of(ask), ask, loose).text()
+            return harmony_grammar(spec, loose)
+        return MessageGrammar(self.calls, self._reasoning_of(spec), spec, loose).text()
 
-    def parser(self, ask: MessageAsk) -> MessageParser:
+    def parser(self, spec: MessageSpec) -> MessageParser:
         """Return a parser for the message that is asked for."""
         if self.harmony:
-            return HarmonyParser(ask)
-        calls = self.calls if wanted_tools(ask) else None
-        return CallParser(calls, self._reasoning_of(ask), ask)
+            return HarmonyParser(spec)
+        calls = self.calls if allowed_tools(spec) else None
+        return CallParser(calls, self._reasoning_of(spec), spec)
 
-    def _reasoning_of(self, ask: MessageAsk) -> ReasoningFormat | None:
-        return self.reasoning if ask.can_reason or ask.reasoning_open else None
+    def _reasoning_of(self, spec: MessageSpec) -> ReasoningFormat | None:
+        return self.reasoning if spec.can_reason or spec.reasoning_open else None
 
 
 def detect(template_source: str, special_tokens: Mapping[str, int] | None = None) -> MessageFormat:
