@@ -8,8 +8,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.settle import load_info, settle
-from quire.worker.footprint import Footprint
-from quire.worker.work import StepWork
+from quire.worker.footprint import Footprint, StepWork
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,6 +13,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.settle import load_info
 from quire.engine_request import EngineRequest
+from quire.kernels.meta import Work
 from quire.sampling_params import SamplingParams
 from quire.simulate.contents import StepContents, StepReader
 from quire.simulate.cost import RooflineCost
@@ -20,7 +21,7 @@ from quire.simulate.report import summarize_run, table
 from quire.simulate.run import SimulatedRun, long_enough, make_cost, simulate
 from quire.simulate.trace import Synthetic, draw
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
-from quire.worker.work import StepWork, Work
+from quire.worker.footprint import StepWork
 from tests.helpers.transfers import COPY, transfers_of
 from tests.simulate.test_cost import made_up_cost
 

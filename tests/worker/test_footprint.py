@@ -12,7 +12,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.settle import settle
-from quire.kernels import shapes
+from quire.kernels import meta
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu import (
     arrays,
@@ -179,28 +179,28 @@ def test_so_they_are_for_latent_attention(tmp_path: Path, options: dict[str, Any
 
 
 def test_sizes_that_kernels_settle_are_repeated_rightly() -> None:
-    assert shapes.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
-    assert shapes.INT_DEPTH == linear_int.DEPTH_UNIT
-    assert shapes.DOT_ROWS == interleave.DOT_ROWS
-    assert (shapes.CHUNK, shapes.LANES) == (survey.CHUNK, formats.LANES)
-    assert (shapes.SPLIT_ROWS, shapes.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
-    assert shapes.UNIT_ROWS == paged_plan.UNIT_ROWS
-    assert (shapes.RECORD, shapes.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)
-    assert (shapes.PARTIAL_BYTES, shapes.SEGMENT) == (paged_plan.PARTIAL_BYTES, paged_tiles.SEGMENT)
-    assert shapes.SCRATCH_BYTES == threads.SCRATCH_BYTES
-    assert shapes.INSTRUCTION_BYTES == 8 * team.ROW
+    assert meta.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
+    assert meta.INT_DEPTH == linear_int.DEPTH_UNIT
+    assert meta.DOT_ROWS == interleave.DOT_ROWS
+    assert (meta.CHUNK, meta.LANES) == (survey.CHUNK, formats.LANES)
+    assert (meta.SPLIT_ROWS, meta.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
+    assert meta.UNIT_ROWS == paged_plan.UNIT_ROWS
+    assert (meta.RECORD, meta.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)
+    assert (meta.PARTIAL_BYTES, meta.SEGMENT) == (paged_plan.PARTIAL_BYTES, paged_tiles.SEGMENT)
+    assert meta.SCRATCH_BYTES == threads.SCRATCH_BYTES
+    assert meta.INSTRUCTION_BYTES == 8 * team.ROW
     for rows in range(1, 70):
-        assert shapes.padded_rows(rows) == interleave.padded_rows(rows)
+        assert meta.padded_rows(rows) == interleave.padded_rows(rows)
 
 
 def test_the_processor_is_the_one_that_kernels_are_compiled_for() -> None:
-    processor = shapes.Processor.of_level()
+    processor = meta.Processor.of_level()
     assert (processor.pairs, processor.tile_rows) == (simd.HAS_BF16_DOT, simd.TILE_ROWS)
 
 
 def test_a_processor_without_the_file_of_flags_has_the_least(tmp_path: Path) -> None:
-    assert shapes.Processor.of_level(root=tmp_path) == shapes.Processor(pairs=False, tile_rows=2)
-    assert shapes.Processor.of_level("avx512") == shapes.Processor(pairs=False, tile_rows=8)
+    assert meta.Processor.of_level(root=tmp_path) == meta.Processor(pairs=False, tile_rows=2)
+    assert meta.Processor.of_level("avx512") == meta.Processor(pairs=False, tile_rows=8)
 
 
 @pytest.mark.parametrize(
@@ -253,3 +253,11 @@ def test_steps_of_more_sequences_and_longer_contexts_take_more(tmp_path: Path) -
     longer, _ = settled(tmp_path, "llama", max_model_len=512)
     assert footprint.step(more).activations > small.activations
     assert footprint.step(longer).inputs - small.inputs == 24 * 112 * np.dtype(np.int32).itemsize + 2 * 24 * 7 * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_every_family_are_counted_for_a_gpu(tmp_path: Path, family: str) -> None:
+    config, info = settled(tmp_path, family, device="cuda", dtype="bfloat16")
+    footprint = Footprint(config, info)
+    wide, _ = settled(tmp_path, family, device="cuda", dtype="float32")
+    assert 0 < footprint.step(config).activations < Footprint(wide, info).step(wide).activations

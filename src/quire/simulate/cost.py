@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.errors import ConfigError, echo
+from quire.kernels.meta import Work
 from quire.simulate.contents import StepContents
 from quire.step import DTYPE_BYTES, KVCacheSpec
-from quire.worker.footprint import Footprint
-from quire.worker.work import StepWork, Work
+from quire.worker.footprint import Footprint, StepWork
 
 FORMAT = "quire-cost-model-1"
 

@@ -1,7 +1,7 @@
 """What a worker will take of memory, known before it takes any: from config.json, weight headers, and shapes.
 
 The model's own constructor says which tensors there are, and the step's own code (`StepGraphs`, the model's `forward`)
-runs on shapes (`kernels/shapes.py`), so that what is said here and what happens cannot part.
+runs on arrays without data (`kernels/meta.py`), so that what is said here and what happens cannot part.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,15 +22,15 @@ from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import DryRunWeights, TensorSource, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
-from quire.kernels.experts import Expert
-from quire.kernels.shapes import (
+from quire.kernels.meta import (
     INSTRUCTION_BYTES,
     SCRATCH_BYTES,
+    MetaBackend,
+    MetaCache,
+    Mixture,
     Processor,
-    ShapeCache,
-    ShapeExperts,
-    ShapeHeads,
-    ShapeWeight,
+    WeightKind,
+    Work,
 )
 from quire.layers.builder import Builder
 from quire.models.interface import Model
@@ -40,7 +40,6 @@ from quire.worker.adapters import new_slots
 from quire.worker.graphs import MAX_GRAPHS, StepGraphs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.states import SequenceStates
-from quire.worker.work import Mixture, StepWork, Work, WorkCounter
 
 PARTS = ("embeddings", "attention", "convolutions", "mlp", "experts", "norms", "head", "other")
 _PATTERNS = {
@@ -106,6 +105,20 @@ class StepBytes:
         return self.activations + self.inputs + self.sampling + self.programs + self.threads + self.states
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What steps of a model do.
+
+    Attributes:
+        token: for every token. sample: beside that, for rows whose logits are computed: the output head, and what of
+            the last layer others can leave out. pair_flops: of attention, per query and key, in all layers.
+    """
+
+    token: Work
+    sample: Work
+    pair_flops: float
+
+
 class Footprint:
     """Memory of the model of `info` as `config` would have it, which is settled but for the context length.
 
@@ -124,16 +137,23 @@ class Footprint:
         load_format = config.model.load_format
         if load_format != "dummy" and has_weights(info, load_format):
             checkpoint = open_weights(info, load_format)
-        source = _Noted(_Shapes() if checkpoint is None else DryRunWeights(checkpoint))
-        self._backend = _Counter(config, self._threads, source, checkpoint)
+        log = _WeightLog(_Shapes() if checkpoint is None else DryRunWeights(checkpoint), checkpoint)
+        self._backend = MetaBackend(
+            config.model.dtype,
+            config.cache.kv_cache_dtype,
+            config.model.quantization,
+            self._threads,
+            None if self._gpu else Processor.of_level(config.device.simd_level),
+            log.packed,
+        )
         backend = cast(Backend, self._backend)
         self._lora = new_slots(config, info, backend) if config.lora.enable_lora else None
-        builder = Builder(source, backend, lora=self._lora, latent_cache=config.cache.latent_cache)
+        builder = Builder(log, backend, lora=self._lora, latent_cache=config.cache.latent_cache)
         self._model: Model = build_model(info, builder, 1)
         self.spec: KVCacheSpec = self._model.kv_cache_spec()
-        self.in_memory = self._backend.by_part
-        self.loading = self._backend.loading
-        self.on_disk = None if checkpoint is None else _disk_bytes(checkpoint, source.names)
+        self.in_memory = log.by_part
+        self.loading = log.loading
+        self.on_disk = None if checkpoint is None else _disk_bytes(checkpoint, log.names)
 
     @property
     def weights(self) -> int:
@@ -153,7 +173,7 @@ class Footprint:
         limits, length = config.scheduler, config.model.max_model_len
         assert length is not None, "settled before"
         backend, block_size = self._backend, config.cache.block_size
-        backend.start()
+        backend.reset()
         tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
         caches = self._caches(block_size)
         states = SequenceStates(self.spec, cast(Backend, backend), limits.max_num_seqs)
@@ -192,18 +212,17 @@ class Footprint:
         backend, caches = self._backend, self._caches(block_size)
         if not self._model.recordable:
             pair_flops = sum(4.0 * self._info.num_attention_heads * layer.head_size for layer in self.spec.layers)
-            return StepWork(Work(self.weights, 2.0 * backend.num_packed), Work(0, 0.0), pair_flops)
+            return StepWork(Work(self.weights, 2.0 * backend.num_elements), Work(0, 0.0), pair_flops)
         states = SequenceStates(self.spec, cast(Backend, backend), 1)
         graphs = self._graphs(caches, states, 1, 1, 1)
         slots = None if self._lora is None else np.full(1, -1)
         found = []
         for rows in (0, 1):
-            backend.start()
-            backend.begin_work()
+            backend.reset()
             inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0))
             graphs.run(inputs, np.broadcast_to(np.int64(0), rows), adapter_slots=slots)
             found.append(backend.work(self.weights))
-        (token, _), (both, pair_flops) = found
+        token, both = found
         beside = {(mixture.number, mixture.chosen): mixture.num_bytes for mixture in token.mixtures}
         mixtures = [
             Mixture(mixture.number, mixture.chosen, mixture.num_bytes - beside.get((mixture.number, mixture.chosen), 0))
@@ -214,7 +233,7 @@ class Footprint:
             both.flops - token.flops,
             tuple(mixture for mixture in mixtures if mixture.num_bytes),
         )
-        return StepWork(token, sample, pair_flops)
+        return StepWork(token, sample, backend.pair_flops)
 
     def _graphs(
         self, caches: list[LayerCache], states: SequenceStates, tokens: int, sequences: int, max_blocks: int
@@ -235,7 +254,7 @@ class Footprint:
         group_of = {
             layer: number for number, group in enumerate(self.spec.groups(self._settled_len)) for layer in group.layers
         }
-        return [LayerCache(ShapeCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
+        return [LayerCache(MetaCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
 
     def _batch_bytes(self, config: EngineConfig, groups: int) -> int:
         length = config.model.max_model_len
@@ -268,13 +287,21 @@ class _Shapes:
         return tensor
 
 
-class _Noted:
-    """Notes which tensors were read, and which since the last look."""
+class _WeightLog:
+    """A source that assigns weights to parts by the tensors read for them, and says what is in memory meanwhile.
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
+    Attributes:
+        names: of all tensors read. by_part: bytes of packed weights. loading: most bytes at a time, tensors included.
+    """
+
+    def __init__(self, source: WeightSource, checkpoint: TensorSource | None) -> None:
+        self._source, self._checkpoint = source, checkpoint
         self.names: list[str] = []
-        self.recent: list[tuple[str, int]] = []
+        self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self.loading = 0
+        self._fresh: list[tuple[str, int]] = []  # tensors read since the last weight was packed
+        self._last: list[tuple[str, int]] = []  # the latest that were packed
+        self._read = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
@@ -283,89 +310,32 @@ class _Noted:
         """Return the source's tensor."""
         tensor = self._source.read(name, shape)
         self.names.append(name)
-        self.recent.append((name, math.prod(shape)))
+        self._fresh.append((name, math.prod(shape)))
         return tensor
 
+    def packed(self, kind: WeightKind, nbytes: int, total: int) -> None:
+        """Note a weight; `total` bytes are packed with it.
 
-class _Counter(WorkCounter):
-    """Counts weights by part, and what is in memory while each is read."""
-
-    def __init__(self, config: EngineConfig, num_threads: int, source: _Noted, checkpoint: TensorSource | None) -> None:
-        super().__init__(
-            config.model.dtype,
-            config.cache.kv_cache_dtype,
-            config.model.quantization,
-            num_threads,
-            None if config.device.device == "cuda" else Processor.of_level(config.device.simd_level),
-        )
-        self._source, self._checkpoint = source, checkpoint
-        self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
-        self.loading = 0
-        self._read = 0
-        self._shared: list[tuple[str, int]] = []
-        self._last_heads: list[tuple[str, int]] = []
-        self._expert_part: str | None = None
-
-    def start(self) -> None:
-        """Forget earlier recordings."""
-        self.arena = type(self.arena)()
-        self.num_instructions = self.input_bytes = 0
-
-    def vector(self, tensor: Tensor) -> np.ndarray:
-        """Count it for its part."""
-        before = self.num_bytes
-        made = super().vector(tensor)
-        self._note(before)
-        return made
-
-    def pack_linear(self, parts: Any, biases: Any = None, **options: bool) -> ShapeWeight:
-        """Count it for its part."""
-        before = self.num_bytes
-        made = super().pack_linear(parts, biases, **options)
-        self._note(before, matrix=True)
-        return made
-
-    def pack_heads(self, matrices: Sequence[Tensor]) -> ShapeHeads:
-        """Count them for their part; two sets of them are cut from one tensor."""
-        before, self._shared = self.num_bytes, self._source.recent or self._last_heads
-        made = super().pack_heads(matrices)
-        self._note(before)
-        self._last_heads, self._shared = self._shared, []
-        return made
-
-    def pack_experts(self, experts: Iterable[Expert]) -> ShapeExperts:
-        """Count them for their part; a tensor that several matrices are in is there until the last of them."""
-
-        def each() -> Iterator[Expert]:
-            for expert in experts:
-                self._shared = self._source.recent or self._shared
-                if self._expert_part is None and self._shared:
-                    self._expert_part = part_of(self._shared[-1][0])
-                yield expert
-
-        made = super().pack_experts(each())
-        self._shared, self._expert_part = [], None
-        return made
-
-    def _note(self, before: int, *, matrix: bool = False) -> None:
-        recent, self._source.recent = self._source.recent or self._shared, []
-        if self._expert_part is not None:
-            part = self._expert_part  # there are many of them, and all of one part
-        elif recent:
-            part = part_of(recent[-1][0])
-        elif not matrix:
+        Matrices of experts and heads may be cut from a tensor that was read for an earlier one.
+        """
+        sources, self._fresh = self._fresh, []
+        self._last = sources or self._last
+        if kind in ("expert", "heads"):
+            sources = self._last
+        if sources:
+            part = part_of(sources[-1][0])
+        elif kind == "vector":
             part = "norms"  # vectors of ones
         else:  # it was read together with the one before, or not by us
-            part = part_of(self._source.names[-1]) if self._source.names else "other"
-        self.by_part[part] += self.num_bytes - before
+            part = part_of(self.names[-1]) if self.names else "other"
+        self.by_part[part] += nbytes
         if self._checkpoint is None:
-            held = sum(4 * size for _, size in recent)  # invented in float32
+            held = sum(4 * size for _, size in sources)  # invented in float32
         else:
-            names = [name for name, _ in recent if name in self._checkpoint]
-            here = sum(_entry_bytes(self._checkpoint, name) for name in names)
+            here = sum(_entry_bytes(self._checkpoint, name) for name, _ in sources if name in self._checkpoint)
             held = min(self._read, HELD_BYTES) + here
             self._read += here
-        self.loading = max(self.loading, self.num_bytes + held)
+        self.loading = max(self.loading, total + held)
 
 
 def _entry_bytes(checkpoint: TensorSource, name: str) -> int:

@@ -11,11 +11,12 @@ import ctypes
 import math
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 SLAB_BYTES = 1 << 26
+SLAB_BITS = 44  # of the addresses within a slab of a `MetaArena`
 ALIGNMENT = 64
 ARITHMETIC = {np.add: 0, np.subtract: 1, np.multiply: 2}
 
@@ -128,7 +129,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._slabs: list[np.ndarray] = []
+        self._slabs: list[Any] = []
         self._generation = 0
         self.restart()
 
@@ -150,7 +151,7 @@ class Arena:
         waiting = self._free.get(size)
         slab, start = waiting.pop() if waiting else self._new_piece(size)
         # numpy arrays point past other arrays to the owner of the memory, so this object lives as long as any view.
-        owner = _piece_type(size).from_buffer(self._slabs[slab].data, start)
+        owner = self._piece(slab, start, size)
         weakref.finalize(owner, self._give_back, self._generation, size, (slab, start)).atexit = False
         array = np.frombuffer(owner, dtype, count).view(Recorded).reshape(shape)
         array.recorder = recorder
@@ -162,13 +163,46 @@ class Arena:
                 start, self._used = self._used, self._used + size
                 return self._slab, start
             self._slab, self._used = self._slab + 1, 0
-        self._slabs.append(_aligned(max(size, SLAB_BYTES)))
+        self._slabs.append(self._allocate(max(size, SLAB_BYTES)))
         self._used = size
         return self._slab, 0
+
+    def _allocate(self, size: int) -> Any:
+        return _aligned(size)
+
+    def _piece(self, slab: int, start: int, size: int) -> Any:
+        return _piece_type(size).from_buffer(self._slabs[slab].data, start)
 
     def _give_back(self, generation: int, size: int, piece: tuple[int, int]) -> None:
         if generation == self._generation:
             self._free.setdefault(size, []).append(piece)
+
+
+class _Addresses(NamedTuple):
+    """A slab without memory."""
+
+    nbytes: int
+
+
+class MetaArena(Arena):
+    """An arena that hands out addresses instead of memory, for arrays that nothing reads or writes."""
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        super().__init__()
+
+    @property
+    def touched(self) -> int:
+        """Bytes that were part of an array in some recording."""
+        return sum(self._ends)
+
+    def _allocate(self, size: int) -> Any:
+        self._ends.append(0)
+        return _Addresses(size)
+
+    def _piece(self, slab: int, start: int, size: int) -> Any:
+        self._ends[slab] = max(self._ends[slab], start + size)
+        return _piece_type(size).from_address(((slab + 1) << SLAB_BITS) + start)
 
 
 @cache
