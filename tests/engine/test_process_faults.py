@@ -31,8 +31,7 @@ from quire.engine.messages import Call, CallResult, EngineOutputs
 from quire.engine.process import ProcessClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError
-from quire.frontend.grammar_jobs import StructuredOutputJob
-from quire.frontend.grammars import GrammarCompiler
+from quire.frontend.grammars import GrammarCompiler, StructuredOutputJob
 from quire.structured_outputs import StructuredOutputParams
 from tests.engine.test_clients import config_for, gone, request
 from tests.helpers import faulty_engine
@@ -352,7 +351,7 @@ FRONT = """
 import asyncio, os, sys
 from quire.config import EngineConfig
 from quire.engine.process import ProcessClient
-from quire.frontend.grammar_jobs import StructuredOutputJob
+from quire.frontend.grammars import StructuredOutputJob
 from quire.frontend.grammars import GrammarCompiler
 from quire.structured_outputs import StructuredOutputParams
 async def main():

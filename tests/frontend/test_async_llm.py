@@ -22,7 +22,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
-from quire.frontend.async_llm import RequestStream
+from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 from quire.tokenizer.tokenizer import Tokenizer

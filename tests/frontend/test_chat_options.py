@@ -13,7 +13,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
 from quire.frontend.chat import MAX_REQUEST_TEMPLATE, REQUEST_TEMPLATES, ChatTemplate, RequestTemplates
-from quire.frontend.loading import load_front_model
+from quire.frontend.front_model import load_front_model
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import write_folder
 from tests.helpers.fake_engine import fake_async_llm, fake_front_model, fake_llm, small_tokenizer
@@ -77,7 +77,7 @@ def test_options_reach_the_template_of_a_model(tmp_path: Path, monkeypatch: pyte
     folder = write_folder(
         tmp_path / "model", "byte_level", chat_template="{{ style }}{{ messages[0].content[0].text }}"
     )
-    monkeypatch.setattr("quire.frontend.loading.load_model_info", lambda *_: fake_front_model().info)
+    monkeypatch.setattr("quire.frontend.front_model.load_model_info", lambda *_: fake_front_model().info)
     config = EngineConfig.from_kwargs(
         model=str(folder), chat_template_content_format="openai", default_chat_template_kwargs={"style": "S"}
     )
@@ -90,7 +90,7 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.Mon
     """As transformers has it: "tool_use" is taken if there are tools, in whichever file it stands."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("quire.frontend.loading.load_model_info", lambda *_: fake_front_model().info)
+    monkeypatch.setattr("quire.frontend.front_model.load_model_info", lambda *_: fake_front_model().info)
     plain, tool_use = "{{ messages[0].content }}", "{{ tools | tojson }}{{ messages[0].content }}"
     listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tool_use}]
     one = write_folder(tmp_path / "one", "byte_level", chat_template=listed)

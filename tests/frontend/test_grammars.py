@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from quire.errors import OverloadedError, RequestError
-from quire.frontend.grammar_jobs import StructuredOutputJob
-from quire.frontend.grammars import MOST_PROCESSES, GrammarCompiler
+from quire.frontend.grammars import MAX_PROCESSES, GrammarCompiler, StructuredOutputJob
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.grammars import accepts
 
@@ -36,9 +35,9 @@ def test_what_comes_back_is_a_grammar(compiler: GrammarCompiler) -> None:
 
 def test_an_answer_is_remembered(compiler: GrammarCompiler) -> None:
     wanted = job(choice=["tea", "coffee"])
-    assert not compiler.known(wanted)
+    assert not compiler.is_cached(wanted)
     first = compiler.compile(wanted)
-    assert compiler.known(job(choice=["tea", "coffee"])) and not compiler.known(job(choice=["coffee", "tea"]))
+    assert compiler.is_cached(job(choice=["tea", "coffee"])) and not compiler.is_cached(job(choice=["coffee", "tea"]))
     assert compiler.compile(job(choice=["tea", "coffee"])) is first
 
 
@@ -75,7 +74,7 @@ def test_a_process_that_died_is_replaced() -> None:
         compiler.compile(job(regex="a"))
         children = psutil.Process().children(recursive=True)
         for child in children:
-            if "quire.frontend.grammar_process" in child.cmdline():
+            if "quire.frontend.grammars" in child.cmdline():
                 child.kill()
                 child.wait()
         assert compiler.compile(job(regex="b")) is not None
@@ -120,8 +119,8 @@ def test_memory_for_answers_is_bounded() -> None:
     try:
         for number in range(20):
             compiler.compile(job(choice=[f"{number}" + "x" * 500]))
-        assert compiler._cached_bytes <= 4000 and compiler.known(job(choice=["19" + "x" * 500]))
-        assert not compiler.known(job(choice=["0" + "x" * 500]))
+        assert compiler._cached_bytes <= 4000 and compiler.is_cached(job(choice=["19" + "x" * 500]))
+        assert not compiler.is_cached(job(choice=["0" + "x" * 500]))
     finally:
         compiler.close()
 
@@ -136,13 +135,13 @@ def test_close_leaves_no_process() -> None:
 
 
 def test_who_waits_too_long_for_a_compiler_is_told_to_come_back() -> None:
-    compiler = GrammarCompiler(patience=0.0)
+    compiler = GrammarCompiler(queue_timeout=0.0)
     try:
-        for _ in range(MOST_PROCESSES):  # as if that many were at work
-            assert compiler._places.acquire(timeout=0)
+        for _ in range(MAX_PROCESSES):  # as if that many were at work
+            assert compiler._slots.acquire(timeout=0)
         with pytest.raises(OverloadedError, match="try again"):
             compiler.compile(job(regex="a"))
-        compiler._places.release()
+        compiler._slots.release()
         assert compiler.compile(job(regex="a")) is not None
     finally:
         compiler.close()

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, ContextLengthError, EngineDeadError, GenerationError, ModelError, RequestError
-from quire.frontend.loading import load_front_model
+from quire.frontend.front_model import load_front_model
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import PLAIN_CONFIG

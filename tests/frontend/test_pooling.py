@@ -15,7 +15,7 @@ from quire import LLM, AsyncLLM
 from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.frontend.pooling import INSTRUCTION, JUDGE, PoolingInput, pair_input, with_prompt
 from quire.frontend.processor import Processor
 from quire.pooling_params import PoolingParams

@@ -27,8 +27,8 @@ from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
+from quire.frontend.front_model import FrontModel
 from quire.frontend.llm import LLM
-from quire.frontend.loading import FrontModel
 from quire.sampling_params import BeamSearchParams
 from quire.step import BeamOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
 from quire.tokenizer.tokenizer import Tokenizer

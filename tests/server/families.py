@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.formats.registry import format_named
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.helpers.fake_engine import CHAT_TEMPLATE, model_info, small_backend
 

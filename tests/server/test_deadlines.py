@@ -113,14 +113,14 @@ def test_a_queue_of_prompt_tokens_is_bounded(make_server: MakeServer) -> None:
     body = {**ENDLESS, "max_tokens": 2}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.http.post, "/v1/completions", json={**body, "prompt": [5] * 40})
-        server.wait_until(lambda: server.llm.backlog.num_tokens == 40)
+        server.wait_until(lambda: server.llm.ttft.num_queued_tokens == 40)
         refused = server.http.post("/v1/completions", json={**body, "prompt": [5]})
         check_error(refused, 503, "engine_overloaded")
         assert "40 prompt tokens are waiting" in refused.text
         assert refused.headers["retry-after"] == "1"
         server.do(server.fake_client.resume)
         assert first.result(10).status_code == 200, "who finds nobody waiting may be longer"
-    assert server.do(lambda: server.llm.backlog.num_tokens) == 0
+    assert server.do(lambda: server.llm.ttft.num_queued_tokens) == 0
 
 
 def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: MakeServer) -> None:
@@ -137,7 +137,7 @@ def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: Make
     server.do(server.fake_client.hold)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.http.post, "/v1/completions", json={**body, "prompt": [5] * 100})
-        server.wait_until(lambda: server.llm.backlog.num_tokens == 100)
+        server.wait_until(lambda: server.llm.ttft.num_queued_tokens == 100)
         server.do(lambda: set_rate(server, 50.0))
         assert refused([5] * 200).headers["retry-after"] == "2"
         server.do(lambda: set_rate(server, 10.0))
@@ -151,11 +151,11 @@ def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: Make
 
 
 def set_rate(server: LiveServer, rate: float) -> None:
-    """Have the backlog believe that so many prompt tokens begin per second."""
-    backlog = server.llm.backlog
-    backlog._clock = lambda: 1000.0
-    backlog._latest = 1000.0
-    backlog._done, backlog._seconds = rate, 1.0
+    """Have the estimator believe that so many prompt tokens begin per second."""
+    ttft = server.llm.ttft
+    ttft._clock = lambda: 1000.0
+    ttft._latest = 1000.0
+    ttft._done, ttft._seconds = rate, 1.0
 
 
 def test_aborted_requests_leave_the_queue(make_server: MakeServer) -> None:
@@ -163,8 +163,8 @@ def test_aborted_requests_leave_the_queue(make_server: MakeServer) -> None:
     server.do(server.fake_client.hold)
     with server.connect() as connection:
         connection.sendall(request_bytes("/v1/completions", {**ENDLESS, "prompt": [5] * 40}))
-        server.wait_until(lambda: server.llm.backlog.num_tokens == 40)
-    server.wait_until(lambda: server.llm.backlog.num_tokens == 0)
+        server.wait_until(lambda: server.llm.ttft.num_queued_tokens == 40)
+    server.wait_until(lambda: server.llm.ttft.num_queued_tokens == 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])

@@ -265,7 +265,7 @@ def test_a_killed_compiler_costs_no_request(server: Server) -> None:
     for number in range(3):
         for process in processes(server):
             ended = process.status() == psutil.STATUS_ZOMBIE  # not noticed yet
-            if not ended and "quire.frontend.grammar_process" in process.cmdline():
+            if not ended and "quire.frontend.grammars" in process.cmdline():
                 process.kill()
         body = {
             "model": MODEL,

@@ -1,4 +1,4 @@
-"""Limits of keys and of time, by the clock: buckets, quotas, the backlog of prompts, durations."""
+"""Limits of keys and of time, by the clock: buckets, quotas, the time to the first token, durations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.frontend.backlog import Backlog
-from quire.frontend.stats import FinishedRequest
+from quire.frontend.stats import FinishedRequest, TTFTEstimator
 from quire.server.limits import Bucket, KeyRules, Quota, RateLimitError, timeout_of
 from quire.step import SchedulerStats
 
@@ -137,23 +136,23 @@ def test_times_that_requests_may_not_ask_for(seconds: float) -> None:
 
 def test_the_backlog_knows_how_fast_prompts_begin() -> None:
     clock = Clock()
-    backlog = Backlog(clock)
+    estimator = TTFTEstimator(clock)
     stats = SchedulerStats()
-    assert backlog.wait() is None
-    backlog.add(1000)
+    assert estimator.estimate() is None
+    estimator.add(1000)
     clock.now += 1
-    assert backlog.wait() is None, "nothing has begun yet"
-    backlog.on_step(stats, 500, 1)
-    assert backlog.num_tokens == 500
-    assert backlog.rate == pytest.approx(500, rel=0.1)
-    assert backlog.wait(500) == pytest.approx(2.0, rel=0.1)
+    assert estimator.estimate() is None, "nothing has begun yet"
+    estimator.on_step(stats, 500, 1)
+    assert estimator.num_queued_tokens == 500
+    assert estimator.rate == pytest.approx(500, rel=0.1)
+    assert estimator.estimate(500) == pytest.approx(2.0, rel=0.1)
     clock.now += 10
-    slow = backlog.rate
+    slow = estimator.rate
     assert slow is not None and slow < 60, "an engine whose places are taken begins few prompts"
-    backlog.on_finished(finished(500, begun=False))
-    assert backlog.num_tokens == 0
-    rate = backlog.rate
+    estimator.on_finished(finished(500, begun=False))
+    assert estimator.num_queued_tokens == 0
+    rate = estimator.rate
     clock.now += 1000
-    assert backlog.rate == rate, "time without a backlog tells nothing of the rate"
-    backlog.on_finished(finished(500, begun=True))
-    assert backlog.num_tokens == 0
+    assert estimator.rate == rate, "time with an empty queue tells nothing of the rate"
+    estimator.on_finished(finished(500, begun=True))
+    assert estimator.num_queued_tokens == 0

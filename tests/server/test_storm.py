@@ -168,7 +168,7 @@ def held(live: LiveServer) -> dict[str, int]:
         "ids": len(outputs._ids),
         "journal": len(outputs.journal.request_ids),
         "calls": len(llm._calls) + len(llm._stats_calls),
-        "waiting prompt tokens": llm.backlog.num_tokens if llm.num_unfinished else 0,
+        "waiting prompt tokens": llm.ttft.num_queued_tokens if llm.num_unfinished else 0,
         "places of keys": sum([quota.num_running for quota in context.keys._quotas.values()]),
         "timelines": len(context.timelines._live),
         "tasks of timelines": len(context.timelines._tasks),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.engine_request import EngineRequest
+from quire.errors import RequestError
 from quire.step import SchedulerStats, SequenceOutput
 
 
@@ -62,6 +63,12 @@ class Sleep(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "sleep": 1 frees the KV cache, 2 the weights too."""
 
     level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+
+def check_sleep_level(level: int) -> None:
+    """Raise `RequestError` unless this is a level of sleep."""
+    if level not in (1, 2):
+        raise RequestError(f"level must be 1 or 2, got {level}", param="level")
 
 
 class Shutdown(msgspec.Struct, tag=True):

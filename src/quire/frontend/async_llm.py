@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,25 +25,40 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.create import create_client
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, check_sleep_level
 from quire.engine_request import LoRARequest, ThinkingData
-from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.errors import EngineAsleepError, EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.frontend.adapters import AdapterRegistry
-from quire.frontend.asking import demand
-from quire.frontend.backlog import Backlog
-from quire.frontend.beams import beam_search_output
 from quire.frontend.formats.message import MessageSpec
+from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.loading import FrontModel, load_front_model
-from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.pooling_calls import AsyncPoolingCalls
-from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt
+from quire.frontend.output_processor import OutputProcessor, RequestStream, beam_search_output
+from quire.frontend.pooling import (
+    Pooled,
+    PoolingInput,
+    as_classification,
+    as_embedding,
+    as_prompts,
+    as_texts,
+    check_task,
+    paired,
+    pooled_output,
+    score_inputs,
+    scores,
+    spec_of,
+    with_prompt,
+)
+from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt, text_size
 from quire.frontend.recovery import SupervisedClient
-from quire.frontend.request_stream import RequestStream
-from quire.frontend.sleeping import SleepSwitch
-from quire.frontend.stats import StatListener
-from quire.frontend.text_size import text_size
-from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.frontend.stats import StatListener, TTFTEstimator
+from quire.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SchedulerStats
 from quire.tokenizer.tokenizer import Tokenizer
@@ -53,12 +69,15 @@ THREAD_CHARS = 4096
 TOKENIZER_THREADS = 2
 GRAMMAR_THREADS = 8  # they wait for other processes
 QUEUED_PER_RUNNING = 4
+POOLING_WINDOW = 128  # requests of one call in flight
+POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
+YIELD_EVERY = 4
 PREDICTED_SHARE = 0.85  # of the time a first token may take; what is predicted is wrong in both directions
 
 T = TypeVar("T")
 
 
-class AsyncLLM(AsyncPoolingCalls):
+class AsyncLLM:
     """An engine and everything in front of it, for one asyncio loop.
 
     Args:
@@ -84,8 +103,8 @@ class AsyncLLM(AsyncPoolingCalls):
         if config is not None and options:
             raise TypeError("give a config or keywords, not both")
         self.config = config or EngineConfig.from_kwargs(groups=SERVER_GROUPS, **options)
-        self.backlog = Backlog()
-        self._listeners = [self.backlog, *listeners]
+        self.ttft = TTFTEstimator()
+        self._listeners = [self.ttft, *listeners]
         server = self.config.server
         if client is None and server.engine == "process":
             make_client = partial(create_client, self.config, "process")
@@ -116,7 +135,8 @@ class AsyncLLM(AsyncPoolingCalls):
         limits = self.config.scheduler
         self.most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
         self.adapters = AdapterRegistry(self.config, self.call)
-        self._sleep = SleepSwitch(self.call, lambda: self.num_unfinished)
+        self._sleep_lock = asyncio.Lock()
+        self._sleep_level = 0  # 0 awake, 1 without KV cache, 2 without weights
         self._most_tokens = limits.max_num_queued_tokens or self.most_requests * limits.max_num_batched_tokens
 
     async def start(self) -> None:
@@ -187,7 +207,8 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         await self.start()
         processor = self._alive()
-        self._sleep.check_awake()
+        if self._sleep_level:
+            raise EngineAsleepError("the engine is asleep; wake it up first")
         self.check_room(within=within)
         arrival_time = time.monotonic()
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
@@ -195,7 +216,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
-            grammar, thinking = await self._demand(params, token_ids, message_spec)
+            grammar, thinking = await self._constraints(params, token_ids, message_spec)
         finally:
             self._num_admitting -= 1
         self.check_room(len(token_ids), within)
@@ -211,12 +232,17 @@ class AsyncLLM(AsyncPoolingCalls):
             thinking=thinking,
             lora=lora_request,
         )
-        news = asyncio.Event()
-        state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), news.set)
-        self.backlog.add(len(token_ids))
+        changed = asyncio.Event()
+        state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), changed.set)
+        self.ttft.add(len(token_ids))
         for add in adds:
             self._client.send(add)
-        return RequestStream(self, state, news)
+        return RequestStream(
+            state,
+            changed,
+            abort=partial(self.abort_now, [request_id]),
+            abort_threadsafe=partial(self.abort_from_anywhere, request_id),
+        )
 
     def check_room(self, num_tokens: int = 0, within: float | None = None) -> None:
         """Raise `OverloadedError` if a request with so many prompt tokens had better come later.
@@ -226,9 +252,9 @@ class AsyncLLM(AsyncPoolingCalls):
         queue.
         """
         if self.num_unfinished == 0:
-            self.backlog.clear()  # an engine's death leaves nothing, and tells nobody of the single requests
-        queued = self.backlog.num_tokens
-        wait = self.backlog.wait(num_tokens)
+            self.ttft.clear()  # an engine's death leaves nothing, and tells nobody of the single requests
+        queued = self.ttft.num_queued_tokens
+        wait = self.ttft.estimate(num_tokens)
         later = 1.0 if wait is None else max(1.0, wait)
         if self.num_unfinished >= self.most_requests:
             raise OverloadedError(
@@ -291,6 +317,115 @@ class AsyncLLM(AsyncPoolingCalls):
             output = await anext(stream)
         return beam_search_output(output, params, self.tokenizer)
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_name: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str = "",
+    ) -> AsyncGenerator[Pooled, None]:
+        """Yield what the model makes of a prompt, once; closing the generator aborts it.
+
+        Arguments and errors as for `LLM.encode` and `AsyncLLM.submit`.
+        """
+        await self.start()
+        text = with_prompt(self.front_model, prompt, prompt_name)
+        stream = await self.submit(
+            text,
+            pooling_params or PoolingParams(),
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        try:
+            yield await _pooled(stream)
+        finally:
+            stream.close()
+
+    async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt; options are those of `encode`."""
+        return [as_embedding(output) for output in await self._encode_all(prompts, "embed", options)]
+
+    async def classify(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
+        """Return how well each class fits each prompt; options are those of `encode`."""
+        return [as_classification(output) for output in await self._encode_all(prompts, "classify", options)]
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each document fits the query, or its query; as `LLM.score`."""
+        await self.start()
+        questions, texts = as_texts(queries, "queries"), as_texts(documents, "documents")
+        front, pairs = self.front_model, paired(questions, texts)
+        params = pooling_params or PoolingParams()
+        inputs = await asyncio.to_thread(
+            score_inputs, front, self.processor, questions, texts, pairs, params, instruction
+        )
+        return scores(front, await self.pool_all(inputs), len(questions), pairs)
+
+    async def pool_all(
+        self,
+        inputs: Sequence[PoolingInput],
+        *,
+        note: Callable[[RequestStream], None] = lambda stream: None,
+        **options: Any,
+    ) -> list[Pooled]:
+        """Run pooling requests concurrently, within a window; return their outputs in order.
+
+        All are aborted if one fails. `note` is called with the stream of each; options are those of `submit`.
+        """
+        window = max(1, min(POOLING_WINDOW, self.most_requests // POOLING_QUEUE_SHARE))
+        in_flight: deque[RequestStream] = deque()
+        outputs: list[Pooled] = []
+
+        async def finish_oldest() -> None:
+            outputs.append(await _pooled(in_flight[0]))
+            in_flight.popleft()
+
+        try:
+            for count, item in enumerate(inputs, 1):
+                if len(in_flight) == window:
+                    await finish_oldest()
+                while True:
+                    try:
+                        stream = await self.submit(item.prompt, item.params, param=item.param, **options)
+                        break
+                    except OverloadedError:
+                        if not in_flight:
+                            raise
+                        await finish_oldest()
+                in_flight.append(stream)
+                note(stream)
+                if count % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)  # other requests have their turn between many texts
+            while in_flight:
+                await finish_oldest()
+            return outputs
+        finally:
+            for stream in in_flight:
+                stream.close()
+
+    async def _encode_all(
+        self, prompts: Prompt | Sequence[Prompt], task: str, options: Mapping[str, Any]
+    ) -> list[Pooled]:
+        await self.start()
+        front, rest = self.front_model, dict(options)
+        check_task(spec_of(front), task)
+        name = rest.pop("prompt_name", None)
+        params = (rest.pop("pooling_params", None) or PoolingParams()).clone(task=task)
+        texts = [with_prompt(front, prompt, name) for prompt in as_prompts(prompts)]
+        return await self.pool_all([PoolingInput(text, params) for text in texts], **rest)
+
     async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -340,19 +475,20 @@ class AsyncLLM(AsyncPoolingCalls):
             return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param, lora=lora))
         return processor.tokenize(prompt, params, param=param, lora=lora)
 
-    async def _demand(
+    async def _constraints(
         self, params: Params, token_ids: list[int], message_spec: MessageSpec | None
     ) -> tuple[str | None, ThinkingData | None]:
-        """Return the grammar that the text must follow, and the bound on reasoning, as far as they are asked for."""
-        wanted = demand(self.front_model, params, token_ids, message_spec)
-        job = wanted.job
-        if job is None or self._grammars.known(job):
-            return None if job is None else self._grammars.compile(job), wanted.thinking
+        """Return the grammar of a request, compiled, and the bound on its reasoning."""
+        constraints = self.front_model.constraints(params, token_ids, message_spec)
+        job = constraints.job
+        if job is None or self._grammars.is_cached(job):
+            return None if job is None else self._grammars.compile(job), constraints.thinking
         if self._grammar_threads is None:
             self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="quire-grammar")
         assert self._loop is not None
-        # Not the tokenizer's threads: one form that takes long must not hold up everyone's prompts.
-        return await self._loop.run_in_executor(self._grammar_threads, self._grammars.compile, job), wanted.thinking
+        # Not the tokenizer's threads: a grammar that takes long must not delay everyone's prompts.
+        grammar = await self._loop.run_in_executor(self._grammar_threads, self._grammars.compile, job)
+        return grammar, constraints.thinking
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         assert self._loop is not None
@@ -402,16 +538,32 @@ class AsyncLLM(AsyncPoolingCalls):
 
         Raises `RequestError` while requests are unfinished.
         """
-        return await self._sleep.sleep(level)
+        check_sleep_level(level)
+        async with self._sleep_lock:
+            if self.num_unfinished:
+                raise RequestError(
+                    f"{self.num_unfinished} requests are unfinished; the engine can sleep once they have ended",
+                    code="engine_busy",
+                )
+            before, self._sleep_level = self._sleep_level, max(self._sleep_level, level)  # no request begins from here
+            try:
+                answer = await self.call("sleep", level=level)
+            except BaseException:
+                self._sleep_level = before
+                raise
+            return int(answer["freed"])
 
     async def wake_up(self) -> None:
         """Allocate again what `sleep` has freed. Raises `QuireError`, and goes on sleeping, if it is not free."""
-        await self._sleep.wake_up()
+        async with self._sleep_lock:
+            if self._sleep_level:
+                await self.call("wake_up")
+                self._sleep_level = 0
 
     @property
     def is_sleeping(self) -> bool:
         """Whether it was put to sleep and not woken up since."""
-        return self._sleep.level > 0
+        return self._sleep_level > 0
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine is gone, or what kept it from starting."""
@@ -467,7 +619,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._fail_calls(EngineDeadError("the engine died before it had answered"))
 
     def _on_engine_restart(self) -> None:
-        self._sleep.note_new_engine()
+        self._sleep_level = 0  # a new engine is awake
         self._refresh_stats()
 
     def _answer(self, result: CallResult) -> None:
@@ -590,3 +742,10 @@ class AsyncLLM(AsyncPoolingCalls):
     def last_recovery_seconds(self) -> float | None:
         """How long the last replacement took, from death to replay; None if there was none."""
         return self._client.last_recovery_seconds
+
+
+async def _pooled(stream: RequestStream) -> Pooled:
+    """Wait for a pooling request and return its output. Raises `QuireError` if it failed."""
+    async for _ in stream:
+        pass
+    return pooled_output(stream.state)

@@ -1,8 +1,11 @@
-"""`GrammarCompiler`: has grammars compiled in processes that can be stopped, and remembers what came of it.
+"""`GrammarCompiler`: compiles the grammars of structured output in child processes that can be stopped.
 
-A form that takes longer than `TIMEOUT` seconds costs a process and its own request, nothing else. Answers, errors too,
-are kept up to a number of bytes, but not that there was none in time: next time the machine may be less busy. The same
-job asked for twice at a time is done once.
+A grammar that takes longer than `TIMEOUT` seconds costs a process and its own request, nothing else. Results, errors
+too, are cached up to a number of bytes, except timeouts: next time the machine may be less busy. The same job requested
+twice at a time is compiled once.
+
+A child (`main`) reads jobs, as JSON, from standard input and writes results, as msgpack, to standard output, each
+behind its length in four bytes. It compiles with the same code, within the same limits, that the engine will use.
 """
 
 from __future__ import annotations
@@ -10,84 +13,140 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import resource
 import select
+import signal
+import struct
 import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from typing import BinaryIO
 
 import msgspec
 
 from quire import logs
 from quire.child_process import start_module
 from quire.errors import OverloadedError, QuireError, RequestError
-from quire.frontend.grammar_jobs import FAULT, Answer, Job, read_frame, write_frame
+from quire.frontend.formats.message import MessageSpec
+from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
+from quire.structured_outputs import StructuredOutputParams
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = 2.0  # seconds for one job
 START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
-MOST_PROCESSES = 2
-PATIENCE = 8.0  # seconds that a job waits for one of them
+MAX_PROCESSES = 2
+QUEUE_TIMEOUT = 8.0  # seconds that a job waits for one of them
 CACHE_BYTES = 16 << 20
+MEMORY = 1 << 30  # bytes of address space of a child; about 200 MiB of it are the interpreter and its libraries
+HEADER = struct.Struct("<I")
+INTERNAL_ERROR = "internal_error"  # the code of faults of ours
 
-_encode = msgspec.json.Encoder().encode  # keeps the order of keys, and integers of any size, as schemas have them
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+class StructuredOutputJob(msgspec.Struct, tag=True, frozen=True):
+    """Compile the grammar of a whole text."""
+
+    params: StructuredOutputParams
+    special_tokens: dict[str, int] = {}
+
+
+class MessageJob(msgspec.Struct, tag=True, frozen=True):
+    """Compile the grammar of an assistant's message; the names are those of the model's formats."""
+
+    tool_format: str | None
+    reasoning_format: str | None
+    message_spec: MessageSpec
+
+
+Job = StructuredOutputJob | MessageJob
+
+
+class CompileResult(msgspec.Struct):
+    """A grammar (None: nothing is constrained), or an error, by its parts; a `transient` one is not cached."""
+
+    grammar: str | None = None
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+    transient: bool = False
+
+    def unwrap(self) -> str | None:
+        """Return the grammar, or raise the error."""
+        if self.code == INTERNAL_ERROR:
+            raise QuireError(self.error or "compiling a grammar failed")
+        if self.error is not None:
+            raise RequestError(self.error, param=self.param or "structured_outputs", code=self.code)
+        return self.grammar
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        return len(self.grammar or "") + len(self.error or "") + 256
+
+
+_encode_job = msgspec.json.Encoder().encode  # keeps the order of keys, and integers of any size, as schemas have them
+_decode_job = msgspec.json.Decoder(Job).decode
+_encode_result = msgspec.msgpack.Encoder().encode
+_decode_result = msgspec.msgpack.Decoder(CompileResult).decode
 
 
 class GrammarCompiler:
     """Compiles jobs; safe to use from several threads. Processes start with the first job, and end with `close`."""
 
-    def __init__(self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES, queue_timeout: float = QUEUE_TIMEOUT
+    ) -> None:
         self._timeout = timeout
-        self._patience = patience
+        self._queue_timeout = queue_timeout
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, Answer] = OrderedDict()
+        self._cache: OrderedDict[bytes, CompileResult] = OrderedDict()
         self._cached_bytes = 0
-        self._under_way: dict[bytes, Future[Answer]] = {}
+        self._pending: dict[bytes, Future[CompileResult]] = {}
         self._idle: list[_Process] = []
-        self._places = threading.BoundedSemaphore(MOST_PROCESSES)
+        self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._closed = False
 
-    def known(self, job: Job) -> bool:
-        """Whether `compile` would answer at once."""
+    def is_cached(self, job: Job) -> bool:
+        """Whether the result of a job is cached."""
         with self._lock:
-            return _key(_encode(job)) in self._cache
+            return _key(_encode_job(job)) in self._cache
 
     def compile(self, job: Job) -> str | None:
         """Return the grammar for a job; None if nothing is to be constrained. Blocks up to some seconds.
 
         Raises:
-            RequestError: what is wrong with the form; "grammar_too_complex" if it took too long or too much memory.
-            OverloadedError: too many forms wait.
+            RequestError: the job cannot be compiled; "grammar_too_complex" if it took too long or too much memory.
+            OverloadedError: too many jobs wait.
         """
-        data = _encode(job)
+        data = _encode_job(job)
         key = _key(data)
         with self._lock:
-            answer = self._cache.get(key)
-            if answer is not None:
+            result = self._cache.get(key)
+            if result is not None:
                 self._cache.move_to_end(key)
-                return _result(answer)
-            pending = self._under_way.get(key)
-            mine = pending is None
+                return result.unwrap()
+            pending = self._pending.get(key)
+            first = pending is None
             if pending is None:
-                pending = self._under_way[key] = Future()
-        if not mine:
-            return _result(pending.result())
+                pending = self._pending[key] = Future()
+        if not first:
+            return pending.result().unwrap()
         try:
-            answer = self._ask(data)
+            result = self._run_in_slot(data)
         except BaseException as error:
             with self._lock:
-                del self._under_way[key]
+                del self._pending[key]
             pending.set_exception(error)
             raise
         with self._lock:
-            del self._under_way[key]
-            if answer.code != FAULT and not answer.fleeting:
-                self._remember(key, answer)
-        pending.set_result(answer)
-        return _result(answer)
+            del self._pending[key]
+            if result.code != INTERNAL_ERROR and not result.transient:
+                self._store(key, result)
+        pending.set_result(result)
+        return result.unwrap()
 
     def close(self) -> None:
         """End the processes."""
@@ -97,15 +156,15 @@ class GrammarCompiler:
         for process in idle:
             process.kill()
 
-    def _ask(self, data: bytes) -> Answer:
-        if not self._places.acquire(timeout=self._patience):
-            raise OverloadedError("too many forms wait to be compiled; try again later")
+    def _run_in_slot(self, data: bytes) -> CompileResult:
+        if not self._slots.acquire(timeout=self._queue_timeout):
+            raise OverloadedError("too many grammars wait to be compiled; try again later")
         try:
-            return self._ask_process(data)
+            return self._run(data)
         finally:
-            self._places.release()
+            self._slots.release()
 
-    def _ask_process(self, data: bytes) -> Answer:
+    def _run(self, data: bytes) -> CompileResult:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         try:
@@ -114,37 +173,37 @@ class GrammarCompiler:
                 process = None
             process = process or _Process()
             try:
-                answer = process.ask(data, self._timeout)
-            except _DiedError:  # of this job, or because somebody killed it: another try tells which
+                result = process.compile(data, self._timeout)
+            except _ProcessDiedError:  # by this job, or killed from outside: a second try shows which
                 process = _Process()
-                answer = process.ask(data, self._timeout)
-        except (_TooMuchError, _DiedError) as error:
+                result = process.compile(data, self._timeout)
+        except (_TimeoutError, _ProcessDiedError) as error:
             logger.warning("compiling a grammar takes %s; it was stopped", error)
-            return Answer(error=f"compiling it takes {error}", code="grammar_too_complex", fleeting=True)
+            return CompileResult(error=f"compiling it takes {error}", code="grammar_too_complex", transient=True)
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
-                return answer
+                return result
         process.kill()
-        return answer
+        return result
 
-    def _remember(self, key: bytes, answer: Answer) -> None:
-        self._cache[key] = answer
-        self._cached_bytes += _size(answer)
+    def _store(self, key: bytes, result: CompileResult) -> None:
+        self._cache[key] = result
+        self._cached_bytes += result.num_bytes
         while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
             _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= _size(oldest)
+            self._cached_bytes -= oldest.num_bytes
 
     def __del__(self) -> None:
         self.close()
 
 
-class _TooMuchError(Exception):
-    """The process gave no answer in time; says what it takes."""
+class _TimeoutError(Exception):
+    """The process gave no result in time; the message is what the job takes too much of."""
 
 
-class _DiedError(Exception):
-    """The process ended without an answer; says what a job takes that does this to it."""
+class _ProcessDiedError(Exception):
+    """The process ended without a result; the message is what the job takes too much of."""
 
 
 class _Process:
@@ -152,14 +211,14 @@ class _Process:
 
     def __init__(self) -> None:
         self._process = start_module(
-            "quire.frontend.grammar_process",
+            "quire.frontend.grammars",
             *logs.settings().values(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         try:
             self._read(START_TIMEOUT)
-        except (_TooMuchError, _DiedError):
+        except (_TimeoutError, _ProcessDiedError):
             raise QuireError("the process that compiles grammars does not start") from None
         except BaseException:
             self.kill()
@@ -170,30 +229,30 @@ class _Process:
         """Whether it can take a job."""
         return self._process.poll() is None
 
-    def ask(self, data: bytes, timeout: float) -> Answer:
-        """Have a job done; a process that does not answer in time is gone afterwards."""
+    def compile(self, data: bytes, timeout: float) -> CompileResult:
+        """Compile a job; a process without a result in time is killed."""
         assert self._process.stdin is not None
         try:
-            write_frame(self._process.stdin, data)  # type: ignore[arg-type]
+            _write_frame(self._process.stdin, data)  # type: ignore[arg-type]
         except OSError:
             self.kill()
-            raise _DiedError("too much memory") from None
-        return _decode_answer(self._read(timeout))
+            raise _ProcessDiedError("too much memory") from None
+        return _decode_result(self._read(timeout))
 
     def _read(self, timeout: float) -> bytes:
-        """Wait for the beginning of an answer, then read it: it is written in one go."""
+        """Wait for the beginning of a result, then read it: it is written in one go."""
         stream = self._process.stdout
         assert stream is not None
         poller = select.poll()  # `select` itself knows no file descriptors above 1023
         poller.register(stream, select.POLLIN)
         ready = poller.poll(1000 * timeout)
-        data = read_frame(stream) if ready else None  # type: ignore[arg-type]
+        data = _read_frame(stream) if ready else None  # type: ignore[arg-type]
         if data is None:
             self.kill()
             if not ready:
-                raise _TooMuchError(f"more than {timeout:g} seconds")
-            # A job makes it die of nothing but its limit of memory: what goes wrong otherwise is an answer.
-            raise _DiedError("too much memory")
+                raise _TimeoutError(f"more than {timeout:g} seconds")
+            # A job makes it die of nothing but its limit of memory: what goes wrong otherwise is a result.
+            raise _ProcessDiedError("too much memory")
         return data
 
     def kill(self) -> None:
@@ -210,13 +269,56 @@ def _key(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _size(answer: Answer) -> int:
-    return len(answer.grammar or "") + len(answer.error or "") + 256
+# ---- the child process ----
 
 
-def _result(answer: Answer) -> str | None:
-    if answer.code == FAULT:
-        raise QuireError(answer.error or "compiling a grammar failed")
-    if answer.error is not None:
-        raise RequestError(answer.error, param=answer.param or "structured_outputs", code=answer.code)
-    return answer.grammar
+def compile_job(job: Job) -> CompileResult:
+    """Compile a job; an error of the request is a result, too."""
+    from quire.structured.compile import (  # in the child only: the front needs no compiler
+        checked,
+        compile_structured_output,
+    )
+
+    try:
+        if isinstance(job, StructuredOutputJob):
+            return CompileResult(compile_structured_output(job.params, job.special_tokens))
+        calls = None if job.tool_format is None else TOOL_FORMATS[job.tool_format]
+        reasoning = None if job.reasoning_format is None else REASONING_FORMATS[job.reasoning_format]
+        grammar = MessageFormat(calls, reasoning, job.message_spec.special_tokens).grammar(job.message_spec)
+        return CompileResult(None if grammar is None else checked(grammar))
+    except RequestError as error:
+        return CompileResult(error=error.message, param=error.param, code=error.code)
+    except RecursionError:
+        return CompileResult(error="it is nested too deeply", code="grammar_too_complex")
+    except MemoryError:
+        return CompileResult(error="compiling it takes too much memory", code="grammar_too_complex")
+    except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the request
+        logger.exception("compiling a grammar failed")
+        return CompileResult(error=f"compiling a grammar failed: {type(error).__name__}", code=INTERNAL_ERROR)
+
+
+def main() -> None:
+    """Compile jobs until standard input ends; an empty message says that the child is ready."""
+    import quire.structured.compile  # noqa: F401 - loaded before the first job, whose time is limited
+
+    logs.setup(*sys.argv[1:3], process="grammar")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _write_frame(sys.stdout.buffer, b"")
+    while (data := _read_frame(sys.stdin.buffer)) is not None:
+        _write_frame(sys.stdout.buffer, _encode_result(compile_job(_decode_job(data))))
+
+
+def _read_frame(stream: BinaryIO) -> bytes | None:
+    """Return the next message; None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def _write_frame(stream: BinaryIO, data: bytes) -> None:
+    stream.write(HEADER.pack(len(data)) + data)
+    stream.flush()

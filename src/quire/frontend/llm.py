@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
-from quire.engine.messages import AbortRequests
+from quire.engine.messages import AbortRequests, check_sleep_level
 from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
-from quire.frontend.asking import demand, message_spec
-from quire.frontend.beams import beam_search_output, check_beam_params
 from quire.frontend.formats.message import Message as AssistantMessage
 from quire.frontend.formats.message import MessageSpec
+from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.interrupt import deferred_interrupt
-from quire.frontend.loading import FrontModel, load_front_model
-from quire.frontend.output_processor import OutputProcessor, RequestState
-from quire.frontend.pooling_calls import PoolingCalls, as_prompts
+from quire.frontend.output_processor import OutputProcessor, RequestState, beam_search_output
+from quire.frontend.pooling import (
+    Pooled,
+    as_classification,
+    as_embedding,
+    as_prompts,
+    as_texts,
+    check_task,
+    paired,
+    params_for_prompts,
+    pooled_output,
+    score_inputs,
+    scores,
+    spec_of,
+    with_prompt,
+)
 from quire.frontend.processor import Params, Prompt, prompt_text
-from quire.frontend.progress import Progress, progress_bar
-from quire.frontend.reading import read_message
-from quire.frontend.sleeping import check_level
 from quire.frontend.tools import requested_tools
-from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -38,7 +55,7 @@ Message = Mapping[str, Any]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(PoolingCalls):
+class LLM:
     """A model, its memory, and everything to generate with it. Use it as a context manager, or call `close`.
 
     One thread at a time may use it.
@@ -104,7 +121,8 @@ class LLM(PoolingCalls):
         """
         items = as_prompts(prompts)
         params = self._params_for(items, sampling_params)
-        return self._run(items, params, priority, use_tqdm, tenant, adapters=lora_request)
+        states = self._run(items, params, use_tqdm, priority=priority, tenant=tenant, adapters=lora_request)
+        return _outputs(states)
 
     def beam_search(
         self,
@@ -124,10 +142,14 @@ class LLM(PoolingCalls):
             RequestError: a prompt or parameter is bad, or a search can never fit; other prompts have no result then.
             GenerationError: the engine could not go on with a search.
         """
-        check_beam_params(params)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"params must be BeamSearchParams, got {type(params).__name__}", param="params", code="invalid_type"
+            )
         items = as_prompts(prompts)
-        outputs = self._run(items, [params] * len(items), priority, use_tqdm, tenant, adapters=lora_request)
-        return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
+        chosen = [params] * len(items)
+        states = self._run(items, chosen, use_tqdm, priority=priority, tenant=tenant, adapters=lora_request)
+        return [beam_search_output(output, params, self._front.tokenizer) for output in _outputs(states)]
 
     def chat(
         self,
@@ -161,7 +183,7 @@ class LLM(PoolingCalls):
             RequestError: as `generate`; also if the template refuses the messages, or the model has none.
         """
         template, fmt = self._front.template(chat_template), self._front.message_format
-        asked = requested_tools(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
+        requested = requested_tools(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
         if not fmt.handles_tools and tool_choice not in (None, "none"):
             raise UnsupportedError("tool_choice: how this model calls tools is not known", param="tool_choice")
         conversations = [messages] if _is_conversation(messages) else list(messages)
@@ -177,18 +199,22 @@ class LLM(PoolingCalls):
             )
             for conversation in conversations
         ]
-        asks = [
-            message_spec(
-                self._front,
-                prompt,
-                tools=asked.callable if fmt.handles_tools else (),
-                choice=asked.choice,
-                parallel=asked.parallel,
-            )
+        offered = requested.callable if fmt.handles_tools else ()
+        message_specs = [
+            self._front.message_spec(prompt, tools=offered, choice=requested.choice, parallel=requested.parallel)
             for prompt in prompts
         ]
         params = self._params_for(prompts, sampling_params)
-        return self._run(prompts, params, priority, use_tqdm, tenant, asks, lora_request)
+        states = self._run(
+            prompts,
+            params,
+            use_tqdm,
+            priority=priority,
+            tenant=tenant,
+            message_specs=message_specs,
+            adapters=lora_request,
+        )
+        return _outputs(states)
 
     def read_message(
         self, output: RequestOutput, index: int = 0, *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -198,30 +224,126 @@ class LLM(PoolingCalls):
         Args:
             tools: those that `chat` was given; without them there are no calls.
         """
-        return read_message(self._front, output, output.outputs[index], tools)
+        if self._front.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        requested = requested_tools(None if tools is None else list(tools), None, True)
+        spec = self._front.message_spec(output.prompt_token_ids, tools=requested.callable, choice=requested.choice)
+        completion = output.outputs[index]
+        text = self._front.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        if isinstance(completion.stop_reason, str) and completion.stop_reason in text:
+            text = text[: text.rindex(completion.stop_reason)]
+        parser = self._front.message_format.parser(spec)
+        message = AssistantMessage()
+        message.add(parser.feed(text))
+        message.add(parser.finish())
+        return message
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+    ) -> list[Pooled]:
+        """Return what the model makes of each prompt, as arrays.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: for all prompts, or one for each.
+            pooling_task: "embed", "token_embed", "classify" or "score"; None: what the model is made for.
+            truncate_prompt_tokens: as in `PoolingParams`.
+            prompt_name: which of the prompts in the model's folder is put before texts; None: its default, if any.
+            use_tqdm, priority, tenant: as for `generate`.
+
+        Raises:
+            RequestError: a prompt or parameter is bad, or the model generates text. GenerationError: it failed.
+        """
+        spec_of(self._front)
+        items = [with_prompt(self._front, prompt, prompt_name) for prompt in as_prompts(prompts)]
+        chosen = params_for_prompts(pooling_params, len(items), pooling_task, truncate_prompt_tokens)
+        states = self._run(items, chosen, use_tqdm, priority=priority, tenant=tenant)
+        return [pooled_output(state) for state in states]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt. Arguments and errors as for `encode`."""
+        check_task(spec_of(self._front), "embed")
+        found = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            pooling_task="embed",
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            prompt_name=prompt_name,
+        )
+        return [as_embedding(output) for output in found]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return how well each class fits each prompt. Arguments and errors as for `encode`."""
+        check_task(spec_of(self._front), "classify")
+        found = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            pooling_task="classify",
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return [as_classification(output) for output in found]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each document fits the query, or its query.
+
+        A cross-encoder reads both together. With a model of vectors it is their cosine, of queries and documents with
+        the prompts that the folder has for them.
+
+        Args:
+            queries: one, or as many as documents. instruction: what rerankers that are asked for yes or no judge by.
+            The others as for `encode`.
+        """
+        questions, texts = as_texts(queries, "queries"), as_texts(documents, "documents")
+        front, pairs = self._front, paired(questions, texts)
+        params = params_for_prompts(pooling_params, 1, None, truncate_prompt_tokens)[0]
+        inputs = score_inputs(front, self._processor, questions, texts, pairs, params, instruction)
+        states = self._run([item.prompt for item in inputs], [item.params for item in inputs], use_tqdm)
+        return scores(front, [pooled_output(state) for state in states], len(questions), pairs)
 
     def _run(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[Params],
-        priority: int | Sequence[int],
         use_tqdm: bool,
-        tenant: str | Sequence[str],
-        asks: Sequence[MessageSpec] | None = None,
-        adapters: Adapters = None,
-    ) -> list[RequestOutput]:
-        states = self._run_states(prompts, params, priority, use_tqdm, tenant, asks, adapters)
-        outputs = [state.take() for state in states]
-        return [output for output in outputs if output is not None]
-
-    def _run_states(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        priority: int | Sequence[int],
-        use_tqdm: bool,
-        tenant: str | Sequence[str],
-        asks: Sequence[MessageSpec] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        message_specs: Sequence[MessageSpec] | None = None,
         adapters: Adapters = None,
     ) -> list[RequestState]:
         """Run requests to their end; return their states in the order of the prompts."""
@@ -231,19 +353,21 @@ class LLM(PoolingCalls):
         priorities = _one_each(priority, len(prompts), "priority")
         tenants = _one_each(tenant, len(prompts), "tenant")
         loras = _one_each(adapters, len(prompts), "lora_request")
-        states = self._admit(prompts, params, priorities, tenants, asks, loras)
+        states = self._admit(prompts, params, priorities, tenants, message_specs, loras)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
-        left = len(states)
+        num_left = len(states)
         with (
             deferred_interrupt() as check_interrupt,
             self._aborting(states),
-            progress_bar(left, num_prompt_tokens, enabled=use_tqdm) as progress,
+            progress_bar(num_left, num_prompt_tokens, enabled=use_tqdm) as advance,
         ):
-            while left:
+            while num_left:
                 check_interrupt()
                 if not engine.has_unfinished():
-                    raise EngineDeadError(f"the engine lost {left} requests")
-                left -= self._step(engine, progress)
+                    raise EngineDeadError(f"the engine lost {num_left} requests")
+                num_finished, num_tokens = self._step(engine)
+                advance(num_finished, num_tokens)
+                num_left -= num_finished
         return states
 
     def _params_for(
@@ -267,7 +391,7 @@ class LLM(PoolingCalls):
         params: Sequence[Params],
         priorities: Sequence[int],
         tenants: Sequence[str],
-        asks: Sequence[MessageSpec] | None,
+        message_specs: Sequence[MessageSpec] | None,
         loras: Sequence[LoRARequest | None],
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
@@ -278,7 +402,9 @@ class LLM(PoolingCalls):
             request_id = str(self._num_requests + index)
             arrival_time = time.monotonic()
             token_ids = self._processor.tokenize(prompt, item, param=param, lora=loras[index])
-            wanted = demand(self._front, item, token_ids, None if asks is None else asks[index])
+            constraints = self._front.constraints(
+                item, token_ids, None if message_specs is None else message_specs[index]
+            )
             adds = self._processor.build(
                 token_ids,
                 item,
@@ -286,8 +412,8 @@ class LLM(PoolingCalls):
                 arrival_time=arrival_time,
                 priority=priorities[index],
                 tenant=tenants[index],
-                grammar=None if wanted.job is None else self._grammars.compile(wanted.job),
-                thinking=wanted.thinking,
+                grammar=None if constraints.job is None else self._grammars.compile(constraints.job),
+                thinking=constraints.thinking,
                 lora=loras[index],
             )
             checked.append((request_id, prompt, adds, item))
@@ -299,19 +425,17 @@ class LLM(PoolingCalls):
                 engine.send(add)
         return states
 
-    def _step(self, engine: InlineEngine, progress: Progress) -> int:
-        """Run a step; return how many requests it finished."""
+    def _step(self, engine: InlineEngine) -> tuple[int, int]:
+        """Run a step; return how many requests it finished, and how many tokens it generated."""
         outputs = engine.step()
         updated, aborts = self._outputs.process(outputs)
         if aborts:
             engine.send(AbortRequests(request_ids=aborts))
-        num_finished = sum(state.finished for state in updated)
         num_tokens = sum(
             len(output.new_token_ids) + sum(len(beam.token_ids) for beam in output.beams or ())
             for output in outputs.outputs
         )
-        progress.advance(num_finished, num_tokens)
-        return num_finished
+        return sum(state.finished for state in updated), num_tokens
 
     @contextlib.contextmanager
     def _aborting(self, states: Sequence[RequestState]) -> Iterator[None]:
@@ -357,7 +481,7 @@ class LLM(PoolingCalls):
         Raises:
             RequestError: there is no such level.
         """
-        check_level(level)
+        check_sleep_level(level)
         self._sleep_level = self._open_engine().call("sleep", {"level": level})["level"]
 
     def wake_up(self) -> None:
@@ -399,6 +523,11 @@ class LLM(PoolingCalls):
             self.close()
 
 
+def _outputs(states: Sequence[RequestState]) -> list[RequestOutput]:
+    outputs = [state.take() for state in states]
+    return [output for output in outputs if output is not None]
+
+
 def _is_conversation(messages: Any) -> bool:
     return not messages or not isinstance(messages, list | tuple) or isinstance(messages[0], Mapping)
 
@@ -410,3 +539,66 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} items for {count} prompts", param=name)
     return list(value)
+
+
+@contextlib.contextmanager
+def progress_bar(num_requests: int, num_prompt_tokens: int, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, unless not `enabled`, with finished requests and tokens per second.
+
+    Yields a function that takes newly finished requests and newly generated tokens.
+    """
+    if not enabled or not num_requests:
+        yield lambda num_requests, num_tokens: None
+        return
+    from rich.console import Console  # lazy: only those who show a bar pay for it
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task("Generating", total=num_requests, speed="")
+        started = time.monotonic()
+        num_generated = 0
+
+        def advance(num_requests: int, num_tokens: int) -> None:
+            nonlocal num_generated
+            num_generated += num_tokens
+            seconds = max(time.monotonic() - started, 1e-9)
+            speed = f"{num_prompt_tokens / seconds:.0f} in, {num_generated / seconds:.0f} out tokens/s"
+            bar.update(task, advance=num_requests, speed=speed)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C raise `KeyboardInterrupt` only when the yielded function is called next, never within an engine step.
+
+    A second Ctrl-C raises at once. Nothing changes outside the main thread, or if the program has its own handler.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    def check() -> None:
+        if noted:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ what came in the meantime is merged into its next output.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,16 @@ from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.journal import REST, Journal, Progress
 from quire.frontend.stats import FinishedRequest, StatListener
-from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
@@ -326,6 +336,90 @@ class RequestState:
         )
 
 
+class RequestStream:
+    """The outputs of one request, as an async iterator; ends after the finished one. It has no queue.
+
+    Args:
+        state: of the request. changed: set by its `notify`. abort: ends the request; abort_threadsafe: from any
+            thread.
+
+    Raises (while iterating): `EngineDeadError` if the engine died.
+    """
+
+    def __init__(
+        self,
+        state: RequestState,
+        changed: asyncio.Event,
+        *,
+        abort: Callable[[], None],
+        abort_threadsafe: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._changed = changed
+        self._abort = abort
+        self._abort_threadsafe = abort_threadsafe
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self._state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, tokenized."""
+        return self._state.prompt_token_ids
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all sequences so far."""
+        return self._state.num_generated_tokens
+
+    @property
+    def state(self) -> RequestState:
+        """All that the front knows of the request, for reading only."""
+        return self._state
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, though perhaps not every output was read."""
+        return self._state.finished or self._state.error is not None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            output = self._state.take()
+            if output is not None:
+                return output
+            if self._state.error is not None:
+                raise self._state.error
+            if self._state.finished:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop reading; an unfinished request is aborted."""
+        self.close()
+
+    def close(self) -> None:
+        """As `aclose`, which has nothing to wait for."""
+        if not self.finished:
+            self._abort()
+
+    def __del__(self) -> None:
+        # A stream dropped without being closed; the collector may run in any thread.
+        if not self.finished:
+            self._abort_threadsafe()
+
+
 class OutputProcessor:
     """Keeps the state of all live requests and applies the engine's news to it.
 
@@ -580,3 +674,35 @@ def _error_of(output: SequenceOutput) -> QuireError:
 
 def _span(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
+
+
+def beam_search_output(
+    output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchOutput:
+    """Return the beams, best first, as vLLM's `LLM.beam_search` has them. Raises what ended the search early."""
+    for completion in output.outputs:
+        if completion.error is not None:
+            raise completion.error
+        if completion.finish_reason == "abort":
+            raise QuireError("the beam search was aborted", code="request_aborted")
+    return BeamSearchOutput(
+        [_beam_sequence(output.prompt_token_ids, completion, params, tokenizer) for completion in output.outputs]
+    )
+
+
+def _beam_sequence(
+    prompt_ids: list[int], completion: CompletionOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    token_ids = completion.token_ids
+    cum_logprob = completion.cumulative_logprob or 0.0
+    stopped = completion.finish_reason == "stop"
+    kept = token_ids[:-1] if stopped and not params.include_stop_str_in_output else token_ids
+    tokens = prompt_ids + kept
+    return BeamSearchSequence(
+        tokens=tokens,
+        cum_logprob=cum_logprob,
+        text="" if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
+        finish_reason=completion.finish_reason,
+        stop_reason=token_ids[-1] if stopped else None,
+        score=cum_logprob / len(token_ids) ** params.length_penalty,
+    )

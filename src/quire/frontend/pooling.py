@@ -1,4 +1,4 @@
-"""From texts to what a pooling request is made of, and from what comes back to vectors and scores.
+"""Pooling requests: their inputs, made of texts and pairs of texts, and their outputs as vectors and scores.
 
 Prompts of sentence-transformers are put before texts here, and the two texts of a pair are joined: as the tokenizer
 does it for cross-encoders, or in a conversation that a generative reranker answers with yes or no.
@@ -7,14 +7,15 @@ does it for cross-encoders, or in a conversation that a generative reranker answ
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.errors import GenerationError, RequestError, UnsupportedError, echo
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.frontend.output_processor import RequestState
 from quire.frontend.processor import Processor, Prompt
 from quire.outputs import (
@@ -29,6 +30,9 @@ from quire.outputs import (
 )
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer
+
+Pooled = PoolingRequestOutput[PoolingOutput]
+T = TypeVar("T")
 
 # Which of a folder's prompts belong to the two sides of a search, as sentence-transformers names them.
 QUERY_PROMPTS = ("query",)
@@ -164,11 +168,108 @@ def _question(
     return template.encode(messages, processor, variables={"enable_thinking": False})
 
 
-# ---- what came back ----
+def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[int, int]]:
+    """Return which query goes with which document: one with all, or each with its own. Raises `RequestError`."""
+    if not queries or not documents:
+        raise RequestError("there must be at least one query and one document", param="documents", code="empty_array")
+    if len(queries) not in (1, len(documents)):
+        raise RequestError(
+            f"there must be one query, or as many as documents ({len(documents)}), got {len(queries)}", param="queries"
+        )
+    return [(0 if len(queries) == 1 else index, index) for index in range(len(documents))]
 
 
-def pooled_output(state: RequestState) -> PoolingRequestOutput[PoolingOutput]:
-    """Return what the engine made of a request that has ended. Raises `QuireError` if it failed or was aborted."""
+def score_inputs(
+    front: FrontModel,
+    processor: Processor,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+    params: PoolingParams,
+    instruction: str | None = None,
+    *,
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> list[PoolingInput]:
+    """Return the requests that score these pairs: one for each, or with a model of vectors one for each text.
+
+    `names` are what errors call each text. Raises `RequestError`; `UnsupportedError` if the model has several classes.
+    """
+    spec = spec_of(front)
+    check_task(spec, "score", "embed")
+    if names is None:
+        names = [f"queries[{i}]" for i in range(len(queries))], [f"documents[{i}]" for i in range(len(documents))]
+    if spec.task == "classify":
+        return [
+            pair_input(
+                front,
+                processor,
+                queries[left],
+                documents[right],
+                params.clone(task="score"),
+                instruction=instruction,
+                param=names[1][right],
+            )
+            for left, right in pairs
+        ]
+    if instruction is not None:
+        raise RequestError("instruction is for models that are asked for yes or no", param="instruction")
+    params = params.clone(task="embed")
+    sides = ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1]))
+    return [
+        PoolingInput(with_prompt(front, text, prompt_named(front, prompts)), params, name)
+        for texts, prompts, labels in sides
+        for text, name in zip(texts, labels, strict=True)
+    ]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, list | tuple):
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [list(prompts)]
+        return list(prompts)
+    raise RequestError(
+        f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
+        param="prompts",
+        code="invalid_type",
+    )
+
+
+def params_for_prompts(
+    given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: str | None, truncate: int | None
+) -> list[PoolingParams]:
+    """Return the parameters of each prompt, with a task and a truncation that the caller gave beside them."""
+    chosen: list[Any] = list(given) if isinstance(given, list | tuple) else [given or PoolingParams()] * count
+    if len(chosen) != count:
+        raise RequestError(f"pooling_params has {len(chosen)} items for {count} prompts", param="pooling_params")
+    for item in chosen:
+        if not isinstance(item, PoolingParams):
+            raise RequestError(
+                f"pooling_params must be PoolingParams, got {type(item).__name__}",
+                param="pooling_params",
+                code="invalid_type",
+            )
+    changes: dict[str, Any] = {} if task is None else {"task": task}
+    if truncate is not None:
+        changes["truncate_prompt_tokens"] = truncate
+    return [item.clone(**changes) for item in chosen]
+
+
+def as_texts(value: Any, name: str) -> list[str]:
+    """Return a text or a list of texts as a list. Raises `RequestError` for anything else."""
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} must be a text or a list of texts", param=name, code="invalid_type")
+    return [text for text in texts if isinstance(text, str)]
+
+
+# ---- outputs ----
+
+
+def pooled_output(state: RequestState) -> Pooled:
+    """Return the output of a request that has ended. Raises `QuireError` if it failed or was aborted."""
     if state.error is not None:
         raise state.error
     [completion] = state.completions
@@ -182,33 +283,23 @@ def pooled_output(state: RequestState) -> PoolingRequestOutput[PoolingOutput]:
     )
 
 
-def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-    """Return it as the vector that it is."""
-    vector = EmbeddingOutput(output.outputs.data.tolist())
+def as_embedding(output: Pooled) -> EmbeddingRequestOutput:
+    """Return a vector as numbers."""
+    return _convert(output, EmbeddingOutput(output.outputs.data.tolist()))
+
+
+def as_classification(output: Pooled) -> ClassificationRequestOutput:
+    """Return the scores of classes as numbers."""
+    return _convert(output, ClassificationOutput(output.outputs.data.tolist()))
+
+
+def _convert(output: Pooled, outputs: T) -> PoolingRequestOutput[T]:
     return PoolingRequestOutput(
-        output.request_id, vector, output.prompt_token_ids, num_cached_tokens=output.num_cached_tokens
+        output.request_id, outputs, output.prompt_token_ids, num_cached_tokens=output.num_cached_tokens
     )
 
 
-def as_classification(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-    """Return it as numbers of classes."""
-    probs = ClassificationOutput(output.outputs.data.tolist())
-    return PoolingRequestOutput(
-        output.request_id, probs, output.prompt_token_ids, num_cached_tokens=output.num_cached_tokens
-    )
-
-
-def as_score(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-    """Return it as the only number that there is."""
-    score = ScoringOutput(float(output.outputs.data[0]))
-    return PoolingRequestOutput(
-        output.request_id, score, output.prompt_token_ids, num_cached_tokens=output.num_cached_tokens
-    )
-
-
-def similarity(
-    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
-) -> ScoringRequestOutput:
+def _similarity(first: Pooled, second: Pooled) -> ScoringRequestOutput:
     """Return the cosine of two vectors, as the score of the pair."""
     left, right = (item.outputs.data.astype(np.float64) for item in (first, second))
     scale = float(np.linalg.norm(left) * np.linalg.norm(right))
@@ -221,12 +312,10 @@ def similarity(
     )
 
 
-def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[int, int]]:
-    """Return which query goes with which document: one with all, or each with its own. Raises `RequestError`."""
-    if not queries or not documents:
-        raise RequestError("there must be at least one query and one document", param="documents", code="empty_array")
-    if len(queries) not in (1, len(documents)):
-        raise RequestError(
-            f"there must be one query, or as many as documents ({len(documents)}), got {len(queries)}", param="queries"
-        )
-    return [(0 if len(queries) == 1 else index, index) for index in range(len(documents))]
+def scores(
+    front: FrontModel, found: Sequence[Pooled], num_queries: int, pairs: Sequence[tuple[int, int]]
+) -> list[ScoringRequestOutput]:
+    """Return a score for each pair of what came of `score_inputs`."""
+    if spec_of(front).task == "classify":
+        return [_convert(output, ScoringOutput(float(output.outputs.data[0]))) for output in found]
+    return [_similarity(found[left], found[num_queries + right]) for left, right in pairs]

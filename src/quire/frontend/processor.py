@@ -12,6 +12,7 @@ vocabulary, the prompt with the context length. Two rules to know:
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import secrets
 from collections.abc import Mapping, Sequence
@@ -556,3 +557,23 @@ def child_seed(seed: int, index: int) -> int:
         return seed
     data = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def text_size(value: Any, enough: float = math.inf) -> int:
+    """Return the number of characters in all texts of a JSON-like value, with some for each container and item.
+
+    What is beyond `enough` need not be counted.
+    """
+    total = 0
+    left = [value]
+    while left and total <= enough:
+        item = left.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            total += 16 * (1 + len(item))
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            total += 16 + 2 * len(item)
+            left.extend(item)
+    return total

@@ -1,11 +1,17 @@
-"""What the front end reports while it works, for whoever wants to count: metrics endpoints, logs, benchmarks."""
+"""The events that the front end reports to listeners (metrics, logs, benchmarks), and the estimate of TTFT by them."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.step import SchedulerStats
+
+DECAY_SECONDS = 10.0
+MIN_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +68,74 @@ class StatListener(Protocol):
 
     def on_finished(self, request: FinishedRequest) -> None:
         """Report a request that ended."""
+
+
+class TTFTEstimator:
+    """Estimates the time to the first token of a request, by the prompt tokens queued before it.
+
+    A prompt is queued from its acceptance to its first token. The rate is that of the prompt tokens that left the
+    queue, over the time in which it was not empty, with exponential decay. So it holds whatever the engine is short of:
+    if requests that generate take all of it, few prompts begin, and the rate falls.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.num_queued_tokens = 0
+        self._done = 0.0  # tokens that left, and seconds with a queue; both decay
+        self._seconds = 0.0
+        self._latest = clock()
+
+    def add(self, num_tokens: int) -> None:
+        """Count a request with so many prompt tokens that was accepted."""
+        self._advance()
+        self.num_queued_tokens += num_tokens
+
+    def clear(self) -> None:
+        """Empty the queue."""
+        if self.num_queued_tokens:
+            self._advance()
+            self.num_queued_tokens = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Prompt tokens per second; None while unknown."""
+        seconds = self._seconds + (self._clock() - self._latest if self.num_queued_tokens else 0.0)
+        if self._done <= 0 or seconds < MIN_SECONDS:
+            return None
+        return self._done / seconds
+
+    def estimate(self, num_tokens: int = 0) -> float | None:
+        """Return the seconds to the first token of a request with so many prompt tokens; None while unknown."""
+        rate = self.rate
+        return None if rate is None else (self.num_queued_tokens + num_tokens) / rate
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self.num_queued_tokens:
+            passed = now - self._latest
+            decay = math.exp(-passed / DECAY_SECONDS)
+            self._done *= decay
+            self._seconds = self._seconds * decay + passed
+        self._latest = now
+
+    def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+        """See `StatListener.on_step`."""
+        if num_prompt_tokens:
+            self._advance()
+            self._done += num_prompt_tokens
+            self.num_queued_tokens = max(0, self.num_queued_tokens - num_prompt_tokens)
+
+    def on_first_token(self, seconds: float) -> None:
+        """Counted by steps."""
+
+    def on_next_token(self, seconds: float) -> None:
+        """Not counted."""
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        """See `StatListener.on_finished`; those that had a token have left before."""
+        if request.decode_seconds is None:
+            self._advance()
+            self.num_queued_tokens = max(0, self.num_queued_tokens - request.num_prompt_tokens)

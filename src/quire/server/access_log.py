@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import Scope
 
+from quire.frontend.output_processor import RequestStream
 from quire.frontend.processor import Params
-from quire.frontend.request_stream import RequestStream
 from quire.server.errors import shorten
 from quire.server.tracing import trace_of
 

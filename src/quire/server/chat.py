@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, retold
-from quire.frontend.asking import message_spec, reasoning_marks
 from quire.frontend.formats.message import Event, MessageSpec
 from quire.frontend.processor import TextParams
 from quire.frontend.tools import explain, requested_tools
@@ -140,7 +139,7 @@ class ChatCompletion(Generation):
         if self.message_spec is not None:
             # The marks between the parts of a message are special tokens; the parser takes them out again.
             self.params = self.params.clone(skip_special_tokens=False)
-            marks = reasoning_marks(self.context.llm.front_model, self.message_spec)
+            marks = self.context.llm.front_model.reasoning_tokens(self.message_spec)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
         await self.submit(request, [(token_ids, "messages")], self.params, message_spec=self.message_spec)
         self.usage = Usage(self.streams)
@@ -148,7 +147,7 @@ class ChatCompletion(Generation):
     def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:
         """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
         front, tools = self.context.llm.front_model, self.tools
-        spec = message_spec(front, token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
+        spec = front.message_spec(token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
         continued = self.template_arguments["continue_final_message"]
         if isinstance(continued, str):  # in its reasoning, which may have begun far before the end of the prompt
             spec = msgspec.structs.replace(spec, reasoning_open=front.message_format.can_reason)

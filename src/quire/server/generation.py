@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int, wrong_value
 from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
-from quire.frontend.async_llm import RequestStream
 from quire.frontend.formats.message import MessageSpec
+from quire.frontend.output_processor import RequestStream
 from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from quire.engine.advice import size_text
+from quire.engine.messages import check_sleep_level
 from quire.errors import NotFoundError, OverloadedError, QuireError, echo
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.sleeping import check_level
 from quire.server.errors import HTTPProblem, shutting_down
 from quire.server.model_entry import served_names
 from quire.server.served_model import ServedModel
@@ -386,7 +386,7 @@ class ModelPool:
 
     async def sleep(self, model: ServedModel, level: int) -> None:
         """Have a model sleep until somebody needs it. Raises `HTTPProblem` while it is used, or not loaded."""
-        check_level(level)
+        check_sleep_level(level)
         await self._quiet(model)
         if not model.in_memory:
             raise HTTPProblem(409, f"the model {model.names[0]} is not loaded", code="model_not_loaded")

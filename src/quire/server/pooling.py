@@ -19,8 +19,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type
 from quire.errors import ContextLengthError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.pooling import PoolingInput, check_task, paired, spec_of, with_prompt
-from quire.frontend.pooling_calls import Pooled, score_inputs, scores
+from quire.frontend.pooling import Pooled, PoolingInput, check_task, paired, score_inputs, scores, spec_of, with_prompt
 from quire.frontend.processor import check_ids
 from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, model_context

@@ -16,9 +16,8 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import GenerationError, OverloadedError, UnsupportedError
-from quire.frontend.pooling import ABORTED, PoolingInput
-from quire.frontend.pooling_calls import Pooled
-from quire.frontend.request_stream import RequestStream
+from quire.frontend.output_processor import RequestStream
+from quire.frontend.pooling import ABORTED, Pooled, PoolingInput
 from quire.outputs import ScoringRequestOutput
 from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext

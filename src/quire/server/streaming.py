@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.frontend.async_llm import RequestStream
+from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
 from quire.server.errors import error_event, error_response
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import NotFoundError, QuireError, echo
-from quire.frontend.request_stream import RequestStream
+from quire.frontend.output_processor import RequestStream
 from quire.server.json_io import json_response
 from quire.server.timings import Timings
 from quire.server.why import explain

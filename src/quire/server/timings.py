@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.request_stream import RequestStream
+from quire.frontend.output_processor import RequestStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.checks import INT64_MAX, check_bool, check_int, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.server.anthropic.conversation import Conversation, check_cache_control, without_nulls
 from quire.server.anthropic.protocol import ConversationRequest, MessagesRequest

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire.checks import missing
 from quire.errors import NotFoundError, RequestError
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response
 from quire.server.model_pool import ServedModel

@@ -9,7 +9,7 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.pooling_calls import Pooled
+from quire.frontend.pooling import Pooled
 from quire.server.json_io import large_json_response
 from quire.server.ollama.answer import Clock
 from quire.server.ollama.catalogue import named_model

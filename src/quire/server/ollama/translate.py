@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.server.ollama.protocol import AnswerRequest, ChatRequest, GenerateRequest
 from quire.server.parsing import refuse_unless_harmless

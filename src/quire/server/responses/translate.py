@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, retold
-from quire.frontend.loading import FrontModel
+from quire.frontend.front_model import FrontModel
 from quire.server.parsing import refuse_unless_harmless, validate
 from quire.server.protocol import ChatCompletionRequest, SamplingRequest
 from quire.server.responses.conversation import Message

@@ -1,25 +1,44 @@
-"""What the front end needs of a model before the engine is there: its config, tokenizer and chat template."""
+"""`FrontModel`: what the front end needs of a model, before the engine is there: config, tokenizer, chat template.
+
+And what follows from them for a request: what a message may contain, and what constrains its tokens.
+"""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.checkpoint.pooling import with_runner
+from quire.checks import INT64_MAX
 from quire.config import EngineConfig, ModelConfig
 from quire.engine.messages import Ready
-from quire.errors import RequestError
+from quire.engine_request import ThinkingData
+from quire.errors import RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
+from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
-from quire.frontend.processor import Processor
+from quire.frontend.grammars import Job, MessageJob, StructuredOutputJob
+from quire.frontend.processor import Params, Processor
+from quire.pooling_params import PoolingParams
 from quire.sampling.processors import registered_names
+from quire.sampling_params import SamplingParams
 from quire.tokenizer.files import read_chat_template
 from quire.tokenizer.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+TAIL_TOKENS = 64  # of a prompt, in which the beginning of reasoning is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraints:
+    """What constrains the tokens of a request: a grammar to compile (`job`), and a bound on reasoning."""
+
+    job: Job | None = None
+    thinking: ThinkingData | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +107,89 @@ class FrontModel:
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use completions, or give one with chat_template")
         return self.chat_template
+
+    def message_spec(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        tools: Sequence[Tool] = (),
+        choice: str = "auto",
+        parallel: bool = True,
+    ) -> MessageSpec:
+        """Return what may follow a prompt that ends with the beginning of an assistant's message."""
+        assert self.tokenizer is not None, "there is a chat template"
+        fmt, tail = self.message_format, self._tail(prompt_token_ids)
+        return MessageSpec(
+            tools=list(tools),
+            choice=choice if tools else "none",
+            parallel=parallel,
+            reasoning_open=fmt.reasoning_open(tail),
+            can_reason=fmt.can_reason and not fmt.reasoning_closed(tail),
+            special_tokens=self.tokenizer.control_tokens,
+            end_tokens=self.end_tokens,
+        )
+
+    def constraints(
+        self, params: Params, prompt_token_ids: Sequence[int], spec: MessageSpec | None
+    ) -> OutputConstraints:
+        """Return what constrains the tokens of a request.
+
+        Args:
+            spec: what its message may contain; None for a text that is no message, which is constrained as a whole.
+
+        Raises:
+            UnsupportedError: reasoning is to be bounded, but the model does not mark it.
+        """
+        if isinstance(params, PoolingParams):
+            return OutputConstraints()
+        structured = params.structured_outputs
+        job: Job | None = None
+        if spec is not None:
+            if structured is not None or (spec.tools and spec.choice != "none"):
+                calls, reasoning = self.message_format.calls, self.message_format.reasoning
+                job = MessageJob(
+                    None if calls is None else calls.name,
+                    None if reasoning is None else reasoning.name,
+                    msgspec.structs.replace(spec, structured_outputs=structured),
+                )
+        elif structured is not None:
+            special = self.tokenizer.control_tokens if self.tokenizer is not None else {}
+            job = StructuredOutputJob(structured, special if structured.structural_tag is not None else {})
+        budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
+        if budget is None:
+            return OutputConstraints(job)
+        if spec is None:
+            is_open = self.message_format.reasoning_open(self._tail(prompt_token_ids))
+        else:
+            is_open = spec.reasoning_open
+        return OutputConstraints(job, self._thinking(budget, is_open))
+
+    def reasoning_tokens(self, spec: MessageSpec) -> ThinkingData | None:
+        """Return the tokens between which a message has its reasoning, without a bound.
+
+        None if there is none, or if its end is not a single token: spelled out it may be in any pieces.
+        """
+        if not (spec.can_reason or spec.reasoning_open) or self.message_format.thinking_texts is None:
+            return None
+        tokens = self._thinking(INT64_MAX, spec.reasoning_open)
+        return tokens if len(tokens.end_ids) == 1 else None
+
+    def _tail(self, prompt_token_ids: Sequence[int]) -> str:
+        """Return the last characters of a prompt, special tokens as text."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+
+    def _thinking(self, budget: int, is_open: bool) -> ThinkingData:
+        tokenizer, texts = self.tokenizer, self.message_format.thinking_texts
+        if tokenizer is None or texts is None:
+            raise UnsupportedError(
+                "thinking_token_budget needs a model whose reasoning is marked, and this one's chat template marks "
+                "none; --reasoning-parser names the marks",
+                param="thinking_token_budget",
+            )
+        start, end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        return ThinkingData(start, end, budget, open=is_open)
 
 
 def load_front_model(config: EngineConfig) -> FrontModel:
