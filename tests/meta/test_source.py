@@ -29,7 +29,7 @@ BROAD = {"Exception", "BaseException"}
 ENVIRONMENT_READERS = {
     "child_process.py": "PYTHONPATH, for the child",
     "cli/collect_env.py": "what a report of a problem should say",
-    "server/sd_notify.py": "how systemd says that it listens",
+    "server/run.py": "how systemd says that it listens",
 }
 
 

@@ -13,7 +13,7 @@ from tests.helpers.live_server import LiveServer, MakeServer
 @pytest.fixture
 def bounded(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
     """A server that tells of 10000 tokens and alternatives in one answer at most."""
-    monkeypatch.setattr(generation, "MAX_TOLD", 10_000)
+    monkeypatch.setattr(generation, "MAX_RESPONSE_ENTRIES", 10_000)
     return make_server(llm={"max_model_len": 1000}, max_logprobs=20)
 
 
@@ -38,7 +38,7 @@ def test_an_answer_has_a_bounded_size(bounded: LiveServer, fields: dict[str, Any
     answer = bounded.http.post("/v1/completions", json=body)
     assert answer.status_code == 400, answer.text[:300]
     assert answer.json()["error"]["param"] == param and "10000" in answer.json()["error"]["message"]
-    bounded.wait_until(lambda: not bounded.engine.live and not bounded.context.generations)
+    bounded.wait_until(lambda: not bounded.engine.live and not bounded.context.jobs)
     less = {"n": 1, "max_tokens": 1, "prompt": "a", "best_of": None}
     assert bounded.http.post("/v1/completions", json={**body, **less}).status_code == 200
 

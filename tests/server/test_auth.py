@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from starlette.routing import Route
 
-from quire.server.auth import OPEN_PATHS, PROBES, ApiKeys
+from quire.server.auth import ApiKeys
+from quire.server.paths import OPEN_PATHS, PROBES
 from tests.helpers.live_server import LiveServer
 
 KEY = {"authorization": "Bearer secret"}

@@ -14,9 +14,7 @@ import openai
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.auth import ApiKeys
-from quire.server.fairness import with_key_weights
-from quire.server.key_file import read_keys
+from quire.server.auth import ApiKeys, read_keys, with_key_weights
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
 
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
@@ -160,7 +158,7 @@ def test_reading_again_adds_and_removes_keys_and_keeps_them_where_the_file_is_br
         keys.reload()
         again = keys.quota(digest)
         assert again is quota, "what was used stays used"
-        assert (again.rules.requests_per_minute, again.num_running) == (7, 1)
+        assert (again.key.requests_per_minute, again.num_running) == (7, 1)
     assert allowed(keys, "new") and allowed(keys, "given")
     for broken in ("", "- {", "- given"):
         write(tmp_path, broken)

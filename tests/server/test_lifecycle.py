@@ -193,7 +193,7 @@ def test_a_server_that_stops_refuses_new_requests_and_aborts_what_is_left(make_s
         assert refused.json()["error"]["code"] == "server_shutting_down"
         assert "retry-after" in refused.headers
         assert server.http.get("/health").json() == {"status": "draining"}
-        server.do(lambda: [generation.abort() for generation in list(server.context.generations)])
+        server.do(lambda: [job.abort() for job in list(server.context.jobs)])
         assert answer.result(10).json()["error"]["code"] == "server_shutting_down"
     server.wait_until(lambda: idle(server))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.frontend.stats import FinishedRequest, TTFTEstimator
-from quire.server.limits import Bucket, KeyRules, Quota, RateLimitError, timeout_of
+from quire.server.limits import ApiKey, Quota, RateLimitError, TokenBucket, check_timeout
 from quire.step import SchedulerStats
 
 
@@ -38,25 +38,25 @@ def headers_of(quota: Quota) -> dict[str, str]:
 
 def test_a_bucket_gives_a_minutes_worth_at_once_and_then_fills_evenly() -> None:
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = TokenBucket(60, clock)
     bucket.take(60)
-    assert bucket.lacks(1) == pytest.approx(1.0)
+    assert bucket.seconds_until(1) == pytest.approx(1.0)
     clock.now += 0.5
-    assert bucket.lacks(1) == pytest.approx(0.5)
+    assert bucket.seconds_until(1) == pytest.approx(0.5)
     clock.now += 1000
     assert bucket.level == 60
     bucket.take(90)  # more than was there
-    assert bucket.lacks(1) == pytest.approx(31.0)
+    assert bucket.seconds_until(1) == pytest.approx(31.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), max_size=40))
 def test_nobody_gets_more_than_burst_and_rate(asked: list[tuple[float, int]]) -> None:
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = TokenBucket(60, clock)
     taken = 0
     for pause, amount in asked:
         clock.now += pause
-        if not bucket.lacks(amount):
+        if not bucket.seconds_until(amount):
             bucket.take(amount)
             taken += amount
     assert taken <= 60 + (clock.now - 1000.0) + 1e-6
@@ -64,7 +64,7 @@ def test_nobody_gets_more_than_burst_and_rate(asked: list[tuple[float, int]]) ->
 
 def test_a_key_may_have_so_many_requests_at_a_time_and_per_minute() -> None:
     clock = Clock()
-    quota = Quota(KeyRules(name="a", max_concurrency=1, requests_per_minute=2), clock)
+    quota = Quota(ApiKey(name="a", max_concurrency=1, requests_per_minute=2), clock)
     with (
         quota.running(),
         pytest.raises(RateLimitError, match="1 requests at a time"),
@@ -84,7 +84,7 @@ def test_a_key_may_have_so_many_requests_at_a_time_and_per_minute() -> None:
 
 def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
     clock = Clock()
-    quota = Quota(KeyRules(name="a", tokens_per_minute=600), clock)
+    quota = Quota(ApiKey(name="a", tokens_per_minute=600), clock)
     reserved = quota.reserve(100, 500)
     assert headers_of(quota) == {
         "x-ratelimit-limit-tokens": "600",
@@ -94,12 +94,12 @@ def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
     with pytest.raises(RateLimitError) as caught:
         quota.reserve(100, 150)
     assert caught.value.headers["Retry-After"] == "5"
-    quota.settle(reserved, 110)
+    quota.refund(reserved, 110)
     assert headers_of(quota)["x-ratelimit-remaining-tokens"] == "490"
 
 
 def test_what_can_never_be_had_is_said_so() -> None:
-    quota = Quota(KeyRules(name="a", tokens_per_minute=10), Clock())
+    quota = Quota(ApiKey(name="a", tokens_per_minute=10), Clock())
     assert quota.reserve(10, 10**6) == 10, "of a long answer a minute's worth is reserved"
     with pytest.raises(RateLimitError) as caught:
         quota.reserve(11, 12)
@@ -108,20 +108,20 @@ def test_what_can_never_be_had_is_said_so() -> None:
 
 def test_other_rules_leave_what_was_used() -> None:
     clock = Clock()
-    quota = Quota(KeyRules(name="a", requests_per_minute=10), clock)
+    quota = Quota(ApiKey(name="a", requests_per_minute=10), clock)
     for _ in range(4):
         with quota.running():
             pass
-    quota.change(KeyRules(name="a", requests_per_minute=20, tokens_per_minute=5))
+    quota.change(ApiKey(name="a", requests_per_minute=20, tokens_per_minute=5))
     assert headers_of(quota)["x-ratelimit-remaining-requests"] == "16"
     assert headers_of(quota)["x-ratelimit-remaining-tokens"] == "5"
-    quota.change(KeyRules(name="a"))
+    quota.change(ApiKey(name="a"))
     assert headers_of(quota) == {}
 
 
 @pytest.mark.parametrize(("used", "shown"), [(0, "0s"), (1, "100ms"), (15, "1.5s"), (605, "1m0.5s"), (3600, "6m0s")])
 def test_times_are_written_as_openai_writes_them(used: int, shown: str) -> None:
-    quota = Quota(KeyRules(name="a", requests_per_minute=600), Clock())
+    quota = Quota(ApiKey(name="a", requests_per_minute=600), Clock())
     assert quota.requests is not None
     quota.requests.take(used)
     assert headers_of(quota)["x-ratelimit-reset-requests"] == shown
@@ -130,8 +130,8 @@ def test_times_are_written_as_openai_writes_them(used: int, shown: str) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 10.5, 1e9])
 def test_times_that_requests_may_not_ask_for(seconds: float) -> None:
     with pytest.raises(RequestError, match="timeout must be"):
-        timeout_of("timeout", seconds, 10.0)
-    assert timeout_of("timeout", 10.0, 10.0) == 10.0
+        check_timeout("timeout", seconds, 10.0)
+    assert check_timeout("timeout", 10.0, 10.0) == 10.0
 
 
 def test_the_backlog_knows_how_fast_prompts_begin() -> None:

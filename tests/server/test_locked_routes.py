@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server.auth import OPEN_PATHS
+from quire.server.paths import OPEN_PATHS
 from tests.helpers.live_server import LiveServer
 
 OPTIONS = {"enable_admin_endpoints": True, "enable_debug_endpoints": True, "root_path": "/behind"}

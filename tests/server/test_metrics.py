@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.frontend.stats import FinishedRequest
 from quire.server import metrics as metrics_module
-from quire.server.metrics import Metrics, StatsLog
-from quire.server.model_metrics import one_two_five
+from quire.server.metrics import Metrics, StatsLog, one_two_five
 from quire.step import SchedulerStats
 from tests.helpers.live_server import LiveServer, MakeServer
 

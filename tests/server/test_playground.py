@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import resources
 from typing import Any
 
 import httpx
@@ -18,14 +17,16 @@ from quire.errors import EngineDeadError
 from quire.executor.null import NullExecutor
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext
+from quire.server.metrics import SECONDS, RecentPast
 from quire.server.model_pool import ServedModel
-from quire.server.playground_files import FILES, PATHS, STATE_PATH, path_of
-from quire.server.recent import SECONDS, RecentPast
+from quire.server.paths import OPEN_PATHS, PAGE_FOLDER, PROBES, STATE_PATH, page_path
 from quire.step import SchedulerStats
 from tests.helpers.fake_engine import fake_front_model
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
 
 MAX_LINES = 600
+PAGE_FILES = sorted(file.name for file in PAGE_FOLDER.iterdir())
+PAGE_PATHS = OPEN_PATHS - PROBES
 Ask = Callable[..., Future[httpx.Response]]
 
 
@@ -80,28 +81,26 @@ def state(server: LiveServer, key: str = "a", **query: Any) -> dict[str, Any]:
 
 
 def test_all_files_of_the_folder_are_served_and_small() -> None:
-    folder = resources.files("quire.server") / "playground"
-    assert sorted(item.name for item in folder.iterdir()) == sorted(FILES)
-    for name in FILES:
-        assert len((folder / name).read_text("utf-8").splitlines()) <= MAX_LINES, name
+    assert len(PAGE_PATHS) == len(PAGE_FILES) > 10
+    for name in PAGE_FILES:
+        assert len((PAGE_FOLDER / name).read_text("utf-8").splitlines()) <= MAX_LINES, name
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    folder = resources.files("quire.server") / "playground"
-    for name in FILES:
-        text = (folder / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+    for name in PAGE_FILES:
+        text = (PAGE_FOLDER / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|\burl\(", text), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             name
         )
-    page = (folder / "index.html").read_text("utf-8")
+    page = (PAGE_FOLDER / "index.html").read_text("utf-8")
     assert not re.search(r"\son[a-z]+=|\sstyle=|<style|javascript:", page)
     assert re.findall(r"<script(.*?)>", page) == [' type="module" src="playground/main.js"']
     for link in re.findall(r'(?:src|href)="([^"#]+)"', page):
-        assert f"/{link}" in PATHS
+        assert f"/{link}" in PAGE_PATHS
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize("path", sorted(PAGE_PATHS))
 def test_files_have_types_and_headers_that_confine_them(server: LiveServer, path: str) -> None:
     answer = server.http.get(path)
     assert answer.status_code == 200 and answer.content
@@ -123,12 +122,12 @@ def test_who_has_a_file_does_not_get_it_again(server: LiveServer) -> None:
         assert (answer.status_code, answer.content) == (304, b"")
         assert answer.headers["etag"] == tag and answer.headers["cache-control"] == "no-cache"
     assert server.http.get("/", headers={"If-None-Match": '"other"'}).status_code == 200
-    assert len({server.http.get(path).headers["etag"] for path in PATHS}) == len(PATHS)
+    assert len({server.http.get(path).headers["etag"] for path in PAGE_PATHS}) == len(PAGE_PATHS)
 
 
 def test_only_the_files_are_open_where_there_are_keys(make_server: MakeServer) -> None:
     server = make_server(api_key=["secret"])
-    for path in PATHS:
+    for path in PAGE_PATHS:
         assert server.http.get(path).status_code == 200
         assert server.http.head(path).status_code == 200
         assert server.http.post(path).status_code == 401
@@ -141,7 +140,7 @@ def test_only_the_files_are_open_where_there_are_keys(make_server: MakeServer) -
 
 def test_it_can_be_left_out(make_server: MakeServer) -> None:
     server = make_server(disable_playground=True)
-    for path in [*PATHS, STATE_PATH]:
+    for path in [*PAGE_PATHS, STATE_PATH]:
         assert server.http.get(path).status_code == 404
     assert server.http.get("/v1/models").status_code == 200
 
@@ -158,7 +157,7 @@ def test_it_is_there_while_the_model_loads(make_server: MakeServer) -> None:
 def test_polls_are_not_in_the_log(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "quire.access")
     server.http.get(STATE_PATH)
-    server.http.get(path_of("main.js"))
+    server.http.get(page_path("main.js"))
     server.do(lambda: None)  # the lines are written behind the answers
     assert "main.js" in caplog.text and STATE_PATH not in caplog.text
 
@@ -238,7 +237,7 @@ def test_an_engine_that_does_not_answer_holds_up_nobody(held: LiveServer, monkey
         await answered.wait()
         raise EngineDeadError("gone")
 
-    monkeypatch.setattr("quire.server.playground.PATIENCE", 0.05)
+    monkeypatch.setattr("quire.server.playground.WAIT_SECONDS", 0.05)
     monkeypatch.setattr(held.llm, "call", call)
     for _ in range(2):
         found = state(held)

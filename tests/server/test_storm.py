@@ -160,7 +160,7 @@ def held(live: LiveServer) -> dict[str, int]:
     shelves = context.responses._shelves.values()
     return {
         "open requests": context.num_open,
-        "generations": len(context.generations),
+        "generations": len(context.jobs),
         "users of the model": context.models.first.num_users,
         "waiting for the model": len(context.models.first.waiters),
         "unfinished requests": llm.num_unfinished,
@@ -170,8 +170,8 @@ def held(live: LiveServer) -> dict[str, int]:
         "calls": len(llm._calls) + len(llm._stats_calls),
         "waiting prompt tokens": llm.ttft.num_queued_tokens if llm.num_unfinished else 0,
         "places of keys": sum([quota.num_running for quota in context.keys._quotas.values()]),
-        "timelines": len(context.timelines._live),
-        "tasks of timelines": len(context.timelines._tasks),
+        "timelines": len(context.records._live),
+        "tasks of timelines": len(context.records._tasks),
         "unfinished responses": sum([len(shelf.responses) - len(shelf.finished) for shelf in shelves]),
         "tasks of responses": len(context.responses._tasks),
         "connections": len(live.connections),

@@ -11,8 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.inline import InlineEngine
 from quire.executor.null import NullExecutor
-from quire.server.timeline import MOST_KEPT, MOST_KEPT_PROMPTS, Timelines, Visited
-from quire.server.why import explain
+from quire.server.timeline import MAX_FINISHED, MAX_FINISHED_PROMPTS, RequestRecord, RequestRecords, explain_latency
 from tests.helpers.fake_engine import fake_front_model, small_tokenizer
 from tests.helpers.live_server import LiveServer, MakeServer
 
@@ -30,7 +29,7 @@ def ask(server: LiveServer, prompt: str, max_tokens: int, headers: dict[str, str
     return answer
 
 
-def story(server: LiveServer, name: str, **headers: str) -> Any:
+def timeline_of(server: LiveServer, name: str, **headers: str) -> Any:
     answer = server.http.get(f"/requests/{name}", headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -40,28 +39,28 @@ def test_a_preemption_is_named(make_server: MakeServer) -> None:
     core = make_core(num_gpu_blocks_override=14)
     server = make_server(llm={"engine": InlineEngine(core)})
     two = ask(server, ["abcdefgh" * 2, "ABCDEFGH" * 2], 20, headers={"x-request-id": "two-at-once"})
-    told = story(server, "two-at-once")
-    assert told["id"] == two.json()["id"]
-    [prompt] = [prompt for prompt in told["prompts"] if prompt["preemptions"]]
+    timeline = timeline_of(server, "two-at-once")
+    assert timeline["id"] == two.json()["id"]
+    [prompt] = [prompt for prompt in timeline["prompts"] if prompt["preemptions"]]
     [event] = [event for event in prompt["events"] if event["event"] == "preempted"]
     assert event["how"] == "recompute"
     assert 0 < event["tokens"] < 20
     assert event["recomputed"] == 16 + event["tokens"]
     assert 0 <= event["at"] <= event["resumed"] <= prompt["finished_at"]
-    [sentence] = [line for line in told["why"] if line.startswith("preempted once (recompute) after ")]
+    [sentence] = [line for line in timeline["why"] if line.startswith("preempted once (recompute) after ")]
     assert f"after {event['tokens']} token" in sentence
-    assert told["prompt_tokens"] == 32 and told["completion_tokens"] == 40
+    assert timeline["prompt_tokens"] == 32 and timeline["completion_tokens"] == 40
 
 
 def test_the_parts_add_up_and_every_step_is_counted(make_server: MakeServer) -> None:
     server = make_server(llm={"engine": InlineEngine(make_core(max_num_batched_tokens=16))})
     answer = ask(server, "x" * 40, 8).json()
-    told = story(server, answer["id"])
-    [prompt] = told["prompts"]
+    timeline = timeline_of(server, answer["id"])
+    [prompt] = timeline["prompts"]
     parts = prompt["queue_seconds"] + prompt["prefill_seconds"] + prompt["decode_seconds"]
     end = prompt["finished_at"] - prompt["arrived_at"]
     assert parts == pytest.approx(end, rel=0.05, abs=0.005)
-    assert told["state"] == "finished" and told["engine_restarts"] == 0
+    assert timeline["state"] == "finished" and timeline["engine_restarts"] == 0
     assert prompt["complete"]
     assert [chunk["tokens"] for chunk in prompt["chunks"]] == [16, 16, 8]
     assert prompt["steps"]["count"] == 3 + 7
@@ -74,9 +73,9 @@ def test_the_parts_add_up_and_every_step_is_counted(make_server: MakeServer) -> 
 def test_what_the_cache_gave_is_told(make_server: MakeServer) -> None:
     server = make_server(llm={"engine": InlineEngine(make_core(enable_prefix_caching=True))})
     ask(server, "abcdefghijklmnop", 2)
-    told = story(server, ask(server, "abcdefghijklxyz", 2).json()["id"])
-    [scheduled] = told["prompts"][0]["events"]
-    assert scheduled["cached"]["device"] == told["cached_tokens"] == 12
+    timeline = timeline_of(server, ask(server, "abcdefghijklxyz", 2).json()["id"])
+    [scheduled] = timeline["prompts"][0]["events"]
+    assert scheduled["cached"]["device"] == timeline["cached_tokens"] == 12
 
 
 def test_only_the_key_that_made_a_request_sees_it(make_server: MakeServer) -> None:
@@ -132,25 +131,25 @@ def test_live_requests_are_listed_with_what_they_have(make_server: MakeServer) -
         [item] = server.http.get("/requests").json()["data"]
         assert item["request_id"] == "held" and item["prompt_tokens"] == 3 and item["completion_tokens"] == 0
         assert item["seconds"] >= 0
-        told = story(server, "held")
-        assert told["state"] == "waiting" and told["prompts"][0]["first_token_at"] is None
-    server.wait_until(lambda: not server.context.generations)
-    assert story(server, "held")["state"] == "finished"
+        timeline = timeline_of(server, "held")
+        assert timeline["state"] == "waiting" and timeline["prompts"][0]["first_token_at"] is None
+    server.wait_until(lambda: not server.context.jobs)
+    assert timeline_of(server, "held")["state"] == "finished"
     assert server.http.get("/requests").json()["data"] == []
 
 
 def test_an_engine_that_knows_nothing_leaves_what_the_front_knows(server: LiveServer) -> None:
-    told = story(server, ask(server, "abc", 4).json()["id"])
-    [prompt] = told["prompts"]
+    timeline = timeline_of(server, ask(server, "abc", 4).json()["id"])
+    [prompt] = timeline["prompts"]
     assert not prompt["complete"] and "events" not in prompt
     assert prompt["completion_tokens"] == 4
-    assert told["why"]
+    assert timeline["why"]
 
 
 def test_chats_are_found_by_the_id_the_client_chose(server: LiveServer) -> None:
     body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "request_id": "my-chat", "max_tokens": 3}
     answer = server.http.post("/v1/chat/completions", json=body).json()
-    assert story(server, "my-chat") == story(server, answer["id"])
+    assert timeline_of(server, "my-chat") == timeline_of(server, answer["id"])
 
 
 def test_only_the_last_ones_are_kept() -> None:
@@ -166,22 +165,22 @@ def test_only_the_last_ones_are_kept() -> None:
         async def fetch(self) -> None:
             """Nothing to fetch."""
 
-    timelines = Timelines()
-    timelines._fetched.extend([float("inf")] * 20)  # no fetching without an event loop
-    for number in range(MOST_KEPT + 5):
+    records = RequestRecords()
+    records._fetched.extend([float("inf")] * 20)  # no fetching without an event loop
+    for number in range(MAX_FINISHED + 5):
         named: Any = Named(number)
-        timelines.begin(named)
-        timelines.end(named)
-    assert len(timelines._by_name) == MOST_KEPT + 1
-    assert timelines.find(None, "shared").response_id == str(MOST_KEPT + 4)
+        records.begin(named)
+        records.end(named)
+    assert len(records._by_name) == MAX_FINISHED + 1
+    assert records.find(None, "shared").response_id == str(MAX_FINISHED + 4)
     for number in range(200):
         many: Any = Named(number, num_prompts=256)
-        timelines.begin(many)
-        timelines.end(many)
-        assert timelines.find(None, str(number)) is many
-    kept = list(timelines._ended)
-    assert sum([len(named.timings) for named in kept]) == timelines._num_prompts <= MOST_KEPT_PROMPTS
-    assert len(kept) == MOST_KEPT_PROMPTS // 256
+        records.begin(many)
+        records.end(many)
+        assert records.find(None, str(number)) is many
+    kept = list(records._finished)
+    assert sum([len(named.timings) for named in kept]) == records._num_prompts <= MAX_FINISHED_PROMPTS
+    assert len(kept) == MAX_FINISHED_PROMPTS // 256
 
 
 def test_restarts_meanwhile_are_told() -> None:
@@ -190,15 +189,15 @@ def test_restarts_meanwhile_are_told() -> None:
         ready = False
 
     engine: Any = Engine()
-    visited = Visited("resp", "req", None, None, "fake", engine, [], {})
+    record = RequestRecord("resp", "req", None, None, "fake", engine, [], {})
     engine.num_restarts = 5
-    assert visited.tell({})["engine_restarts"] == 2
-    visited.end()
+    assert record.timeline({})["engine_restarts"] == 2
+    record.end()
     engine.num_restarts = 9
-    told = visited.tell({})
-    assert told["engine_restarts"] == 2
-    assert told["why"] == ["the engine was restarted 2 times; what it had computed was computed again"]
-    assert asyncio.run(visited.fetch()) == {}
+    timeline = record.timeline({})
+    assert timeline["engine_restarts"] == 2
+    assert timeline["why"] == ["the engine was restarted 2 times; what it had computed was computed again"]
+    assert asyncio.run(record.fetch()) == {}
 
 
 def prompt_of(**changes: Any) -> dict[str, Any]:
@@ -217,32 +216,32 @@ def prompt_of(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_sentences() -> None:
-    assert explain([prompt_of()], 1.101, 0) == [
+    assert explain_latency([prompt_of()], 1.101, 0) == [
         "generating 101 tokens took 1.0 s, 10.0 ms each",
         "computing its 50 prompt tokens took 100 ms",
     ]
     waited = {"event": "scheduled", "waited_for": "kv_cache"}
     lost = {"event": "preempted", "how": "swap", "tokens": 40, "seconds": 0.8, "recomputed": 0}
-    told = explain([prompt_of(queue_seconds=3.2, events=[waited, lost], preemptions=1)], 5.1, 1)
-    assert told == [
+    timeline = explain_latency([prompt_of(queue_seconds=3.2, events=[waited, lost], preemptions=1)], 5.1, 1)
+    assert timeline == [
         "the engine was restarted once; what it had computed was computed again",
         "waited 3.2 s for room in the KV cache",
         "generating 101 tokens took 1.0 s, 10.0 ms each",
         "preempted once (swap) after 40 tokens: 800 ms",
     ]
     again = [{**lost, "how": "recompute", "tokens": count, "recomputed": 60 + count} for count in (1, 40)]
-    assert explain([prompt_of(events=again, preemptions=2)], 1.1, 0)[0] == (
+    assert explain_latency([prompt_of(events=again, preemptions=2)], 1.1, 0)[0] == (
         "preempted 2 times (recompute) after 1, 40 tokens: 1.6 s, of which some to compute 161 tokens again"
     )
     gone = {"event": "preempted", "how": "swap", "tokens": 1}
-    assert explain([prompt_of(events=[gone], preemptions=1)], 1.1, 0)[-1] == (
+    assert explain_latency([prompt_of(events=[gone], preemptions=1)], 1.1, 0)[-1] == (
         "preempted once (swap) after 1 token: not back yet"
     )
     slow = {"seconds": 0.5, "own_tokens": 1, "prompt_tokens": 2000}
     steps = {"p50": 0.01, "mean_sequences": 13.0}
-    [decode, _] = explain([prompt_of(steps=steps, slowest_steps=[slow])], 1.1, 0)
+    [decode, _] = explain_latency([prompt_of(steps=steps, slowest_steps=[slow])], 1.1, 0)
     assert decode == (
         "generating 101 tokens took 1.0 s, 10.0 ms each, beside 12 other sequences on average; the slowest step took "
         "500 ms, for it computed 2000 prompt tokens of others"
     )
-    assert explain([prompt_of(preemptions=2)], 1.1, 0)[-1] == "preempted 2 times; when is not known any more"
+    assert explain_latency([prompt_of(preemptions=2)], 1.1, 0)[-1] == "preempted 2 times; when is not known any more"

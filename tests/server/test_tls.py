@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.server.watch import watch_files
+from quire.server.run import watch_files
 from tests.helpers.live_server import LiveServer, MakeServer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")

@@ -14,7 +14,7 @@ import pytest
 
 from quire.errors import AddressInUseError, ConfigError
 from quire.server.listen import bind_unix, listening
-from quire.server.watch import FileWatch
+from quire.server.run import FileWatch
 from quire.server_config import ServerConfig
 from tests.server.test_run import Process
 

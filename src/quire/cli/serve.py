@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def start_engine(config: EngineConfig) -> ProcessClient:
     """Return a client whose process begins to load the model, while this one still imports what a server needs."""
     from quire.engine.process import ProcessClient
-    from quire.server.fairness import with_key_weights
+    from quire.server.auth import with_key_weights
 
     client = ProcessClient(with_key_weights(config))
     client.spawn()
@@ -123,7 +123,7 @@ def check_server(config: EngineConfig) -> None:
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
     if config.server.api_key_file is not None:
-        from quire.server.key_file import read_keys  # not for everybody
+        from quire.server.auth import read_keys  # not for everybody
 
         read_keys(config.server.api_key_file, warn=False)
     if config.server.uds is None:

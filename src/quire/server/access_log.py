@@ -1,25 +1,23 @@
-"""What the log says of single requests: a line for each, and, only if asked for, what was in them.
+"""Log lines of single requests: one for each, and with `--enable-log-requests` another with its prompt and parameters.
 
-Never an API key: of keys the log knows names. Never a prompt, unless the operator wants that (`--enable-log-requests`).
+Keys appear by name only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.types import Scope
 
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.processor import Params
+from quire.server.auth import ApiKeys
 from quire.server.errors import shorten
+from quire.server.timeline import RequestRecord
 from quire.server.tracing import trace_of
-
-if TYPE_CHECKING:
-    from quire.server.context import ServerContext
-    from quire.server.timeline import Visited
 
 logger = logging.getLogger("quire.access")
 request_logger = logging.getLogger("quire.requests")
@@ -34,7 +32,7 @@ def unlogged_paths(given: Iterable[str], always: Iterable[str] = ()) -> frozense
     return frozenset([*always, *(path for item in given for path in item.split(",") if path)])
 
 
-def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+def log_access(keys: ApiKeys, scope: Scope, request_id: str, status: int, seconds: float) -> None:
     """Write the line of a request that is over."""
     state = scope["state"]
     client = scope.get("client")
@@ -50,14 +48,14 @@ def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int
     if trace is not None:
         fields["trace_id"] = trace[2].decode()
     text = "{client} {method} {path} {status} {ms:.1f} ms {request_id}".format(**fields)
-    rules = context.keys.rules(state.get("key_digest"))
-    if rules is not None:
-        fields["key"] = rules.name
-        text += f" key={rules.name}"
-    visited: list[Visited] = state.get("visited", [])
-    if visited:
-        timings = [timing for visit in visited for timing in visit.timings]
-        fields["response_id"] = visited[-1].response_id
+    key = keys.get(state.get("key_digest"))
+    if key is not None:
+        fields["key"] = key.name
+        text += f" key={key.name}"
+    records: list[RequestRecord] = state.get("records", [])
+    if records:
+        timings = [timing for record in records for timing in record.timings]
+        fields["response_id"] = records[-1].response_id
         fields["prompt_tokens"] = sum(timing.num_prompt_tokens for timing in timings)
         fields["completion_tokens"] = sum(timing.num_tokens for timing in timings)
         text += f" tokens={fields['prompt_tokens']}+{fields['completion_tokens']}"
@@ -65,7 +63,7 @@ def log_visit(context: ServerContext, scope: Scope, request_id: str, status: int
 
 
 def log_prompt(response_id: str, stream: RequestStream, params: Params, most: int) -> None:
-    """Write what was asked for: the prompt, at most `most` characters and tokens of it, and the parameters."""
+    """Write a request's prompt, at most `most` characters and tokens of it, and its parameters."""
     prompt = stream.state.prompt
     token_ids = stream.prompt_token_ids
     fields = {

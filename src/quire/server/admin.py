@@ -1,35 +1,38 @@
-"""Routes that operate models rather than use them: sleep, wake up, load, unload. There only if asked for at start.
+"""Routes that operate models: sleep, wake up, load, unload, and LoRA adapters. There only with an option.
 
-vLLM's names where it has them. With one model, `model` may be left out. Whatever is put away here is fetched again by
-the next request that needs it.
+Paths, bodies and answers are vLLM's where it has them. With one model, `model` may be left out. What is unloaded here
+is loaded again by the next request that needs it.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from quire.checks import unknown_field, wrong_value
-from quire.errors import RequestError
+from quire.checks import wrong_value
+from quire.errors import RequestError, echo
 from quire.server.context import ServerContext, context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
+from quire.server.parsing import check_query, describe_query, parse_request
+from quire.server.protocol import Harmless, RequestModel, body_schema
 from quire.server.served_model import ServedModel
 
 LEVELS = {"1": 1, "2": 2}
-MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
-LEVEL = {"name": "level", "in": "query", "required": False, "schema": {"type": "integer", "enum": [1, 2], "default": 1}}
+MODEL = {"type": "string"}
+LEVEL = {"type": "integer", "enum": [1, 2], "default": 1}
 
 router = APIRouter()
 
 
-@router.post("/sleep", openapi_extra={"parameters": [LEVEL, MODEL]})
+@router.post("/sleep", openapi_extra=describe_query(level=LEVEL, model=MODEL))
 async def sleep(request: Request) -> Response:
     """Free the memory of a model's KV cache, with level=2 also its weights'. 409 while it is used, or not loaded."""
-    context, model = _asked(request, "level", "model")
+    context, model = _target(request, "level", "model")
     level = request.query_params.get("level", "1")
     if level not in LEVELS:
         raise wrong_value("level", "1 or 2", level)
@@ -37,39 +40,36 @@ async def sleep(request: Request) -> Response:
     return _state(model)
 
 
-@router.post("/wake_up", openapi_extra={"parameters": [MODEL]})
+@router.post("/wake_up", openapi_extra=describe_query(model=MODEL))
 async def wake_up(request: Request) -> Response:
     """Allocate again what /sleep has freed. Does nothing for a model that does not sleep."""
-    context, model = _asked(request, "model")
+    context, model = _target(request, "model")
     if model.llm.is_sleeping:
         await context.models.load(model)
     return _state(model)
 
 
-@router.get("/is_sleeping", openapi_extra={"parameters": [MODEL]})
+@router.get("/is_sleeping", openapi_extra=describe_query(model=MODEL))
 async def is_sleeping(request: Request) -> Response:
     """Say whether a model sleeps."""
-    _, model = _asked(request, "model")
+    _, model = _target(request, "model")
     return json_response({"is_sleeping": model.llm.is_sleeping})
 
 
-@router.post("/reset_prefix_cache", openapi_extra={"parameters": [MODEL]})
+@router.post("/reset_prefix_cache", openapi_extra=describe_query(model=MODEL))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes that no running request uses; a model that sleeps, or is not loaded, has none."""
-    context, model = _asked(request, "model")
+    context, model = _target(request, "model")
     if model.open:
-        await context.models.acquire(model)
-        try:
+        async with context.models.using(model):
             await model.llm.reset_prefix_cache()
-        finally:
-            context.models.release(model)
     return _state(model)
 
 
 @router.post("/v1/models/{model_id:path}/load")
 async def load(request: Request, model_id: str) -> Response:
     """Have a model loaded now, though no request needs it yet. 503 if it cannot be."""
-    context, model = _asked(request, name=model_id)
+    context, model = _target(request, name=model_id)
     await context.models.load(model)
     return _state(model)
 
@@ -77,18 +77,15 @@ async def load(request: Request, model_id: str) -> Response:
 @router.post("/v1/models/{model_id:path}/unload")
 async def unload(request: Request, model_id: str) -> Response:
     """Free all memory of a model, also of a pinned one, until a request needs it. 409 while it is used."""
-    context, model = _asked(request, name=model_id)
+    context, model = _target(request, name=model_id)
     await context.models.unload(model)
     return _state(model)
 
 
-def _asked(request: Request, *parameters: str, name: str | None = None) -> tuple[ServerContext, ServedModel]:
-    """Return the context and the model that a request is about. Raises `QuireError` if it must not be carried out."""
-    context = context_of(request)
-    check_caller(request, context)
-    for parameter in request.query_params:
-        if parameter not in parameters:
-            raise unknown_field(parameter, parameters)
+def _target(request: Request, *parameters: str, name: str | None = None) -> tuple[ServerContext, ServedModel]:
+    """Return the context and the model that a request is about. Raises `QuireError` if the caller may not do this."""
+    context = _checked(request)
+    check_query(request, parameters)
     name = request.query_params.get("model") if name is None else name
     if name is not None:
         return context, context.models.find(name)
@@ -97,19 +94,76 @@ def _asked(request: Request, *parameters: str, name: str | None = None) -> tuple
     return context, context.models.first
 
 
-def check_caller(request: Request, context: ServerContext) -> None:
-    """Make sure that the key is one for these routes, whatever the gate made of the path.
+def _checked(request: Request) -> ServerContext:
+    """Return the context. Raises `HTTPProblem` unless the key is valid for these routes, whatever the path looks like.
 
-    Without keys, what a page of another site made a browser send is refused: it needs no leave to send it.
+    Without keys, cross-site requests are refused: a browser sends those without a preflight.
     """
+    context = context_of(request)
     if context.admin_keys.required:
-        if context.admin_keys.rules(request.scope["state"]["key_digest"]) is None:
+        if context.admin_keys.get(request.scope["state"]["key_digest"]) is None:
             raise HTTPProblem(401, "the API key is not one for this route", code="invalid_api_key")
-        return
+        return context
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
         raise HTTPProblem(403, "pages of other sites may not operate this server", code="not_allowed")
+    return context
 
 
 def _state(model: ServedModel) -> Response:
     return json_response({"model": model.names[0], "status": model.status})
+
+
+class LoadAdapterRequest(RequestModel):
+    """POST /v1/load_lora_adapter. lora_path: the adapter's folder on the server's machine."""
+
+    refused: ClassVar[Harmless] = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
+
+    lora_name: str
+    lora_path: str
+    model: str | None = None
+
+
+class UnloadAdapterRequest(RequestModel):
+    """POST /v1/unload_lora_adapter."""
+
+    refused: ClassVar[Harmless] = {}
+
+    lora_name: str
+    lora_int_id: int | None = None
+    model: str | None = None
+
+
+@router.post("/v1/load_lora_adapter", openapi_extra=body_schema(LoadAdapterRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    """Read and check an adapter, and offer it. 404 if there is no such folder, 400 with the reason if it is no good."""
+    context = _checked(request)
+    body = await parse_request(request, LoadAdapterRequest)
+    if any(item.answers_to(body.lora_name) for item in context.models.models):
+        raise RequestError(f"lora_name is {echo(body.lora_name)}, which is taken already", param="lora_name")
+    model = _model(context, body.model)
+    async with context.models.using(model):
+        await model.llm.adapters.load(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", openapi_extra=body_schema(UnloadAdapterRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Offer an adapter no more. Requests that have begun go on with it; others get 404."""
+    context = _checked(request)
+    body = await parse_request(request, UnloadAdapterRequest)
+    holders = [item for item in context.models.models if item.llm.adapters.find(body.lora_name) is not None]
+    model = holders[0] if holders else _model(context, body.model)
+    if model.open:
+        await model.llm.adapters.unload(body.lora_name)
+    else:
+        model.llm.adapters.withdraw(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _model(context: ServerContext, name: str | None) -> ServedModel:
+    """Return the model of this name, or else the first that has adapters."""
+    if name is not None:
+        return context.models.find(name)
+    able = [model for model in context.models.models if model.llm.adapters.enabled]
+    return able[0] if able else context.models.first

@@ -14,7 +14,6 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server import (
-    adapters,
     admin,
     chat,
     completions,
@@ -71,7 +70,6 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
         app.include_router(module.router)
     if config.server.enable_admin_endpoints:
         app.include_router(admin.router)
-        app.include_router(adapters.router)
     if config.server.enable_debug_endpoints:
         app.include_router(debug.router)
     if not config.server.disable_playground:

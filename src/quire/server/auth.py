@@ -1,36 +1,49 @@
-"""API keys: who may use the server. Deny by default; the gate in `app` asks here before anything else happens.
+"""API keys: who may use the server, the file that keys and their limits are read from, and the tenants they stand for.
 
-Of keys only their SHA-256 digests are kept, and what clients send is looked up by its digest. So the time it takes
-tells nothing of a key: nobody can choose how far the digest of a guess agrees with another one.
+Without a valid key every route is refused but those of `paths.is_open`. Only SHA-256 digests of keys are stored, and
+a key that a client sends is looked up by its digest: the time that takes reveals nothing, since nobody can choose how
+far the digest of a guess agrees with a stored one. What limits mean is in `limits`. Errors about the file name the
+entry, never a key.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
+import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from quire.errors import ConfigError
+import yaml
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, echo
 from quire.server.errors import HTTPProblem
-from quire.server.key_file import digest_of, read_keys
-from quire.server.limits import KeyRules, Quota
-from quire.server.playground_files import PATHS as PLAYGROUND_PATHS
+from quire.server.limits import ApiKey, Quota
+from quire.server.paths import is_open
 
 logger = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz"})
-OPEN_PATHS = PROBES | PLAYGROUND_PATHS
-OPEN_METHODS = frozenset({"GET", "HEAD"})
-OPEN_POST = "/ping"
+MAX_FILE_BYTES = 2**20
+HASHED = "sha256:"
+KEY = re.compile(r"[!-~]{1,1024}")
+NAME = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
+COUNTS = ("max_concurrency", "requests_per_minute", "tokens_per_minute")
+FIELDS = ("key", "name", *COUNTS, "weight", "min_priority")
+MAX_NUMBER = 10**9
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ApiKeys:
-    """The configured keys; without any, everybody is let in.
+    """The configured keys; without any, every request is let in.
 
     Args:
-        keys: as texts; they have no limits. file: of more keys, which may have some.
-        clock: monotonic seconds, for limits.
+        keys: without limits. file: with more keys, which may have limits. clock: monotonic seconds, for limits.
 
     Raises:
         ConfigError: an unusable key, or file.
@@ -41,61 +54,56 @@ class ApiKeys:
     ) -> None:
         self._clock = clock
         self._file = file
-        self._given: dict[bytes, KeyRules] = {}
+        self._from_options: dict[bytes, ApiKey] = {}
         for number, key in enumerate(keys):
             if not key or key != key.strip():
                 raise ConfigError("api_key: a key must have no blanks around it, and not be empty", param="api_key")
-            self._given.setdefault(digest_of(key.encode()), KeyRules(name=f"key-{number}"))
-        self._rules: dict[bytes, KeyRules] = {}
+            self._from_options.setdefault(digest_of(key.encode()), ApiKey(name=f"key-{number}"))
+        self._keys: dict[bytes, ApiKey] = {}
         self._quotas: dict[bytes, Quota] = {}
-        self._adopt(self._read())
+        self._replace(self._read())
 
     @property
     def required(self) -> bool:
-        """Whether a key is needed at all."""
-        return bool(self._rules)
+        """Whether requests need a key."""
+        return bool(self._keys)
 
     @property
     def several(self) -> bool:
-        """Whether there are, or may be at any time, keys of several holders."""
-        return len(self._rules) > 1 or self._file is not None
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The shares of tenants that the file gives."""
-        return {rules.name: rules.weight for rules in self._rules.values() if rules.weight is not None}
+        """Whether there are several keys, or may be once the file is read again."""
+        return len(self._keys) > 1 or self._file is not None
 
     def reload(self) -> None:
-        """Read the file again. If it is broken, the keys stay as they are, and the log says why."""
+        """Read the file again. If it is broken, the keys stay as they are, and the reason is logged."""
         try:
             keys = self._read()
         except ConfigError as error:
             logger.error("%s; the keys stay as they were", error.message)
         else:
-            self._adopt(keys)
+            self._replace(keys)
             logger.info("there are %d API keys now", len(keys))
 
-    def _read(self) -> dict[bytes, KeyRules]:
+    def _read(self) -> dict[bytes, ApiKey]:
         if self._file is None:
-            return dict(self._given)
+            return dict(self._from_options)
         found = read_keys(self._file)
-        names = {rules.name for rules in self._given.values()}
-        for digest, rules in found.items():
-            if digest in self._given or rules.name in names:
+        names = {key.name for key in self._from_options.values()}
+        for digest, key in found.items():
+            if digest in self._from_options or key.name in names:
                 raise ConfigError(
-                    f"api_key_file: {rules.name} is also given by api_key; leave out one of them", param="api_key_file"
+                    f"api_key_file: {key.name} is also given by api_key; leave out one of them", param="api_key_file"
                 )
-        return {**self._given, **found}
+        return {**self._from_options, **found}
 
-    def _adopt(self, rules: Mapping[bytes, KeyRules]) -> None:
-        """Take over keys; what was used of a limit stays used."""
+    def _replace(self, keys: dict[bytes, ApiKey]) -> None:
+        """Use other keys from now on; what was used of a limit stays used."""
         quotas = {}
-        for digest, rule in rules.items():
+        for digest, key in keys.items():
             quota = self._quotas.get(digest)
             if quota is not None:
-                quota.change(rule)
-            quotas[digest] = quota or Quota(rule, self._clock)
-        self._rules, self._quotas = dict(rules), quotas
+                quota.change(key)
+            quotas[digest] = quota or Quota(key, self._clock)
+        self._keys, self._quotas = keys, quotas
 
     def check(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
         """Return the digest of the caller's key, or None where no key is needed.
@@ -106,9 +114,7 @@ class ApiKeys:
         Raises:
             HTTPProblem: 401, no key or a wrong one.
         """
-        if not self._rules or (path in OPEN_PATHS and method in OPEN_METHODS):
-            return None
-        if method == "POST" and path == OPEN_POST:
+        if not self._keys or is_open(method, path):
             return None
         given = [value for name, value in headers if name == b"authorization"]
         # Anthropic's clients have a header of their own, and may send the same key in both.
@@ -120,18 +126,18 @@ class ApiKeys:
             raise _refusal("more than one API key was sent")
         scheme, _, token = given[0].strip().partition(b" ")
         digest = digest_of(token.strip())
-        if scheme.lower() != b"bearer" or digest not in self._rules:
+        if scheme.lower() != b"bearer" or digest not in self._keys:
             raise _refusal("the API key is not valid")
         return digest
 
-    def quota(self, digest: bytes | None) -> Quota | None:
-        """Return what the holder of a key has used, and may use; None where nobody counts."""
-        quota = None if digest is None else self._quotas.get(digest)
-        return quota if quota is not None and quota.rules.limited else None
+    def get(self, digest: bytes | None) -> ApiKey | None:
+        """Return the key of this digest; None if there is none (any more)."""
+        return None if digest is None else self._keys.get(digest)
 
-    def rules(self, digest: bytes | None) -> KeyRules | None:
-        """Return what a key is good for; None without one."""
-        return None if digest is None else self._rules.get(digest)
+    def quota(self, digest: bytes | None) -> Quota | None:
+        """Return what was used of a key's limits; None if it has no limits."""
+        quota = None if digest is None else self._quotas.get(digest)
+        return quota if quota is not None and quota.key.limited else None
 
     def salt(self, digest: bytes | None, salt: str | None) -> str | None:
         """Return the cache salt of a request: where there are several keys, no two of them share cached prefixes."""
@@ -140,12 +146,151 @@ class ApiKeys:
         return hashlib.sha256(digest + b"\x00" + (salt or "").encode()).hexdigest()
 
     def tenant(self, digest: bytes | None, user: str | None) -> str:
-        """Return on whose account a request runs: its key's, by name, or without keys that of the `user` it names."""
-        rules = self.rules(digest)
+        """Return the tenant of a request: the name of its key, or without keys the `user` that it names."""
         if digest is None:
             return user or ""
-        return rules.name if rules is not None else ""  # the key was taken out of the file meanwhile
+        key = self.get(digest)
+        return key.name if key is not None else ""
 
 
 def _refusal(message: str) -> HTTPProblem:
     return HTTPProblem(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}, close=True)
+
+
+def digest_of(key: bytes) -> bytes:
+    """Return what is stored and compared in place of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def with_key_weights(config: EngineConfig) -> EngineConfig:
+    """Return the config with the weights of the key file among `tenant_weights`. They are read only at the start.
+
+    Raises:
+        ConfigError: the file is unusable, or its weights contradict an option.
+    """
+    path = config.server.api_key_file
+    if path is None:
+        return config
+    weights = {key.name: key.weight for key in read_keys(path).values() if key.weight is not None}
+    if not weights:
+        return config
+    if config.scheduler.scheduling_policy != "fair":
+        raise ConfigError("weights in api_key_file need scheduling_policy fair", param="api_key_file")
+    for name in weights:
+        if name in config.scheduler.tenant_weights:
+            raise ConfigError(
+                f"tenant_weights contradicts api_key_file, which has a weight for {name} too", param="tenant_weights"
+            )
+    scheduler = dataclasses.replace(config.scheduler, tenant_weights={**config.scheduler.tenant_weights, **weights})
+    return dataclasses.replace(config, scheduler=scheduler)
+
+
+# ---- the file of keys: one key per line, or YAML with a name and limits for each ----
+
+
+def read_keys(path: str, *, warn: bool = True) -> dict[bytes, ApiKey]:
+    """Return the keys of a file by their digests.
+
+    Args:
+        warn: whether to log that every user of the machine may read the file.
+
+    Raises:
+        ConfigError: the file cannot be read, has no keys, or has an entry that is not understood.
+    """
+    entries = _entries(_read_text(path, warn))
+    keys: dict[bytes, ApiKey] = {}
+    names: set[str] = set()
+    for number, entry in enumerate(entries, 1):
+        digest, key = _parse_key(entry, f"key {number}")
+        if digest in keys:
+            raise _file_error(f"key {number} is there twice")
+        if key.name in names:
+            raise _file_error(f"the name {key.name} is there twice")
+        keys[digest] = key
+        names.add(key.name)
+    if not keys:
+        raise _file_error("it has no keys; without any, nobody could use the server")
+    return keys
+
+
+def _read_text(path: str, warn: bool) -> str:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _file_error(f"{path!r} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise _file_error(f"{path!r} is larger than {MAX_FILE_BYTES} bytes")
+    if warn and stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        logger.warning("api_key_file: every user of this machine may read %s", path)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise _file_error(f"{path!r} is not UTF-8") from None
+
+
+def _entries(text: str) -> list[Any]:
+    """Return the entries of a file in either format, which its first line tells."""
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines or not (lines[0] == "---" or lines[0].startswith(("- ", "keys:", "[", "{"))):
+        return list(lines)
+    try:
+        value = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" (line {mark.line + 1})"
+        raise _file_error(f"it is not valid YAML{where}") from None
+    except RecursionError:
+        raise _file_error("it is nested too deeply") from None
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name != "keys"]
+        if unknown:
+            raise _file_error(f"it must have nothing but keys, got {echo(unknown[0])}")
+        value = value["keys"]
+    if not isinstance(value, list):
+        raise _file_error("keys must be a list")
+    return value
+
+
+def _parse_key(entry: Any, where: str) -> tuple[bytes, ApiKey]:
+    """Return digest and key of an entry."""
+    values = entry if isinstance(entry, Mapping) else {"key": entry}
+    for name in values:
+        if name not in FIELDS:
+            raise _file_error(f"{where} has an unknown field {echo(name)}; known are {', '.join(FIELDS)}")
+    digest = _parse_digest(values.get("key"), where)
+    name = values.get("name", f"key-{hashlib.sha256(digest).hexdigest()[:8]}")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise _file_error(f"the name of {where} must have 1 to 64 characters of A-Za-z0-9._:@-, got {echo(name)}")
+    counts = {field: values.get(field) for field in COUNTS}
+    for field, value in counts.items():
+        if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
+            raise _file_error(f"{field} of {where} must be an integer from 1 to {MAX_NUMBER}, got {echo(value)}")
+    weight, priority = values.get("weight"), values.get("min_priority")
+    if weight is not None and (type(weight) not in (int, float) or not 0 < weight <= MAX_NUMBER):
+        raise _file_error(f"weight of {where} must be a positive number, got {echo(weight)}")
+    if priority is not None and (type(priority) is not int or abs(priority) > MAX_NUMBER):
+        raise _file_error(f"min_priority of {where} must be an integer, got {echo(priority)}")
+    return digest, ApiKey(name=name, weight=weight, min_priority=priority, **counts)
+
+
+def _parse_digest(key: Any, where: str) -> bytes:
+    if not isinstance(key, str) or not KEY.fullmatch(key):
+        raise _file_error(
+            f"{where} must be a text of 1 to 1024 visible ASCII characters; in YAML, put numbers in quotes"
+        )
+    if not key.startswith(HASHED):
+        return digest_of(key.encode())
+    try:
+        digest = bytes.fromhex(key.removeprefix(HASHED))
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise _file_error(f"{where}: behind {HASHED} there must be 64 hexadecimal digits")
+    return digest
+
+
+def _file_error(message: str) -> ConfigError:
+    return ConfigError(f"api_key_file: {message}", param="api_key_file")

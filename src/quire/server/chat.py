@@ -141,7 +141,7 @@ class ChatCompletion(Generation):
             self.params = self.params.clone(skip_special_tokens=False)
             marks = self.context.llm.front_model.reasoning_tokens(self.message_spec)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
-        await self.submit(request, [(token_ids, "messages")], self.params, message_spec=self.message_spec)
+        await self.submit(request, [(token_ids, "messages")], self.params, self.message_spec)
         self.usage = Usage(self.streams)
 
     def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:

@@ -11,9 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int, wrong_type
-from quire.errors import RequestError
-from quire.frontend.processor import Prompt, TextParams
+from quire.checks import INT64_MAX, check_int
+from quire.frontend.processor import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
@@ -28,7 +27,7 @@ from quire.server.generation import (
 )
 from quire.server.json_io import THREAD_CHARS, run_in_thread_if
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
-from quire.server.parsing import parse_request
+from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import CompletionRequest, body_schema
 from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.tokenize import encode_text
@@ -50,32 +49,6 @@ async def create_completion(request: Request) -> Response:
     return await generation.answer(request, generation.build)
 
 
-def split_prompts(prompt: Any) -> list[tuple[Prompt, str]]:
-    """Return each prompt with its name in errors. Raises `RequestError` for anything but the four kinds."""
-    if prompt is None:
-        raise RequestError("prompt is required", param="prompt", code="missing_required_parameter")
-    if isinstance(prompt, str):
-        return [(prompt, "prompt")]
-    if not isinstance(prompt, list):
-        raise wrong_type("prompt", "a string, a list of strings, of token ids, or of such lists", prompt)
-    if not prompt:
-        raise RequestError("prompt must not be empty", param="prompt", code="empty_array")
-    kind = type(prompt[0])
-    if kind not in (str, list):
-        return [(prompt, "prompt")]  # token ids, checked one by one where the vocabulary is known
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt may have at most {MAX_PROMPTS} items, got {len(prompt)}",
-            param="prompt",
-            code="array_above_max_length",
-        )
-    for index, item in enumerate(prompt):
-        if type(item) is not kind:
-            wanted = "a string" if kind is str else "a list of token ids"
-            raise wrong_type(f"prompt[{index}]", f"{wanted}, as prompt[0] is", item)
-    return [(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
-
-
 class Completion(Generation):
     """One completions request on its way."""
 
@@ -83,7 +56,7 @@ class Completion(Generation):
 
     def __init__(self, context: ModelContext, body: CompletionRequest) -> None:
         super().__init__(context, body, "cmpl")
-        self.prompts = split_prompts(body.prompt)
+        self.prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
         self.only_prompt = body.echo and body.max_tokens == 0
         check_stream_fields(body)
         self.params = self._params(body)
@@ -116,7 +89,7 @@ class Completion(Generation):
                 )
                 for prompt, param in prompts
             ]
-        await self.submit(request, prompts, self.params, len(prompts))
+        await self.submit(request, prompts, self.params)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""

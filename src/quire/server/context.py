@@ -1,9 +1,8 @@
-"""What routes share: `ServerContext`, one for each app, and `ModelContext`, one for each request that needs a model."""
+"""State that routes share: `ServerContext`, one per app, and `ModelContext`, one per request that needs a model."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -17,44 +16,31 @@ from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.errors import HTTPProblem
-from quire.server.limits import Deadline, timed_out
+from quire.server.limits import Deadline
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
+from quire.server.paths import is_admin, without_root
 from quire.server.responses.store import ResponseStore
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
-from quire.server.timeline import Timelines
+from quire.server.timeline import RequestRecords
 from quire.server.tracing import Tracing
-
-ADMIN_PATHS = frozenset(
-    {
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/reset_prefix_cache",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-    }
-)
-ADMIN_MODEL_PATH = re.compile(r"/v1/models/.+/(load|unload)", re.DOTALL)
 
 
 class Abortable(Protocol):
-    """What `generation.Generation` is to those who only want to end it."""
+    """What the server does to running requests when it shuts down."""
 
     def abort(self) -> None:
-        """End it; whoever waits for it is told."""
+        """End it; its client gets an error."""
 
 
 class ServerContext:
     """State of a server; there is one for each app, in `app.state.context`.
 
     Attributes:
-        config: options, of which the server's own count here. models: all models.
-        metrics: None where nobody counts.
-        draining: set once the server has begun to shut down; new work is refused from then on.
-        generations: those that an engine works on, or that are being sent. timelines: what is known of these and of
-            the last ones. tracing: None where nobody wants traces.
-        responses: those that are kept for later.
+        config: options, of which the server's own count here. models: all models. metrics: None without /metrics.
+        draining: set once the server has begun to shut down; new requests are refused from then on.
+        jobs: those that an engine works on, or whose responses are being sent. records: of these, and of the last
+            finished ones. tracing: None without an endpoint for traces. responses: the stored ones.
     """
 
     def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None) -> None:
@@ -64,9 +50,9 @@ class ServerContext:
         self.keys = ApiKeys(config.server.api_key, config.server.api_key_file)
         self.admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
-        self.generations: set[Abortable] = set()
+        self.jobs: set[Abortable] = set()
         self.responses = ResponseStore(config.server)
-        self.timelines = Timelines()
+        self.records = RequestRecords()
         endpoint = config.server.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self._num_open = 0
@@ -74,13 +60,12 @@ class ServerContext:
         self._idle.set()
 
     def keys_for(self, method: str, path: str) -> ApiKeys:
-        """Return the keys that are good for a route: those that operate models may have keys of their own."""
-        root = self.config.server.root_path.rstrip("/")
-        path = path.removeprefix(root) if path.startswith(root + "/") else path
-        return self.admin_keys if is_admin_route(method, path) else self.keys
+        """Return the keys that are valid for a route: those that operate models may have keys of their own."""
+        path = without_root(path, self.config.server.root_path)
+        return self.admin_keys if is_admin(method, path) else self.keys
 
     def note_rejection(self, reason: str, model: str | None = None) -> None:
-        """Count a request that is turned away: one of `metrics.REJECTIONS`; `model` is its own name, if it has one."""
+        """Count a rejected request, by one of `metrics.REJECTIONS` and the name of its model, if it has come so far."""
         if self.metrics is not None:
             self.metrics.on_rejected(reason, model)
 
@@ -94,7 +79,7 @@ class ServerContext:
 
     @contextmanager
     def open_request(self, scope: Scope) -> Iterator[None]:
-        """Count a request as being worked on while the block runs, then let go of the models it has needed."""
+        """Count a request as running while the block runs, then release the models it has used."""
         self._count_open(1)
         try:
             yield
@@ -114,26 +99,20 @@ class ServerContext:
 
     @property
     def num_open(self) -> int:
-        """Requests being worked on."""
+        """Running requests."""
         return self._num_open
 
     async def wait_idle(self) -> None:
-        """Return once no request is being worked on."""
+        """Return once no request is running."""
         await self._idle.wait()
 
 
-def is_admin_route(method: str, path: str) -> bool:
-    """Whether a request would operate models rather than use them."""
-    return path in ADMIN_PATHS or (method == "POST" and ADMIN_MODEL_PATH.fullmatch(path) is not None)
-
-
 class ModelContext:
-    """A server, as a request sees it that is about one model, which is loaded.
+    """The context of one request that needs a model, which is loaded.
 
     Attributes:
-        server: what all requests share. model: the model. llm: its engine, from which the request is answered even if
-            the model gets another one meanwhile. name: what the answer calls the model.
-        lora: the adapter that the request has named in the place of the model.
+        server: of all requests. model: the model. llm: its engine, which answers the request even if the model gets
+            another one meanwhile. name: the model's name in the response. lora: the adapter that the request names.
     """
 
     def __init__(self, server: ServerContext, model: ServedModel, name: str, lora: LoRARequest | None = None) -> None:
@@ -145,7 +124,7 @@ class ModelContext:
 
     @property
     def config(self) -> EngineConfig:
-        """The model's options, and the server's."""
+        """Options of the model and the server."""
         return self.model.config
 
     @property
@@ -155,22 +134,8 @@ class ModelContext:
 
     @property
     def keys(self) -> ApiKeys:
-        """Who may use the server."""
+        """API keys of the server."""
         return self.server.keys
-
-    @property
-    def generations(self) -> set[Abortable]:
-        """As in `ServerContext`."""
-        return self.server.generations
-
-    @property
-    def draining(self) -> bool:
-        """As in `ServerContext`."""
-        return self.server.draining
-
-    def note_rejection(self, reason: str) -> None:
-        """As in `ServerContext`."""
-        self.server.note_rejection(reason, self.model.names[0])
 
 
 def context_of(request: Request) -> ServerContext:
@@ -180,9 +145,9 @@ def context_of(request: Request) -> ServerContext:
 
 
 async def model_context(request: Request, name: str | None) -> ModelContext:
-    """Return the context of the model called so (None: the first one), which stays loaded until the answer is complete.
+    """Return the context of the model of this name (None: the first one), which stays loaded until the response ends.
 
-    It may have to be loaded first; nobody waits for that whose client has gone, or whose time is over.
+    It may have to be loaded first; the wait ends if the client disconnects or the deadline is over.
 
     Raises:
         NotFoundError: there is no such model. QuireError: it cannot be loaded, or not in time.
@@ -203,7 +168,7 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
                 await until_disconnect(request.receive, acquire())
         except TimeoutError:
             assert deadline is not None
-            raise timed_out(deadline.seconds) from None
+            raise deadline.exceeded() from None
         except ClientGoneError:
             raise HTTPProblem(CLIENT_CLOSED, "the client has gone", code="client_closed") from None
     lora = None if name is None or name in model.names else model.llm.adapters.find(name)

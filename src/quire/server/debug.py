@@ -1,4 +1,4 @@
-"""GET /debug/blocks and /debug/prefixes: what the KV cache holds, and for whom. There only if asked for at start.
+"""GET /debug/blocks and /debug/prefixes: what the KV cache holds, and for whom. There only with an option.
 
 The engine answers between two steps, in time linear in the number of blocks. Token ids, from which prompts can be read,
 are left out unless the request asks for them, and refused where several keys share the server.
@@ -12,39 +12,37 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import unknown_field, wrong_value
+from quire.checks import wrong_value
 from quire.engine.messages import MOST_SHOWN
 from quire.server.context import context_of, model_context
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
+from quire.server.parsing import check_query, describe_query
 
-MOST_DIGITS = 9
+MAX_DIGITS = 9
 CHOICES = {"tier": ("device", "host"), "format": ("json", "text"), "tokens": ("false", "true")}
-NUMBERS = {"limit": MOST_SHOWN, "start": 10**MOST_DIGITS - 1}
+NUMBERS = {"limit": MOST_SHOWN, "start": 10**MAX_DIGITS - 1}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    **{name: {"type": "integer", "minimum": 0, "maximum": most} for name, most in NUMBERS.items()},
+    **{name: {"type": "string", "enum": list(choices)} for name, choices in CHOICES.items()},
+    "model": {"type": "string"},
+}
+BLOCKS_QUERY = ("limit", "start", "tier", "tokens", "format", "model")
+PREFIXES_QUERY = ("limit", "tokens", "format", "model")
 
 router = APIRouter()
 
 
-def _described(*names: str) -> dict[str, Any]:
-    """Return the part of the API's description that lists these query parameters."""
-    kinds: dict[str, dict[str, Any]] = {
-        **{name: {"type": "integer", "minimum": 0, "maximum": most} for name, most in NUMBERS.items()},
-        **{name: {"type": "string", "enum": list(choices)} for name, choices in CHOICES.items()},
-        "model": {"type": "string"},
-    }
-    return {"parameters": [{"name": name, "in": "query", "required": False, "schema": kinds[name]} for name in names]}
-
-
-@router.get("/debug/blocks", openapi_extra=_described("limit", "start", "tier", "tokens", "format", "model"))
+@router.get("/debug/blocks", openapi_extra=describe_query(**{name: SCHEMAS[name] for name in BLOCKS_QUERY}))
 async def blocks(request: Request) -> Response:
     """Show the queues, the sizes of all tiers, and the blocks of one, each with its state and its owners."""
-    return await _show(request, "blocks", ("limit", "start", "tier", "tokens", "format", "model"))
+    return await _show(request, "blocks", BLOCKS_QUERY)
 
 
-@router.get("/debug/prefixes", openapi_extra=_described("limit", "tokens", "format", "model"))
+@router.get("/debug/prefixes", openapi_extra=describe_query(**{name: SCHEMAS[name] for name in PREFIXES_QUERY}))
 async def prefixes(request: Request) -> Response:
     """Show the radix tree of the cached prefixes."""
-    return await _show(request, "prefixes", ("limit", "tokens", "format", "model"))
+    return await _show(request, "prefixes", PREFIXES_QUERY)
 
 
 async def _show(request: Request, method: str, names: tuple[str, ...]) -> Response:
@@ -62,15 +60,17 @@ async def _show(request: Request, method: str, names: tuple[str, ...]) -> Respon
 
 
 def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool | str]:
-    """Return the arguments of the engine's call that the query asks for. Raises `RequestError` naming a bad one."""
+    """Return the arguments of the engine's call. Raises `RequestError` naming a bad parameter of the query."""
+    check_query(request, names)
     arguments: dict[str, int | bool | str] = {}
     for name, value in request.query_params.items():
-        if name not in names:
-            raise unknown_field(name, names)
         if name == "model":
-            continue  # whose engine is asked
+            continue  # it selects the engine
         if name in NUMBERS:
-            arguments[name] = _number(name, value)
+            plain = value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
+            if not plain or int(value) > NUMBERS[name]:
+                raise wrong_value(name, f"an integer from 0 to {NUMBERS[name]}", value)
+            arguments[name] = int(value)
         elif value not in CHOICES[name]:
             raise wrong_value(name, f"one of {', '.join(CHOICES[name])}", value)
         elif name == "format":
@@ -78,10 +78,3 @@ def _arguments(request: Request, names: tuple[str, ...]) -> dict[str, int | bool
         else:
             arguments[name] = value == "true" if name == "tokens" else value
     return arguments
-
-
-def _number(name: str, value: str) -> int:
-    plain = value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
-    if not plain or int(value) > NUMBERS[name]:
-        raise wrong_value(name, f"an integer from 0 to {NUMBERS[name]}", value)
-    return int(value)

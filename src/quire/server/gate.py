@@ -1,6 +1,6 @@
 """The gate every request passes: request id, size of the head, API key, state of the server, log line, last resort.
 
-A plain ASGI middleware, because the ones that wrap requests and responses cost per chunk and hide disconnects.
+A plain ASGI middleware: those that wrap requests and responses cost time for every chunk, and hide disconnects.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire import logs
 from quire.errors import QuireError
-from quire.server.access_log import log_visit, unlogged_paths
-from quire.server.auth import OPEN_PATHS, PROBES
+from quire.server.access_log import log_access, unlogged_paths
 from quire.server.context import ServerContext
 from quire.server.errors import HTTPProblem, error_response, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
-from quire.server.playground_files import STATE_PATH
+from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +26,6 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
-# Of these it is worth knowing before the body is read whether the engine has room for them.
-GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
-)
-FREE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})  # of them no limit of a key counts
-CANCEL_PATH = re.compile(r"(/.*)?/v1/responses/[^/]+/cancel")  # nor of this: it is how a key's places become free
-ALWAYS_SERVED = OPEN_PATHS | frozenset(
-    {"/load", "/version", "/metrics", "/docs", "/openapi.json", "/docs/oauth2-redirect", STATE_PATH}
-)
-UNLOGGED = PROBES | frozenset({"/load", "/metrics", STATE_PATH})
 
 
 class Gate:
@@ -54,67 +43,67 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
-        visit = _Visit(scope, send)
-        logs.request_id.set(visit.request_id)
+        exchange = _Exchange(scope, send)
+        logs.request_id.set(exchange.request_id)
         try:
-            await self._admit(scope, receive, visit)
+            await self._admit(scope, receive, exchange)
         except Exception as error:  # the boundary of the request
             if isinstance(error, QuireError):
                 problem: QuireError = error
             else:
-                logger.exception("request %s failed", visit.request_id)
+                logger.exception("request %s failed", exchange.request_id)
                 problem = QuireError(str(error))
             if isinstance(problem, RateLimitError):
                 self._context.note_rejection("rate_limit")
-            if not visit.status:
-                await error_response(problem)(scope, receive, visit.send)
+            if not exchange.status:
+                await error_response(problem)(scope, receive, exchange.send)
         finally:
-            self._note(scope, visit)
+            self._record(scope, exchange)
 
-    async def _admit(self, scope: Scope, receive: Receive, visit: _Visit) -> None:
+    async def _admit(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         context = self._context
         scope["root_path"] = self._root_path
         _check_head(scope)
         keys = context.keys_for(scope["method"], scope["path"])
         digest = keys.check(scope["method"], scope["path"], scope["headers"])
         scope["state"]["key_digest"] = digest
-        quota = scope["state"]["quota"] = visit.quota = context.keys.quota(digest)
+        quota = scope["state"]["quota"] = exchange.quota = context.keys.quota(digest)
         set_deadline(scope, context.config.server.request_timeout)
         if scope["path"] in ALWAYS_SERVED:
-            await self._app(scope, receive, visit.send)
+            await self._app(scope, receive, exchange.send)
             return
         if context.draining:
             context.note_rejection("shutting_down")
-            raise _closing(shutting_down())
+            raise shutting_down(close=True)
         await context.models.check_health()
         if context.models.loading:
             context.note_rejection("loading")
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
-        if quota is None or scope["method"] in FREE_METHODS or CANCEL_PATH.fullmatch(scope["path"]):
+        if quota is None or scope["method"] in UNLIMITED_METHODS or CANCEL_PATH.fullmatch(scope["path"]):
             with context.open_request(scope):
-                await self._app(scope, receive, visit.send)
+                await self._app(scope, receive, exchange.send)
         else:
             with quota.running() as scope["state"]["slot"], context.open_request(scope):
-                await self._app(scope, receive, visit.send)
+                await self._app(scope, receive, exchange.send)
 
-    def _note(self, scope: Scope, visit: _Visit) -> None:
-        """Count and log a request that is over."""
-        seconds = time.perf_counter() - visit.started
+    def _record(self, scope: Scope, exchange: _Exchange) -> None:
+        """Count, log and trace a request that is over."""
+        seconds = time.perf_counter() - exchange.started
         path = scope["path"]
         if self._context.metrics is not None:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
-            self._context.metrics.on_http(route, method, visit.status or 499, seconds)
+            self._context.metrics.on_http(route, method, exchange.status or 499, seconds)
         if not self._context.config.server.disable_access_log and path not in self._unlogged:
-            log_visit(self._context, scope, visit.request_id, visit.status or 499, seconds)
+            log_access(self._context.keys, scope, exchange.request_id, exchange.status or 499, seconds)
         if self._context.tracing is not None:
-            self._context.tracing.trace(scope, visit.request_id, visit.status or 499, seconds)
+            self._context.tracing.trace(scope, exchange.request_id, exchange.status or 499, seconds)
 
 
-class _Visit:
-    """One request: its id, the status of its answer once there is one, and what its key may still have, if limited."""
+class _Exchange:
+    """One request and its response: request id, status once there is one, quota of its key if it has limits."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.started = time.perf_counter()
@@ -128,7 +117,7 @@ class _Visit:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """Pass a message on; the answer's head gets the request id."""
+        """Pass a message on; the head of the response gets the request id and the key's limits."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
@@ -141,7 +130,7 @@ class _Visit:
 
 
 def _check_head(scope: Scope) -> None:
-    """Raise `HTTPProblem` for a URL or headers that no client of ours needs."""
+    """Raise `HTTPProblem` for a URL or headers beyond any legitimate size."""
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_URL:
         raise HTTPProblem(414, f"the URL is longer than {MAX_URL} bytes", code="url_too_long", close=True)
     headers = scope["headers"]
@@ -155,8 +144,3 @@ def _check_head(scope: Scope) -> None:
             code="headers_too_large",
             close=True,
         )
-
-
-def _closing(problem: HTTPProblem) -> HTTPProblem:
-    problem.close = True
-    return problem

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int, wrong_value
-from quire.errors import OverloadedError, RequestError, UnsupportedError, echo, retold
+from quire.checks import wrong_value
+from quire.errors import RequestError, UnsupportedError, echo, retold
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
-from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
-from quire.server.errors import aborted, shutting_down
 from quire.server.forms import requested_form
+from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import large_json_response
-from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of, timed_out
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
-from quire.server.timeline import Visited
-from quire.server.timings import answer_metrics
+from quire.server.timeline import response_metrics
 from quire.server.tracing import traced_parameters
 
 Positions = Sequence[TokenLogprobs | None]
@@ -38,10 +34,8 @@ MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 4
-CHARS_PER_TOKEN = 4
-MAX_TOLD = 2**22
+MAX_RESPONSE_ENTRIES = 2**22
 CHARS_PER_ENTRY = 16
-LOGGED_CHARS = 1000
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
@@ -134,6 +128,11 @@ def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[st
     return params
 
 
+def num_sequences(params: TextParams) -> int:
+    """Return how many sequences a prompt has."""
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.num_sequences
+
+
 def count_ids(ids: Any) -> int | None:
     """Return how many log-probabilities a list of token ids asks for; what is no list is refused elsewhere."""
     return len(ids) if isinstance(ids, list) else None
@@ -156,11 +155,8 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
         field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are; one sequence
             may always have so many.
     """
-    logprobs = 0
-    if isinstance(params, BeamSearchParams):
-        each = params.beam_width
-    else:
-        each = params.num_sequences
+    logprobs, each = 0, num_sequences(params)
+    if not isinstance(params, BeamSearchParams):
         counts = (params.logprobs, params.prompt_logprobs, len(params.logprob_token_ids or ()))
         logprobs = max(vocab_size if count == -1 else count or 0 for count in counts)
     sequences = num_prompts * each
@@ -179,142 +175,104 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
         )
 
 
-def estimate_tokens(prompt: Prompt) -> int:
-    """Return about how many tokens a prompt has, without tokenizing it; of token ids exactly."""
-    content = prompt.get("prompt", prompt.get("prompt_token_ids", ())) if isinstance(prompt, Mapping) else prompt
-    return -(-len(content) // CHARS_PER_TOKEN) if isinstance(content, str) else len(content)
-
-
-class Generation:
-    """The sequences of one HTTP request, and what stays the same in everything that is said about them.
+class Generation(EngineJob):
+    """A job that generates text: what completions and chat completions share.
 
     Attributes:
-        response_id, created, model: as in the answer. streams: one per prompt. n: choices per prompt; a beam search
-            may have more beams. form: what the text must look like.
+        n: choices per prompt in the response; a beam search may have more beams. structured_output: None for any text.
     """
 
+    body: GenerationRequest
+
     def __init__(self, context: ModelContext, body: GenerationRequest, prefix: str) -> None:
-        self.context = context
-        self.body = body
-        self.model = context.name
-        self.response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.streams: list[RequestStream] = []
+        super().__init__(context, body, f"{prefix}-{body.request_id or uuid.uuid4().hex}")
         self.n = 1
         refuse_unless_generating(context)
-        self._visited: Visited | None = None
-        self._deadline: Deadline | None = None
+        self.form = requested_form(body, ignore_unknown=context.ignore_unknown)
         self._alarm: asyncio.TimerHandle | None = None
         self._expired = False
-        self._quota: Quota | None = None
-        self._reserved = 0
-        self._num_told = 0
-        self.form = requested_form(body, ignore_unknown=context.ignore_unknown)
-        policy = context.config.scheduler.scheduling_policy
-        if body.priority != 0 and policy != "priority":
-            raise UnsupportedError(
-                f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
-            )
+        self._num_entries = 0
 
     async def submit(
         self,
         request: Request,
-        prompts: Iterable[tuple[Prompt, str]],
+        prompts: Sequence[tuple[Prompt, str]],
         params: TextParams,
-        num_prompts: int = 1,
         message_spec: MessageSpec | None = None,
     ) -> None:
-        """Hand the prompts to the engine, all or none.
+        """Submit the prompts to the engine, all or none.
 
         Args:
-            prompts: each with the name that errors call it. message_spec: what the message may be, in chats.
+            prompts: each with its name in errors. message_spec: what the message may be, in chats.
 
         Raises:
             QuireError: as `AsyncLLM.submit`.
         """
+        llm = self.context.llm
         count_field = "n" if self.body.best_of is None else "best_of"
-        check_budget(num_prompts, params, count_field, vocab_size=self.context.llm.vocab_size)
+        check_budget(len(prompts), params, count_field, vocab_size=llm.vocab_size)
         self.n = self.body.n
-        self.context.generations.add(self)
-        digest = request.scope["state"].get("key_digest")
-        self._note_visit(request.scope["state"], params)
-        salt = self.context.keys.salt(digest, self.body.cache_salt)
-        tenant = self.context.keys.tenant(digest, self.body.user)
+        self.register(request, traced_parameters(params), self.body.request_id)
         try:
-            prompts = list(prompts)
-            self._limit(request, prompts, params)
+            num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
+            longest = min(params.max_tokens or llm.max_model_len, llm.max_model_len)
+            num_tokens = num_prompt_tokens + len(prompts) * num_sequences(params) * longest
+            self.limit(request, num_prompt_tokens, num_tokens, self.body.timeout)
+            if self.deadline is not None:
+                self._alarm = asyncio.get_running_loop().call_later(self.deadline.left, self._expire)
+            options = self.engine_options(self.body.cache_salt)
             for prompt, param in prompts:
                 # Ids within the engine are unique, even if clients choose the same one twice.
                 internal_id = f"{self.response_id}-{len(self.streams)}-{uuid.uuid4().hex[:12]}"
-                submission = self.context.llm.submit(
+                submission = llm.submit(
                     prompt,
                     params,
                     internal_id,
-                    priority=self.body.priority,
-                    cache_salt=salt,
-                    tenant=tenant,
                     param=param,
                     message_spec=message_spec,
-                    within=None if self._deadline is None else self._deadline.left,
+                    within=None if self.deadline is None else self.deadline.left,
                     lora_request=self.context.lora,
+                    **options,
                 )
-                self.streams.append(await self._in_time(submission))
+                self.add(await self._in_time(submission), params)
                 self._check_size(params)
-                if self.context.config.server.enable_log_requests:
-                    most = self.context.config.server.max_log_len
-                    log_prompt(self.response_id, self.streams[-1], params, LOGGED_CHARS if most is None else most)
                 if len(self.streams) % YIELD_EVERY == 0:
-                    await asyncio.sleep(0)  # many prompts must not hold up everyone else
+                    await asyncio.sleep(0)  # many prompts must not hold up other requests
         except BaseException as error:
-            if isinstance(error, OverloadedError | RateLimitError):
-                self.context.note_rejection("rate_limit" if isinstance(error, RateLimitError) else "queue_full")
+            self.count_rejection(error)
             self.close()
             if isinstance(error, RequestError):
                 raise self.explain(error) from None
             raise
 
-    def _limit(self, request: Request, prompts: Sequence[tuple[Prompt, str]], params: TextParams) -> None:
-        """Set the clock that ends this request, and take what its key may have of tokens."""
-        state = request.scope["state"]
-        rules = self.context.keys.rules(state.get("key_digest"))
-        if rules is not None and rules.min_priority is not None:
-            check_int("priority", self.body.priority, rules.min_priority, INT64_MAX)
-        self._deadline = deadline_of(request, self.context.config.server.request_timeout, self.body.timeout)
-        if self._deadline is not None:
-            self._alarm = asyncio.get_running_loop().call_later(self._deadline.left, self._expire)
-        self._quota = state.get("quota")
-        if self._quota is not None:
-            num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
-            each = params.beam_width if isinstance(params, BeamSearchParams) else params.num_sequences
-            longest = params.max_tokens or self.context.llm.max_model_len
-            num_tokens = num_prompt_tokens + len(prompts) * each * min(longest, self.context.llm.max_model_len)
-            self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
-
     def _check_size(self, params: TextParams) -> None:
-        """Raise `RequestError` if more would have to be told, and kept until then, than one answer may have.
+        """Raise `RequestError` if the response could have more tokens and alternatives than one response may.
 
-        With log-probabilities, each token counts as often as there are alternatives. What is told of a prompt is told
-        with each of its choices.
+        With log-probabilities, each token counts as often as there are alternatives; those of a prompt are in each of
+        its choices.
         """
         if isinstance(params, BeamSearchParams):
             return
         state, body = self.streams[-1].state, self.body
         vocab_size = self.context.llm.vocab_size
 
-        def each(count: int | None) -> int:
+        def entries(count: int | None) -> int:
             return 0 if count is None else 1 + (vocab_size if count == -1 else count)
 
-        logprobs = max(each(params.logprobs), each(len(params.logprob_token_ids or ()) or None))
+        logprobs = max(entries(params.logprobs), entries(len(params.logprob_token_ids or ()) or None))
         repeated = bool(getattr(body, "echo", False)) or body.return_token_ids
-        of_prompt = params.n * max(each(params.prompt_logprobs), int(repeated)) * len(state.prompt_token_ids)
-        of_answer = params.num_sequences * logprobs * state.max_tokens
-        self._num_told += of_prompt + of_answer
-        if self._num_told > max(MAX_TOLD, 1 + vocab_size):
-            names = {"prompt_logprobs": of_prompt if params.prompt_logprobs is not None else 0, "logprobs": of_answer}
+        of_prompt = params.n * max(entries(params.prompt_logprobs), int(repeated)) * len(state.prompt_token_ids)
+        of_completions = params.num_sequences * logprobs * state.max_tokens
+        self._num_entries += of_prompt + of_completions
+        if self._num_entries > max(MAX_RESPONSE_ENTRIES, 1 + vocab_size):
+            names = {
+                "prompt_logprobs": of_prompt if params.prompt_logprobs is not None else 0,
+                "logprobs": of_completions,
+            }
             name = max(names, key=lambda item: names[item]) if any(names.values()) else "n"
             raise RequestError(
-                f"this request could be told of {self._num_told} tokens and alternatives; one answer may have "
-                f"{MAX_TOLD}: ask for a smaller max_tokens, n, or {name}",
+                f"this request could be told of {self._num_entries} tokens and alternatives; one answer may have "
+                f"{MAX_RESPONSE_ENTRIES}: ask for a smaller max_tokens, n, or {name}",
                 param=name,
             )
 
@@ -323,73 +281,45 @@ class Generation:
         self.abort()
 
     async def _in_time(self, submission: Coroutine[Any, Any, RequestStream]) -> RequestStream:
-        if self._deadline is None:
+        if self.deadline is None:
             return await submission
         try:
-            async with asyncio.timeout(self._deadline.left):
+            async with asyncio.timeout(self.deadline.left):
                 return await submission
         except TimeoutError:
-            raise timed_out(self._deadline.seconds) from None
-
-    def _note_visit(self, state: dict[str, Any], params: TextParams) -> None:
-        """Take this up in the timelines, and where the request's log line and trace look for it."""
-        self._visited = Visited(
-            self.response_id,
-            state.get("request_id", ""),
-            self.body.request_id,
-            state.get("key_digest"),
-            self.model,
-            self.context.llm,
-            self.streams,
-            traced_parameters(params),
-        )
-        state.setdefault("visited", []).append(self._visited)
-        self.context.server.timelines.begin(self._visited)
+            raise self.deadline.exceeded() from None
 
     def explain(self, error: RequestError) -> RequestError:
-        """Return an error of the front in the words of the request."""
+        """Return an error of the front with the names of the request's fields."""
         error = _as_written(error)
         return error if self.form is None else self.form.explain(error)
 
-    def abort(self) -> None:
-        """End what is unfinished; its streams get a last output."""
-        self.context.llm.abort_now([stream.request_id for stream in self.streams if not stream.finished])
-
     def close(self) -> None:
-        """Say that nobody waits for this any more."""
-        self.context.generations.discard(self)
-        self.abort()
-        if self._visited is not None:
-            self.context.server.timelines.end(self._visited)
+        """As `EngineJob.close`."""
+        super().close()
         if self._alarm is not None:
             self._alarm.cancel()
-        if self._quota is not None:
-            quota, self._quota = self._quota, None
-            used = sum([len(stream.prompt_token_ids) + stream.num_generated_tokens for stream in self.streams])
-            quota.settle(self._reserved, used)
 
     def check(self, completions: Sequence[CompletionOutput]) -> None:
-        """Raise `QuireError` if a completion did not end by itself."""
+        """Raise `QuireError` if a completion was aborted or failed."""
         for completion in completions:
             if completion.error is not None:
                 error = completion.error
                 raise self.explain(error) if isinstance(error, RequestError) else error
             if completion.finish_reason == "abort":
-                if self._deadline is not None and self._expired:
-                    raise timed_out(self._deadline.seconds)
-                raise shutting_down() if self.context.draining else aborted()
+                raise self.deadline.exceeded() if self.deadline is not None and self._expired else self.aborted()
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return what every answer and every chunk begins with."""
+        """Return the first fields of every response and chunk."""
         return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
 
     def add_metrics(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Add to an answer, or to the last chunk of one, where its time went, if the request asked for that."""
-        metrics = answer_metrics(self.streams) if self.body.include_metrics else None
+        """Return a response, or the last chunk of one, with its `metrics` if the request asked for them."""
+        metrics = response_metrics(self.streams) if self.body.include_metrics else None
         return answer if metrics is None else {**answer, "metrics": metrics}
 
     async def answer(self, request: Request, build: Callable[[list[RequestOutput]], dict[str, Any]]) -> Response:
-        """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client goes away."""
+        """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client disconnects."""
         try:
             outputs = await until_disconnect(request.receive, last_outputs(self.streams))
         except ClientGoneError:

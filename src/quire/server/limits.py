@@ -1,7 +1,4 @@
-"""What one caller may have of a server: rates and concurrency of a key, and the time until which an answer is of use.
-
-Clocks are monotonic: a change of the date neither frees nor blocks anybody.
-"""
+"""Limits of one caller: rates and concurrency of an API key, and the deadline of a request. Clocks are monotonic."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from quire.checks import wrong_value
 from quire.server.errors import HTTPProblem, retry_headers
 
 TIMEOUT_HEADER = b"x-request-timeout"
-MOST_SECONDS = 604800.0
+MAX_SECONDS = 604800.0
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 Headers = list[tuple[bytes, bytes]]
@@ -27,13 +24,13 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRules:
-    """What the holder of one API key may do; None is no limit.
+class ApiKey:
+    """An API key's name and limits; None is no limit.
 
     Attributes:
-        name: on whose account its requests run, and what logs call it.
+        name: the tenant of its requests, and what logs call it.
         max_concurrency: requests at a time. requests_per_minute, tokens_per_minute: over all routes that do work.
-        weight: its share with the fair policy. min_priority: the most urgent `priority` it may ask for.
+        weight: its share with the fair scheduling policy. min_priority: the most urgent `priority` of its requests.
     """
 
     name: str
@@ -56,14 +53,14 @@ class RateLimitError(HTTPProblem):
     error_type = "rate_limit_error"
 
     def __init__(self, message: str, seconds: float | None) -> None:
-        again = {"X-Should-Retry": "false"} if seconds is None else retry_headers(max(seconds, 0.001))
-        super().__init__(429, message, code="rate_limit_exceeded", headers=again)
+        retry = {"X-Should-Retry": "false"} if seconds is None else retry_headers(max(seconds, 0.001))
+        super().__init__(429, message, code="rate_limit_exceeded", headers=retry)
 
 
-class Bucket:
-    """A token bucket: full at first, filled evenly, so that a minute's worth may be had at once.
+class TokenBucket:
+    """A token bucket that holds a minute's worth: full at first, refilled evenly.
 
-    It may be overdrawn by what is only known afterwards; then it fills from below zero.
+    What is only known afterwards may overdraw it; then it refills from below zero.
     """
 
     __slots__ = ("_clock", "_latest", "_level", "per_minute")
@@ -82,64 +79,71 @@ class Bucket:
         self._latest = now
         return self._level
 
-    def lacks(self, amount: float) -> float:
-        """Return in how many seconds it will have so much; 0 if it has."""
+    def seconds_until(self, amount: float) -> float:
+        """Return in how many seconds it will have `amount`; 0 if it has."""
         return max(0.0, amount - self.level) * 60 / self.per_minute
 
     def take(self, amount: float) -> None:
-        """Take out so much, or with a negative amount put it back."""
+        """Take out `amount`, or put it back if it is negative."""
         self._level = min(self.per_minute, self.level - amount)
 
     def resize(self, per_minute: int) -> None:
-        """Go on with another size; what was taken stays taken."""
+        """Change the size; what was taken stays taken."""
         taken = self.per_minute - self.level
         self.per_minute = per_minute
         self._level = per_minute - taken
 
 
 class Quota:
-    """What the holder of one key has used of what `rules` give."""
+    """What was used of the limits of one key."""
 
-    def __init__(self, rules: KeyRules, clock: Clock = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self.rules = rules
         self.num_running = 0
-        self.requests = _bucket(None, rules.requests_per_minute, clock)
-        self.tokens = _bucket(None, rules.tokens_per_minute, clock)
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.change(key)
 
-    def change(self, rules: KeyRules) -> None:
-        """Go by other rules from now on."""
-        self.rules = rules
-        self.requests = _bucket(self.requests, rules.requests_per_minute, self._clock)
-        self.tokens = _bucket(self.tokens, rules.tokens_per_minute, self._clock)
+    def change(self, key: ApiKey) -> None:
+        """Apply other limits from now on."""
+        self.key = key
+        self.requests = self._resized(self.requests, key.requests_per_minute)
+        self.tokens = self._resized(self.tokens, key.tokens_per_minute)
+
+    def _resized(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
+        if per_minute is None or bucket is None:
+            return None if per_minute is None else TokenBucket(per_minute, self._clock)
+        if bucket.per_minute != per_minute:
+            bucket.resize(per_minute)
+        return bucket
 
     @contextmanager
-    def running(self) -> Iterator[Slot]:
-        """Count a request while the block runs, or for longer if its slot is kept. Raises `RateLimitError`."""
-        most = self.rules.max_concurrency
+    def running(self) -> Iterator[ConcurrencySlot]:
+        """Count a request while the block runs, or for longer if its slot is extended. Raises `RateLimitError`."""
+        most = self.key.max_concurrency
         if most is not None and self.num_running >= most:
             raise RateLimitError(f"this key may have {most} requests at a time", 1.0)
         for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
-            wait = 0.0 if bucket is None else bucket.lacks(1)
+            wait = 0.0 if bucket is None else bucket.seconds_until(1)
             if bucket is not None and wait:
                 raise RateLimitError(f"this key may have {bucket.per_minute} {what} per minute", wait)
         if self.requests is not None:
             self.requests.take(1)
         self.num_running += 1
-        slot = Slot(self)
+        slot = ConcurrencySlot(self)
         try:
             yield slot
         finally:
-            if not slot.kept:
+            if not slot.extended:
                 self.num_running -= 1
 
     def reserve(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Take `num_tokens`, the prompt's and all that may be generated, before it is known how many will be used.
+        """Take `num_tokens`, those of the prompt and all that may be generated, before it is known how many will be.
 
-        Of more than a minute's worth, that much is taken; the rest is settled when it has been used.
+        A reservation is at most a minute's worth; `refund` takes the rest once it has been used.
 
         Returns:
-            What was taken, for `settle`.
+            What was taken, for `refund`.
 
         Raises:
             RateLimitError: so much is not left, or the prompt alone is more than a minute's worth.
@@ -150,19 +154,19 @@ class Quota:
         if num_prompt_tokens > most:
             raise RateLimitError(f"the prompt has more tokens than this key may have in a minute, {most}", None)
         amount = min(num_tokens, most)
-        wait = self.tokens.lacks(amount)
+        wait = self.tokens.seconds_until(amount)
         if wait:
             raise RateLimitError(f"this key may have {most} tokens per minute; this request may use {amount}", wait)
         self.tokens.take(amount)
         return amount
 
-    def settle(self, reserved: int, used: int) -> None:
-        """Replace what was reserved by what was used."""
+    def refund(self, reserved: int, used: int) -> None:
+        """Replace a reservation by what was used."""
         if self.tokens is not None:
             self.tokens.take(used - reserved)
 
     def headers(self) -> Headers:
-        """Return OpenAI's headers about what is left."""
+        """Return OpenAI's rate limit headers."""
         headers: Headers = []
         for bucket, what in ((self.requests, b"requests"), (self.tokens, b"tokens")):
             if bucket is not None:
@@ -170,43 +174,33 @@ class Quota:
                 headers += [
                     (b"x-ratelimit-limit-" + what, b"%d" % bucket.per_minute),
                     (b"x-ratelimit-remaining-" + what, b"%d" % left),
-                    (b"x-ratelimit-reset-" + what, _duration(bucket.lacks(bucket.per_minute)).encode()),
+                    (b"x-ratelimit-reset-" + what, _duration(bucket.seconds_until(bucket.per_minute)).encode()),
                 ]
         return headers
 
 
-class Slot:
-    """A request's place among those that its key may have at a time.
+class ConcurrencySlot:
+    """A request's slot among those that its key may run at a time.
 
-    Whoever goes on with the request beyond its answer keeps it, and enters it: it is free when that block ends.
+    A request that goes on beyond its HTTP response extends the slot, and enters it: it is free when that block ends.
     """
 
-    __slots__ = ("_quota", "kept")
+    __slots__ = ("_quota", "extended")
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self.kept = False
+        self.extended = False
 
-    def keep(self) -> None:
-        """Go on counting the request when its answer has been given."""
-        self.kept = True
+    def extend(self) -> None:
+        """Go on counting the request after its response."""
+        self.extended = True
 
-    def __enter__(self) -> Slot:
-        assert self.kept, "else it is freed twice"
+    def __enter__(self) -> ConcurrencySlot:
+        assert self.extended, "else it is freed twice"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._quota.num_running -= 1
-
-
-def _bucket(old: Bucket | None, per_minute: int | None, clock: Clock) -> Bucket | None:
-    if per_minute is None:
-        return None
-    if old is None:
-        return Bucket(per_minute, clock)
-    if old.per_minute != per_minute:
-        old.resize(per_minute)
-    return old
 
 
 def _duration(seconds: float) -> str:
@@ -219,47 +213,40 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-def timed_out(seconds: float) -> HTTPProblem:
-    """Return the error for an answer that was not complete in time."""
-    return HTTPProblem(504, f"the answer was not complete within {seconds:g} s", code="request_timeout")
-
-
-def timeout_of(name: str, seconds: float, most: float | None) -> float:
-    """Return `seconds` if a request may ask for so long; raise `RequestError` naming the field otherwise.
-
-    Args:
-        most: the server's `request_timeout`.
-    """
-    if seconds != seconds or seconds <= 0:
-        raise wrong_value(name, "greater than 0 seconds", seconds, "decimal_below_min_value")
-    limit = MOST_SECONDS if most is None else most
-    if seconds > limit:
-        hint = "" if most is None else " (--request-timeout of this server)"
-        raise wrong_value(name, f"at most {limit} seconds{hint}", seconds, "decimal_above_max_value")
-    return seconds
-
-
+@dataclass(frozen=True, slots=True)
 class Deadline:
-    """Until when the answer to one request is of use.
+    """When the response to a request must be complete: `seconds` after its arrival [monotonic seconds]."""
 
-    Args:
-        arrival: when it came, on the monotonic clock. seconds: how long it may take from then on.
-    """
-
-    __slots__ = ("arrival", "seconds")
-
-    def __init__(self, arrival: float, seconds: float) -> None:
-        self.arrival = arrival
-        self.seconds = seconds
+    arrival: float
+    seconds: float
 
     @property
     def left(self) -> float:
         """Seconds until then, at least 0."""
         return max(0.0, self.arrival + self.seconds - time.monotonic())
 
+    def exceeded(self) -> HTTPProblem:
+        """Return the error for a response that is not complete in time."""
+        return HTTPProblem(504, f"the answer was not complete within {self.seconds:g} s", code="request_timeout")
+
+
+def check_timeout(name: str, seconds: float, most: float | None) -> float:
+    """Return `seconds` if a request may set this timeout; raise `RequestError` naming the field otherwise.
+
+    Args:
+        most: the server's `request_timeout`.
+    """
+    if seconds != seconds or seconds <= 0:
+        raise wrong_value(name, "greater than 0 seconds", seconds, "decimal_below_min_value")
+    limit = MAX_SECONDS if most is None else most
+    if seconds > limit:
+        hint = "" if most is None else " (--request-timeout of this server)"
+        raise wrong_value(name, f"at most {limit:g} seconds{hint}", seconds, "decimal_above_max_value")
+    return seconds
+
 
 def set_deadline(scope: Scope, most: float | None) -> None:
-    """Note until when a request's answer is of use, as its header or the server's option says.
+    """Set the deadline of a request that its header or the server's `request_timeout`, `most`, demands.
 
     Raises:
         RequestError: the header is no number of seconds, or more than the server allows.
@@ -272,24 +259,21 @@ def set_deadline(scope: Scope, most: float | None) -> None:
             text = value.decode("latin-1").strip()
             if not SECONDS.fullmatch(text):
                 raise wrong_value("X-Request-Timeout", "a number of seconds", text)
-            seconds = timeout_of("X-Request-Timeout", float(text), most)
+            seconds = check_timeout("X-Request-Timeout", float(text), most)
     if seconds is not None:
         state["deadline"] = Deadline(state["arrival"], seconds)
 
 
 def deadline_of(request: Request, most: float | None, timeout: float | None = None) -> Deadline | None:
-    """Return until when a request's answer is of use; None: always.
-
-    Args:
-        most: the server's `request_timeout`. timeout: the field of the body [s].
+    """Return the deadline of a request, None if it has none; the body's `timeout` [s] may bring it forward.
 
     Raises:
-        RequestError: `timeout` is not allowed.
+        RequestError: `timeout` is not allowed; `most` is the server's `request_timeout`.
     """
     state = request.scope["state"]
     deadline: Deadline | None = state.get("deadline")
     if timeout is not None:
-        seconds = timeout_of("timeout", timeout, most)
+        seconds = check_timeout("timeout", timeout, most)
         if deadline is None or seconds < deadline.seconds:
             deadline = state["deadline"] = Deadline(state["arrival"], seconds)
     return deadline

@@ -9,9 +9,10 @@ with answers under way is never unloaded, a pinned one never at all. Everything 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,8 +169,17 @@ class ModelPool:
             told = isinstance(error, HTTPProblem | OverloadedError)
             raise error if told else model.unavailable(error, model.backoff)
 
+    @contextlib.asynccontextmanager
+    async def using(self, model: ServedModel) -> AsyncIterator[None]:
+        """Have a model ready while the block runs. Raises as `acquire`."""
+        await self.acquire(model)
+        try:
+            yield
+        finally:
+            self.release(model)
+
     def release(self, model: ServedModel) -> None:
-        """Say that an answer that needed it is complete."""
+        """End a use that `acquire` began."""
         model.num_users -= 1
         assert model.num_users >= 0, "released more often than acquired"
         model.last_used = self._clock()
@@ -369,8 +379,8 @@ class ModelPool:
     async def load(self, model: ServedModel) -> None:
         """Have a model loaded, or awake, now, however often it has failed. Raises as `acquire`."""
         model.retry_at = 0.0
-        await self.acquire(model)
-        self.release(model)
+        async with self.using(model):
+            pass
 
     async def unload(self, model: ServedModel) -> None:
         """Free all memory of a model until somebody needs it, also of a pinned one.

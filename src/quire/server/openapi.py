@@ -12,9 +12,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from quire.server.auth import OPEN_PATHS
 from quire.server.errors import Family, family_of
 from quire.server.json_io import JSON
+from quire.server.paths import OPEN_PATHS
 
 METHODS = ("get", "post", "put", "patch", "delete", "head", "options")
 # Statuses that any request may get before a route sees it, and what they mean.

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from quire.checks import missing, unknown_field, wrong_value
+from quire.checks import missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import (
@@ -236,6 +236,50 @@ def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = 
         return model.model_validate(known)
     except ValidationError as error:
         raise _request_error(error.errors(include_url=False, include_context=True)[0]) from None
+
+
+def check_query(request: Request, known: Sequence[str]) -> None:
+    """Raise `RequestError` for a query parameter that does not exist."""
+    for name in request.query_params:
+        if name not in known:
+            raise unknown_field(name, known)
+
+
+def describe_query(**schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route with these optional query parameters."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()
+        ]
+    }
+
+
+def split_prompts(value: Any, name: str, most: int) -> list[tuple[str | list[int], str]]:
+    """Return the prompts of a field, one or several texts or lists of token ids, each with its name in errors.
+
+    Raises:
+        RequestError: it is something else, or more than `most`. Token ids are checked where the vocabulary is known.
+    """
+    if value is None:
+        raise missing(name)
+    if isinstance(value, str):
+        return [(value, name)]
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string, a list of strings, of token ids, or of such lists", value)
+    if not value:
+        raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
+    kind = type(value[0])
+    if kind not in (str, list):
+        return [(value, name)]
+    if len(value) > most:
+        raise RequestError(
+            f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            expected = "a string" if kind is str else "a list of token ids"
+            raise wrong_type(f"{name}[{index}]", f"{expected}, as {name}[0] is", item)
+    return [(item, f"{name}[{index}]") for index, item in enumerate(value)]
 
 
 def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:

@@ -1,16 +1,18 @@
-"""GET / and its files, and GET /playground/state: a page to chat with the model, and a live picture of its engine.
+"""GET / and its files, and GET /playground/state: a page to chat with the model, and a live view of its engine.
 
-The files hold nothing and are open to everybody; what they ask the server for needs the API key like anything else.
-However many look, the engine is asked once for all of them, at most every `LOOK_SECONDS`, and never by itself.
+The files, package data in the folder `playground`, are open to everybody; what the page requests needs the API key.
+However many pages poll, the engine gets one call for all of them, at most every `POLL_SECONDS`, and none unasked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,27 +20,34 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import unknown_field, wrong_value
+from quire.checks import wrong_value
 from quire.engine.messages import MOST_SHOWN
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
 from quire.server.json_io import json_response
+from quire.server.metrics import SECONDS
 from quire.server.model_pool import ServedModel
-from quire.server.playground_files import STATE_PATH, PageFile, load_files
-from quire.server.recent import SECONDS
+from quire.server.parsing import check_query
+from quire.server.paths import PAGE_FOLDER, STATE_PATH, page_path
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 IDLE_SECONDS = 2.0
-MOST_LOOK_SECONDS = 5.0
-ENGINE_SHARE = 0.05  # of the engine's time that pictures may take
-PATIENCE = 1.0  # how long an answer waits for the engine; then it is without news
-MOST_REQUESTS = 256  # told of each queue
-MOST_DIGITS = 9
-INTERNAL = re.compile(r"-\d+-[0-9a-f]{12}$")  # what `Generation` puts behind the id of an answer
+MAX_POLL_SECONDS = 5.0
+ENGINE_SHARE = 0.05  # of the engine's time that snapshots may take
+WAIT_SECONDS = 1.0  # how long a response waits for the engine; then it has the last snapshot
+MAX_REQUESTS = 256  # of each queue
+MAX_DIGITS = 9
+INTERNAL = re.compile(r"-\d+-[0-9a-f]{12}$")  # what `Generation.submit` appends to the id of a response
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": (
@@ -52,21 +61,40 @@ HEADERS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page; `etag` changes with its content."""
+
+    data: bytes
+    content_type: str
+    etag: str
+
+
+def load_files() -> dict[str, PageFile]:
+    """Return all files by path."""
+    found = {}
+    for file in PAGE_FOLDER.iterdir():
+        data = file.read_bytes()
+        etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        found[page_path(file.name)] = PageFile(data, CONTENT_TYPES[file.name.rsplit(".", 1)[1]], etag)
+    return found
+
+
 def make_router() -> APIRouter:
-    """Return the routes of the page, with what they remember of the engines."""
+    """Return the routes of the page, with the latest snapshots of the engines."""
     router = APIRouter(include_in_schema=False)
-    watches: dict[str, EngineWatch] = {}
+    snapshots: dict[str, EngineSnapshots] = {}
 
     async def state(request: Request) -> Response:
-        """Say how an engine is: its state, its numbers, the last minutes, and what its KV cache holds."""
+        """Describe an engine: its state, its statistics, the last minutes, and its KV cache."""
         context = context_of(request)
         query = _query(request)
         model = context.models.first if "model" not in query else context.models.find(query["model"])
-        watch = watches.setdefault(model.names[0], EngineWatch())
-        await watch.look(model.llm)
+        latest = snapshots.setdefault(model.names[0], EngineSnapshots())
+        await latest.refresh(model.llm)
         digest = request.scope["state"].get("key_digest")
         tenant = context.keys.tenant(digest, None) if context.keys.several else None
-        answer = _describe(context, model, watch, tenant, query)
+        answer = _describe(context, model, latest, tenant, query)
         return json_response(answer, headers={"Cache-Control": "no-store"})
 
     for path, file in load_files().items():
@@ -87,19 +115,18 @@ def _file_route(file: PageFile) -> Any:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return the query: `model`, `seen` (the picture one has), `since` (the second up to which one has all)."""
+    """Return the query: `model`, `seen` (number of the client's snapshot), `since` (its latest second of history)."""
+    check_query(request, ("model", "seen", "since"))
     query: dict[str, Any] = {}
     for name, value in request.query_params.items():
-        if name not in ("model", "seen", "since"):
-            raise unknown_field(name, ("model", "seen", "since"))
-        if name != "model" and not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
-            raise wrong_value(name, f"a number of at most {MOST_DIGITS} digits", value)
+        if name != "model" and not (value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS):
+            raise wrong_value(name, f"a number of at most {MAX_DIGITS} digits", value)
         query[name] = value if name == "model" else int(value)
     return query
 
 
 def engine_state(context: ServerContext, model: ServedModel) -> str:
-    """Return in a word how an engine is: ready, or what keeps it from being so."""
+    """Return the state of an engine in a word: ready, or why it is not."""
     if context.draining:
         return "draining"
     if model.status != "loaded":
@@ -110,102 +137,98 @@ def engine_state(context: ServerContext, model: ServedModel) -> str:
 
 
 def _describe(
-    context: ServerContext, model: ServedModel, watch: EngineWatch, tenant: str | None, query: Mapping[str, Any]
+    context: ServerContext, model: ServedModel, latest: EngineSnapshots, tenant: str | None, query: Mapping[str, Any]
 ) -> dict[str, Any]:
     llm = model.llm
     answer: dict[str, Any] = {
         "state": engine_state(context, model),
         "model": model.names[0],
         "version": __version__,
-        "ask_again": watch.interval,
+        "ask_again": latest.interval,
         "stats": {**msgspec.to_builtins(llm.stats), "kv_usage": llm.stats.kv_cache_usage},
     }
     if context.metrics is not None:
         recent = context.metrics.model(model.names[0]).recent
         seconds = recent.since(query.get("since", 0))
         answer["history"] = {"now": recent.now(), "length": SECONDS, "seconds": seconds}
-    answer["picture_number"] = watch.number
-    if watch.picture is not None:
-        answer["picture_age"] = round(time.monotonic() - watch.taken, 3)
-        if query.get("seen") != watch.number:
-            answer["picture"] = watch.seen_by(tenant)
+    answer["picture_number"] = latest.number
+    if latest.snapshot is not None:
+        answer["picture_age"] = round(time.monotonic() - latest.taken, 3)
+        if query.get("seen") != latest.number:
+            answer["picture"] = latest.visible_to(tenant)
     return answer
 
 
-class EngineWatch:
-    """The latest picture of one engine, taken for all who look.
+class EngineSnapshots:
+    """The latest snapshot of one engine, shared by all clients.
 
     Attributes:
-        picture: what the call "blocks" answered; None while there is no engine to ask. number: changes with it.
-        taken: when [monotonic seconds]. interval: seconds after which there may be news.
+        snapshot: the result of the engine's `blocks` call; None while there is no engine. number: changes with it.
+        taken: when [monotonic seconds]. interval: seconds until the next one.
     """
 
     def __init__(self) -> None:
-        self.picture: dict[str, Any] | None = None
+        self.snapshot: dict[str, Any] | None = None
         self.number = 0
         self.taken = 0.0
-        self.interval = LOOK_SECONDS
+        self.interval = POLL_SECONDS
         self._due = 0.0
         self._task: asyncio.Task[None] | None = None
         self._views: dict[str | None, msgspec.Raw] = {}
 
-    async def look(self, llm: AsyncLLM) -> None:
-        """Take a picture, unless the last one is recent enough; wait for one that is being taken, but not for long."""
+    async def refresh(self, llm: AsyncLLM) -> None:
+        """Take a snapshot unless the last one is recent enough; wait for one that is being taken, but not for long."""
         if not llm.ready or llm.recovering or llm.is_sleeping:
             self._put(None)
             return
         if self._task is None and time.monotonic() >= self._due and not self._is_idle(llm):
-            self._task = asyncio.create_task(self._take(llm), name="quire-picture")
+            self._task = asyncio.create_task(self._take(llm), name="quire-snapshot")
         if self._task is not None:
-            await asyncio.wait((self._task,), timeout=PATIENCE)
+            await asyncio.wait((self._task,), timeout=WAIT_SECONDS)
 
     def _is_idle(self, llm: AsyncLLM) -> bool:
-        """Whether nothing can have happened since the last picture but what comes without steps, such as a reset."""
-        picture = self.picture
-        if picture is None or llm.num_unfinished or any(picture["queues"].values()):
+        """Whether nothing can have changed since the last snapshot except without a step, such as by a reset."""
+        snapshot = self.snapshot
+        if snapshot is None or llm.num_unfinished or any(snapshot["queues"].values()):
             return False
-        return picture["num_steps"] == llm.stats.num_steps and time.monotonic() < self.taken + IDLE_SECONDS
+        return snapshot["num_steps"] == llm.stats.num_steps and time.monotonic() < self.taken + IDLE_SECONDS
 
     async def _take(self, llm: AsyncLLM) -> None:
         seconds = 0.0
         try:
-            picture: dict[str, Any] | None = await llm.call("blocks", cells=MOST_SHOWN, limit=MOST_REQUESTS)
-            assert picture is not None
-            seconds = picture.pop("seconds")
+            snapshot: dict[str, Any] | None = await llm.call("blocks", cells=MOST_SHOWN, limit=MAX_REQUESTS)
+            assert snapshot is not None
+            seconds = snapshot.pop("seconds")
         except QuireError as error:
-            logger.debug("no picture of the engine: %s", error)
-            picture = None
+            logger.debug("no snapshot of the engine: %s", error)
+            snapshot = None
         except Exception:  # task boundary: nobody else would hear of it
-            logger.exception("the picture of the engine failed")
-            picture = None
+            logger.exception("the snapshot of the engine failed")
+            snapshot = None
         finally:
             self._task = None
-            self.interval = min(max(LOOK_SECONDS, seconds / ENGINE_SHARE), MOST_LOOK_SECONDS)
+            self.interval = min(max(POLL_SECONDS, seconds / ENGINE_SHARE), MAX_POLL_SECONDS)
             self.taken = time.monotonic()
             self._due = self.taken + self.interval
-        self._put(picture)
+        self._put(snapshot)
 
-    def _put(self, picture: dict[str, Any] | None) -> None:
-        if picture != self.picture:
-            self.picture = picture
+    def _put(self, snapshot: dict[str, Any] | None) -> None:
+        if snapshot != self.snapshot:
+            self.snapshot = snapshot
             self.number += 1
             self._views.clear()
 
-    def seen_by(self, tenant: str | None) -> msgspec.Raw:
-        """Return the picture as JSON.
-
-        Args:
-            tenant: who asks, and is not told what others call their requests; None where that is no secret.
-        """
-        assert self.picture is not None
+    def visible_to(self, tenant: str | None) -> msgspec.Raw:
+        """Return the snapshot as JSON, without the ids of other tenants' requests; None may see all."""
+        assert self.snapshot is not None
         if tenant not in self._views:
-            requests = [_seen_request(row, tenant) for row in self.picture["requests"]]
-            self._views[tenant] = msgspec.Raw(msgspec.json.encode({**self.picture, "requests": requests}))
+            requests = [_visible_request(row, tenant) for row in self.snapshot["requests"]]
+            self._views[tenant] = msgspec.Raw(msgspec.json.encode({**self.snapshot, "requests": requests}))
         return self._views[tenant]
 
 
-def _seen_request(row: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
-    """Return what is told of a request. Its `id` is that of its answer; None if it is another key's."""
-    told = {name: value for name, value in row.items() if name not in ("request_id", "tenant")}
+def _visible_request(row: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
+    """Return a request with the id of its response as `id`; None if it is another tenant's."""
+    fields = {name: value for name, value in row.items() if name not in ("request_id", "tenant")}
     foreign = tenant is not None and row["tenant"] != tenant
-    return {"id": None if foreign else INTERNAL.sub("", row["request_id"]), **told}
+    return {"id": None if foreign else INTERNAL.sub("", row["request_id"]), **fields}

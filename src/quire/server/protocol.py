@@ -84,10 +84,16 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class SamplingRequest(RequestModel):
-    """What everything that generates text has in common."""
+class EngineBody(RequestModel):
+    """Fields of everything that an engine runs. Without API keys, `user` is the tenant."""
 
     model: str
+    priority: int = 0
+    user: ShortText | None = None
+
+
+class SamplingRequest(EngineBody):
+    """Fields of everything that generates text."""
 
     # Checked by SamplingParams.
     min_tokens: SkipValidation[int] = 0
@@ -138,14 +144,13 @@ class SamplingRequest(RequestModel):
     guided_whitespace_pattern: SkipValidation[str | None] = None
 
     stream: bool = False
-    priority: int = 0
     timeout: float | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=REQUEST_ID_PATTERN)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_KEY_LENGTH, pattern=SALT_PATTERN)] | None = None
 
 
 class GenerationRequest(SamplingRequest):
-    """What completions and chat completions have in common."""
+    """Fields of completions and chat completions."""
 
     # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
     n: SkipValidation[int] = 1
@@ -167,8 +172,7 @@ class GenerationRequest(SamplingRequest):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
-    # Accepted, without any effect on what is generated. Without API keys, `user` is the tenant.
-    user: ShortText | None = None
+    # Accepted without any effect.
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     metadata: SkipValidation[dict[str, Any] | None] = None

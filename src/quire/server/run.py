@@ -19,8 +19,10 @@ import dataclasses
 import gc
 import ipaddress
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,18 +32,19 @@ import uvicorn
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.create import create_client
+from quire.errors import ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
+from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
-from quire.server.create_pool import MakeLLM, create_pool
-from quire.server.fairness import with_key_weights
 from quire.server.health import liveness
-from quire.server.listen import listening, url_of, uvicorn_config
+from quire.server.listen import listening, reload_certificate, url_of, uvicorn_config
 from quire.server.metrics import Metrics, StatsLog
 from quire.server.model_entry import ModelEntry
-from quire.server.sd_notify import notify, watchdog_seconds
-from quire.server.watch import watch_files
+from quire.server.model_pool import ModelPool
+from quire.server.served_model import ServedModel
+from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +225,8 @@ class _Life:
         if self.context.num_open:
             logger.warning("aborting %d requests", self.context.num_open)
             self.context.models.abort_waiting()
-            for generation in list(self.context.generations):
-                generation.abort()
+            for job in list(self.context.jobs):
+                job.abort()
             await self._wait_idle(FAREWELL_SECONDS)
 
     async def _wait_idle(self, seconds: float) -> None:
@@ -261,3 +264,121 @@ class _Life:
         host = self.listener.getsockname()[0]
         if not ipaddress.ip_address(host.split("%")[0]).is_loopback:
             logger.warning("listening on %s without an API key: whoever reaches this port can use the model", host)
+
+
+MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
+
+
+def create_pool(
+    entries: Sequence[ModelEntry],
+    server: ServerConfig,
+    make_llm: MakeLLM,
+    metrics: Metrics,
+    listeners: Sequence[StatListener],
+) -> ModelPool:
+    """Return the pool of these models, none of them started.
+
+    Args:
+        make_llm: where engines come from. metrics: of which each model gets its own. listeners: one for each model.
+    """
+    models = [
+        _served(entry, make_llm, metrics, listener, vital=len(entries) == 1)
+        for entry, listener in zip(entries, listeners, strict=True)
+    ]
+    return ModelPool(
+        models,
+        max_loaded=server.max_loaded_models,
+        load_timeout=server.model_load_timeout,
+        idle_timeout=server.model_idle_timeout,
+        unload_idle=server.model_idle_action == "unload",
+    )
+
+
+def _served(
+    entry: ModelEntry, make_llm: MakeLLM, metrics: Metrics, listener: StatListener, *, vital: bool
+) -> ServedModel:
+    own = metrics.model(entry.names[0])
+
+    def make() -> AsyncLLM:
+        llm = make_llm(entry.config, [own, listener])
+        own.attach(llm)
+        return llm
+
+    return ServedModel(
+        entry.config,
+        make(),
+        pinned=entry.pinned,
+        at_start=entry.at_start,
+        vital=vital,
+        remake=make,
+        max_model_len=entry.max_model_len,
+        on_sleep=own.on_sleep,
+    )
+
+
+def notify(state: str) -> None:
+    """Tell of "READY=1", "STOPPING=1" or "WATCHDOG=1"."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messenger:
+        messenger.setblocking(False)
+        messenger.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def watchdog_seconds() -> float | None:
+    """Return how often systemd wants a sign of life at least; None if it does not."""
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(microseconds) / 1e6 if meant and microseconds.isdecimal() and int(microseconds) else None
+
+
+LOOK_SECONDS = 1.0
+
+
+class FileWatch:
+    """Calls back whoever depends on files that have changed. A look costs microseconds for each file."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[Sequence[str], Callable[[], None]]] = []
+        self._seen: dict[str, tuple[int, ...] | None] = {}
+
+    def add(self, paths: Sequence[str], reload: Callable[[], None]) -> None:
+        """Have `reload` called when any of these files changes; it raises nothing but `ConfigError`."""
+        self._watched.append((paths, reload))
+        self._seen.update({path: _signature(path) for path in paths})
+
+    def look(self, *, force: bool = False) -> None:
+        """Read again what has changed; with `force` everything."""
+        seen = {path: _signature(path) for path in self._seen}
+        for paths, reload in self._watched:
+            if force or any(seen[path] != self._seen[path] for path in paths):
+                try:
+                    reload()
+                except ConfigError as error:
+                    logger.error("%s; it stays as it was", error.message)
+        self._seen = seen
+
+    async def run(self) -> None:
+        """Look from time to time, until cancelled."""
+        while self._watched:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.look()
+
+
+def watch_files(server: ServerConfig, keys: ApiKeys, tls: ssl.SSLContext | None) -> FileWatch:
+    """Return the watch over the files that a server's options name."""
+    watch = FileWatch()
+    if server.api_key_file is not None:
+        watch.add([server.api_key_file], keys.reload)
+    if tls is not None and server.ssl_certfile is not None and server.ssl_keyfile is not None:
+        watch.add([server.ssl_certfile, server.ssl_keyfile], lambda: reload_certificate(tls, server))
+    return watch
+
+
+def _signature(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev)

@@ -1,9 +1,9 @@
-"""`GET /requests` and `GET /requests/{id}`: what happens to a request, and why it took so long.
+"""`GET /requests` and `GET /requests/{id}`: what happened to a request, and why it took so long.
 
-The front knows when a request came, was scheduled, and got its tokens; the engine's flight recorder knows the steps
-(`engine/recorder.py`). Both are put together when somebody asks. The recorder forgets after some thousand steps, so
-for requests that have ended its part is fetched at once, unless too many end at the same time. Nobody sees requests
-of another key.
+The front knows when a request arrived, was scheduled, and got its tokens (`Timings`); the engine's flight recorder
+(`engine/recorder.py`) knows its steps. A timeline joins both. The recorder forgets after some thousand steps, so the
+engine's part is fetched when a request ends, unless too many end at the same time. A client sees only the requests of
+its own key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -21,30 +22,129 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import NotFoundError, QuireError, echo
+from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.output_processor import RequestStream
 from quire.server.json_io import json_response
-from quire.server.timings import Timings
-from quire.server.why import explain
 
-if TYPE_CHECKING:
-    from quire.frontend.async_llm import AsyncLLM
-
-MOST_KEPT = 1000
-MOST_KEPT_PROMPTS = 8000  # of all of them
-MOST_PROMPTS = 4  # of one request, whose steps are told of
-MOST_LISTED = 1000
+MAX_FINISHED = 1000  # records of finished requests that are kept
+MAX_FINISHED_PROMPTS = 8000  # prompts of all of these
+MAX_ENGINE_PROMPTS = 4  # prompts of one request whose steps the engine is asked for
+MAX_LISTED = 1000
 FETCHES_PER_SECOND = 20
 ENGINE_SECONDS = 2.0
+MAX_SENTENCES = 6
+MIN_SHARE = 0.02  # of the whole time, below which a part gets no sentence
+WAITS = {
+    "seats": "for a place in the batch (--max-num-seqs)",
+    "kv_cache": "for room in the KV cache",
+    "budget": "for its share of the tokens of a step (--max-num-batched-tokens)",
+    "turn": "for its turn",
+}
 
 router = APIRouter()
 
+Part = tuple[float, str]  # seconds, and the sentence about them
 
-class Visited:
-    """A request that generates: what is known of it while it runs, and after.
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Counts and times of one prompt [monotonic seconds]; None for what has not happened.
+
+    Attributes:
+        engine_id: its id within the engine. finish_reasons: of its sequences, None for those that are running.
+    """
+
+    engine_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    num_sequences: int
+    num_preemptions: int
+    finish_reasons: list[str | None]
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    finished: float | None
+
+    @classmethod
+    def of(cls, stream: RequestStream) -> Timings:
+        """Return those of a stream so far."""
+        state = stream.state
+        metrics = state.metrics
+        return cls(
+            engine_id=state.request_id,
+            num_prompt_tokens=len(state.prompt_token_ids),
+            num_cached_tokens=state.num_cached_tokens,
+            num_tokens=state.num_generated_tokens,
+            num_sequences=len(state.completions),
+            num_preemptions=metrics.num_preemptions,
+            finish_reasons=[completion.finish_reason for completion in state.completions],
+            arrival=metrics.arrival_time,
+            scheduled=metrics.first_scheduled_time,
+            first_token=metrics.first_token_time,
+            last_token=metrics.last_token_time,
+            finished=metrics.finished_time,
+        )
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Arrival to first scheduling."""
+        return _span(self.arrival, self.scheduled)
+
+    @property
+    def prefill_seconds(self) -> float | None:
+        """First scheduling to first token."""
+        return _span(self.scheduled, self.first_token)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """First to last token."""
+        return _span(self.first_token, self.last_token)
+
+    @property
+    def mean_token_seconds(self) -> float | None:
+        """Mean time from a token to the next one of the same sequence."""
+        per_sequence = self.num_tokens / self.num_sequences
+        if self.decode_seconds is None or per_sequence <= 1:
+            return None
+        return self.decode_seconds / (per_sequence - 1)
+
+
+def response_metrics(streams: Sequence[RequestStream]) -> dict[str, Any] | None:
+    """Return `metrics` of a response, under vLLM's names [ms]; None for more than one sequence.
+
+    `tokens_per_second` is the rate from the first token to the last one.
+    """
+    if len(streams) != 1:
+        return None
+    timings = Timings.of(streams[0])
+    if timings.num_sequences != 1:
+        return None
+    mean = timings.mean_token_seconds
+    return {
+        "time_to_first_token_ms": _milliseconds(_span(timings.arrival, timings.first_token)),
+        "generation_time_ms": _milliseconds(timings.decode_seconds),
+        "queue_time_ms": _milliseconds(timings.queue_seconds),
+        "mean_itl_ms": _milliseconds(mean),
+        "tokens_per_second": round(1.0 / mean, 3) if mean else None,
+    }
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
+
+
+class RequestRecord:
+    """What is known of an HTTP request that runs in an engine, while it does and after.
 
     Args:
-        response_id, request_id: as the client knows them. given_id: what it wanted to be called. key_digest: of whom.
-        streams: one for each prompt; filled while they are submitted. parameters: what traces say of the request.
+        response_id, request_id: as the client knows them. given_id: the body's `request_id`. key_digest: of its key.
+        streams: one for each prompt; filled while they are submitted. parameters: attributes for its traces.
     """
 
     def __init__(
@@ -72,20 +172,20 @@ class Visited:
         self._timings: list[Timings] | None = None
         self._restarts_before = llm.num_restarts
         self._num_restarts = 0
-        self._stories: bytes | None = None
+        self._engine_timelines: bytes | None = None
 
     @property
     def names(self) -> set[tuple[bytes | None, str]]:
-        """Under what it is found: by whom, and how it may be called."""
+        """(digest of the key, id) for each id under which it is found."""
         return {(self._key_digest, name) for name in (self.response_id, self.request_id, self._given_id) if name}
 
     @property
     def timings(self) -> list[Timings]:
-        """Where its time went, for each prompt."""
+        """Those of each prompt."""
         return self._timings if self._timings is not None else [Timings.of(stream) for stream in self._streams]
 
     def end(self) -> None:
-        """Keep the figures, and let go of everything else."""
+        """Keep the timings, and release the streams."""
         self._num_restarts = self.num_restarts
         self.ended = time.monotonic()
         self._timings = self.timings
@@ -93,32 +193,32 @@ class Visited:
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was replaced meanwhile."""
+        """How often the engine was replaced while it ran."""
         llm = self._llm()
         if self.ended is not None or llm is None:
             return self._num_restarts
         return llm.num_restarts - self._restarts_before
 
     async def fetch(self) -> dict[str, dict[str, Any]]:
-        """Return the engine's part of the story, by engine id; of requests that have ended it is kept."""
-        if self._stories is not None:
-            kept: dict[str, dict[str, Any]] = msgspec.msgpack.decode(self._stories)
+        """Return the engine's timeline of each prompt by engine id; those of finished requests are kept."""
+        if self._engine_timelines is not None:
+            kept: dict[str, dict[str, Any]] = msgspec.msgpack.decode(self._engine_timelines)
             return kept
-        stories = {}
+        timelines = {}
         llm = self._llm()
         try:
             async with asyncio.timeout(ENGINE_SECONDS):
-                for timings in self.timings[:MOST_PROMPTS]:
+                for timings in self.timings[:MAX_ENGINE_PROMPTS]:
                     if llm is not None and llm.ready:
-                        stories[timings.engine_id] = await llm.call("timeline", **_asked(timings))
+                        timelines[timings.engine_id] = await llm.call("timeline", **_engine_arguments(timings))
         except (QuireError, TimeoutError):
-            pass  # the engine is gone, or busy: what the front knows is true anyway
+            pass  # the engine is dead or busy: the timeline has only the front's part
         if self.ended is not None:
-            self._stories = msgspec.msgpack.encode(stories)  # a tenth of what the objects take
-        return stories
+            self._engine_timelines = msgspec.msgpack.encode(timelines)  # a tenth of the objects' memory
+        return timelines
 
     def summary(self) -> dict[str, Any]:
-        """Return what a list says of it."""
+        """Return its entry in the list of requests."""
         timings = self.timings
         if self.ended is not None:
             state = "finished"
@@ -135,98 +235,100 @@ class Visited:
             "completion_tokens": sum(item.num_tokens for item in timings),
         }
 
-    def tell(self, stories: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the whole story, JSON-like; points in time are seconds since its arrival."""
-        prompts = [_prompt(item, stories.get(item.engine_id), self.started) for item in self.timings]
+    def timeline(self, engine_timelines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the whole timeline, JSON-like; points in time are seconds since its arrival."""
+        prompts = [_prompt(item, engine_timelines.get(item.engine_id), self.started) for item in self.timings]
         seconds = (self.ended or time.monotonic()) - self.started
         return {
             **self.summary(),
             "cached_tokens": sum(item.num_cached_tokens for item in self.timings),
             "engine_restarts": self.num_restarts,
-            "why": explain(prompts, seconds, self.num_restarts),
+            "why": explain_latency(prompts, seconds, self.num_restarts),
             "prompts": prompts,
         }
 
 
-class Timelines:
-    """The requests of one server that run, and the last ones that have ended."""
+class RequestRecords:
+    """Records of the running requests of one server, and of the last finished ones."""
 
     def __init__(self) -> None:
-        self._live: dict[Visited, None] = {}
-        self._ended: OrderedDict[Visited, None] = OrderedDict()
-        self._num_prompts = 0  # of those that have ended
-        self._by_name: dict[tuple[bytes | None, str], Visited] = {}
+        self._live: dict[RequestRecord, None] = {}
+        self._finished: OrderedDict[RequestRecord, None] = OrderedDict()
+        self._num_prompts = 0  # of the finished ones
+        self._by_name: dict[tuple[bytes | None, str], RequestRecord] = {}
         self._fetched: deque[float] = deque(maxlen=FETCHES_PER_SECOND)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def begin(self, visited: Visited) -> None:
-        """Take up a request; of several with the same name, the latest one is found by it."""
-        self._live[visited] = None
-        for name in visited.names:
-            self._by_name[name] = visited
+    def begin(self, record: RequestRecord) -> None:
+        """Add a running request; of several with the same id, the latest one is found by it."""
+        self._live[record] = None
+        for name in record.names:
+            self._by_name[name] = record
 
-    def end(self, visited: Visited) -> None:
-        """Note that it has ended. Later calls do nothing."""
-        if visited not in self._live:
+    def end(self, record: RequestRecord) -> None:
+        """Note that a request has ended; later calls do nothing."""
+        if record not in self._live:
             return
-        del self._live[visited]
-        visited.end()
-        self._ended[visited] = None
-        self._num_prompts += len(visited.timings)
-        while len(self._ended) > MOST_KEPT or (self._num_prompts > MOST_KEPT_PROMPTS and len(self._ended) > 1):
-            self._forget(next(iter(self._ended)))
+        del self._live[record]
+        record.end()
+        self._finished[record] = None
+        self._num_prompts += len(record.timings)
+        while len(self._finished) > MAX_FINISHED or (
+            self._num_prompts > MAX_FINISHED_PROMPTS and len(self._finished) > 1
+        ):
+            self._forget(next(iter(self._finished)))
         now = time.monotonic()
         if len(self._fetched) < FETCHES_PER_SECOND or now - self._fetched[0] > 1.0:
             self._fetched.append(now)
-            task = asyncio.ensure_future(visited.fetch())
+            task = asyncio.ensure_future(record.fetch())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _forget(self, visited: Visited) -> None:
-        del self._ended[visited]
-        self._num_prompts -= len(visited.timings)
-        for name in visited.names:
-            if self._by_name.get(name) is visited:
+    def _forget(self, record: RequestRecord) -> None:
+        del self._finished[record]
+        self._num_prompts -= len(record.timings)
+        for name in record.names:
+            if self._by_name.get(name) is record:
                 del self._by_name[name]
 
-    def find(self, key_digest: bytes | None, name: str) -> Visited:
-        """Return the request called so that was made with this key. Raises `NotFoundError`."""
+    def find(self, key_digest: bytes | None, name: str) -> RequestRecord:
+        """Return the record of this id that belongs to this key. Raises `NotFoundError`."""
         try:
             return self._by_name[key_digest, name]
         except KeyError:
             raise NotFoundError(
-                f"no request {echo(name)} runs here, nor is it one of the last {MOST_KEPT} that have ended",
+                f"no request {echo(name)} runs here, nor is it one of the last {MAX_FINISHED} that have ended",
                 param="id",
                 code="request_not_found",
             ) from None
 
-    def live(self, key_digest: bytes | None) -> list[Visited]:
-        """Return those that run and were made with this key, the oldest first."""
-        return [visited for visited in self._live if (key_digest, visited.response_id) in visited.names]
+    def live(self, key_digest: bytes | None) -> list[RequestRecord]:
+        """Return those of running requests of this key, the oldest first."""
+        return [record for record in self._live if (key_digest, record.response_id) in record.names]
 
 
 @router.get("/requests")
 async def list_requests(request: Request) -> Response:
     """List the requests of this key that are not finished."""
-    live = _timelines(request).live(request.scope["state"].get("key_digest"))
-    data = [visited.summary() for visited in live[:MOST_LISTED]]
-    return json_response({"object": "list", "data": data, "has_more": len(live) > MOST_LISTED})
+    live = _records(request).live(request.scope["state"].get("key_digest"))
+    data = [record.summary() for record in live[:MAX_LISTED]]
+    return json_response({"object": "list", "data": data, "has_more": len(live) > MAX_LISTED})
 
 
 @router.get("/requests/{id}")
 async def get_request(request: Request, id: str) -> Response:
     """Tell what happened to a request and why it took so long, by the id of its answer or its X-Request-Id."""
-    visited = _timelines(request).find(request.scope["state"].get("key_digest"), id)
-    return json_response(visited.tell(await visited.fetch()))
+    record = _records(request).find(request.scope["state"].get("key_digest"), id)
+    return json_response(record.timeline(await record.fetch()))
 
 
-def _timelines(request: Request) -> Timelines:
-    timelines: Timelines = request.app.state.context.timelines
-    return timelines
+def _records(request: Request) -> RequestRecords:
+    records: RequestRecords = request.app.state.context.records
+    return records
 
 
-def _asked(timings: Timings) -> dict[str, int | bool | str]:
-    """Return the arguments of the engine's call."""
+def _engine_arguments(timings: Timings) -> dict[str, int | bool | str]:
+    """Return the arguments of the engine's `timeline` call."""
     until = 0 if timings.finished is None else int(1e6 * timings.finished) + 1
     return {
         "request_id": timings.engine_id,
@@ -236,9 +338,9 @@ def _asked(timings: Timings) -> dict[str, int | bool | str]:
     }
 
 
-def _prompt(timings: Timings, story: Mapping[str, Any] | None, started: float) -> dict[str, Any]:
-    """Return the story of one prompt."""
-    told: dict[str, Any] = {
+def _prompt(timings: Timings, engine: Mapping[str, Any] | None, started: float) -> dict[str, Any]:
+    """Return the timeline of one prompt; `engine` is the engine's part, if it is known."""
+    prompt: dict[str, Any] = {
         "arrived_at": _round(timings.arrival - started),
         "queue_seconds": _round(timings.queue_seconds),
         "prefill_seconds": _round(timings.prefill_seconds),
@@ -253,16 +355,17 @@ def _prompt(timings: Timings, story: Mapping[str, Any] | None, started: float) -
         "finish_reasons": timings.finish_reasons,
         "complete": False,
     }
-    if story is None:
-        return told
-    told["complete"] = story["complete"]
-    told["grammar_seconds"] = _round(story["grammar_seconds"])
-    told["events"] = [_since(event, started) for event in story["events"]]
-    told["chunks"] = [_since(chunk, started) for chunk in story["chunks"]]
-    told["num_chunks"] = story["num_chunks"]
-    told["steps"] = {name: _round(value) for name, value in story["steps"].items()}
-    told["slowest_steps"] = [_since(step, started) for step in story["slowest"]]
-    return told
+    if engine is None:
+        return prompt
+    return prompt | {
+        "complete": engine["complete"],
+        "grammar_seconds": _round(engine["grammar_seconds"]),
+        "events": [_since(event, started) for event in engine["events"]],
+        "chunks": [_since(chunk, started) for chunk in engine["chunks"]],
+        "num_chunks": engine["num_chunks"],
+        "steps": {name: _round(value) for name, value in engine["steps"].items()},
+        "slowest_steps": [_since(step, started) for step in engine["slowest"]],
+    }
 
 
 def _since(entry: Mapping[str, Any], started: float) -> dict[str, Any]:
@@ -273,3 +376,106 @@ def _since(entry: Mapping[str, Any], started: float) -> dict[str, Any]:
 
 def _round(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
+
+
+def explain_latency(prompts: Sequence[Mapping[str, Any]], seconds: float, num_restarts: int) -> list[str]:
+    """Return sentences about the largest parts of a request's latency, the largest first.
+
+    Preemptions and restarts are among them however little time they took.
+
+    Args:
+        prompts: as in the timeline, one for each of the request's prompts. seconds: the whole time.
+    """
+    incidents: list[Part] = []
+    parts: list[Part] = []
+    for number, prompt in enumerate(prompts):
+        name = f" (prompt {number})" if len(prompts) > 1 else ""
+        incidents += [(took, text + name) for took, text in _preemptions(prompt)]
+        parts += [(took, text + name) for took, text in _parts(prompt)]
+    if num_restarts:
+        text = f"the engine was restarted {_times(num_restarts)}; what it had computed was computed again"
+        incidents.append((seconds, text))
+    parts = [part for part in parts if part[0] >= MIN_SHARE * seconds]
+    shown = sorted([*incidents, *parts], key=lambda part: -part[0])[:MAX_SENTENCES]
+    shown += [part for part in incidents if part not in shown][:MAX_SENTENCES]
+    return [text for _, text in shown]
+
+
+def _preemptions(prompt: Mapping[str, Any]) -> Iterator[Part]:
+    events = [event for event in prompt.get("events", ()) if event["event"] == "preempted"]
+    for how in sorted({event["how"] for event in events}):
+        alike = [event for event in events if event["how"] == how]
+        lost = sum(event.get("seconds") or 0.0 for event in alike)
+        counts = ", ".join([str(event["tokens"]) for event in alike])
+        tokens = f"{counts} token{'' if counts == '1' else 's'}"
+        back = all(event.get("seconds") is not None for event in alike)
+        lasted = _time(lost) if back else f"{_time(lost)}, and not back yet" if lost else "not back yet"
+        text = f"preempted {_times(len(alike))} ({how}) after {tokens}: {lasted}"
+        again = sum(event.get("recomputed") or 0 for event in alike)
+        if again:
+            text += f", of which some to compute {_count(again)} again"
+        yield lost, text
+    unknown = prompt["preemptions"] - len(events)
+    if unknown > 0:
+        yield 0.0, f"preempted {_times(unknown)}; when is not known any more"
+
+
+def _parts(prompt: Mapping[str, Any]) -> Iterator[Part]:
+    events: Sequence[Mapping[str, Any]] = prompt.get("events", ())
+    scheduled: Mapping[str, Any] = next((event for event in events if event["event"] == "scheduled"), {})
+    grammar = prompt.get("grammar_seconds") or 0.0
+    if grammar:
+        yield grammar, f"waited {_time(grammar)} until its form was compiled"
+    queued = (prompt["queue_seconds"] or 0.0) - grammar
+    if queued > 0:
+        yield queued, f"waited {_time(queued)} {WAITS.get(scheduled.get('waited_for', ''), 'in the queue')}"
+    if prompt["arrived_at"] and prompt["arrived_at"] > 0:
+        yield prompt["arrived_at"], f"took {_time(prompt['arrived_at'])} before it was handed to the engine's queue"
+    if prompt["prefill_seconds"]:
+        yield prompt["prefill_seconds"], _prefill(prompt)
+    if prompt["decode_seconds"]:
+        yield prompt["decode_seconds"], _decode(prompt)
+
+
+def _prefill(prompt: Mapping[str, Any]) -> str:
+    text = f"computing its {_count(prompt['prompt_tokens'], 'prompt token')} took {_time(prompt['prefill_seconds'])}"
+    chunks = prompt.get("num_chunks") or 0
+    if chunks > 1:
+        text += f", in {chunks} steps"
+    others = max((chunk["others"] for chunk in prompt.get("chunks", ())), default=0)
+    if others:
+        text += f" shared with up to {_count(others, 'other sequence')}"
+    if prompt["cached_tokens"]:
+        text += f"; {prompt['cached_tokens']} of them came from the cache"
+    return text
+
+
+def _decode(prompt: Mapping[str, Any]) -> str:
+    text = f"generating {_count(prompt['completion_tokens'])} took {_time(prompt['decode_seconds'])}"
+    if prompt["mean_token_seconds"]:
+        text += f", {_time(prompt['mean_token_seconds'])} each"
+    steps = prompt.get("steps") or {}
+    beside = steps.get("mean_sequences", 1.0) - 1.0
+    if beside >= 0.5:
+        text += f", beside {_count(round(beside), 'other sequence')} on average"
+    slowest = max(prompt.get("slowest_steps", ()), key=lambda step: step["seconds"] or 0.0, default=None)
+    if slowest is not None and slowest["seconds"] and slowest["seconds"] > 3 * steps.get("p50", slowest["seconds"]):
+        text += f"; the slowest step took {_time(slowest['seconds'])}"
+        foreign = slowest["prompt_tokens"] - (slowest["own_tokens"] if slowest["own_tokens"] > 1 else 0)
+        if foreign > 0:
+            text += f", for it computed {_count(foreign, 'prompt token')} of others"
+    return text
+
+
+def _count(count: int, name: str = "token") -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.{0 if seconds >= 0.1 else 1}f} ms"

@@ -19,15 +19,13 @@ from quire.errors import ConfigError, echo
 from quire.frontend.processor import Params
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.server.timeline import RequestRecord, Timings
 from quire.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
-
-    from quire.server.timeline import Visited
-    from quire.server.timings import Timings
 
 TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 SERVICE = "quire"
@@ -82,11 +80,11 @@ class Tracing:
 
     def trace(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         """Make the spans of a request that is over now. Routes that generate nothing have none."""
-        visited: list[Visited] = scope["state"].get("visited", [])
-        if not visited:
+        records: list[RequestRecord] = scope["state"].get("records", [])
+        if not records:
             return
         ended = time.monotonic()
-        started = min([ended - seconds, *(visit.started for visit in visited)])
+        started = min([ended - seconds, *(record.started for record in records)])
         kinds = self._api.SpanKind
         root = self._tracer.start_span(
             f"{scope['method']} {getattr(scope.get('route'), 'path', '')}",
@@ -103,18 +101,18 @@ class Tracing:
         if status >= 500:
             root.set_status(self._api.StatusCode.ERROR)
         context = self._api.set_span_in_context(root)
-        for visit in visited:
-            for number, timings in enumerate(visit.timings):
-                self._generation(context, visit, number, timings)
+        for record in records:
+            for number, timings in enumerate(record.timings):
+                self._generation(context, record, number, timings)
         root.end(self._moment(ended))
 
-    def _generation(self, context: Context, visit: Visited, number: int, timings: Timings) -> None:
+    def _generation(self, context: Context, record: RequestRecord, number: int, timings: Timings) -> None:
         """Make the span of one prompt and its completions, and within it those of its parts."""
-        end = timings.finished or timings.last_token or visit.ended or time.monotonic()
+        end = timings.finished or timings.last_token or record.ended or time.monotonic()
         span = self._tracer.start_span(
             "llm_request",
             context,
-            attributes=_attributes(visit, number, timings, end),
+            attributes=_attributes(record, number, timings, end),
             start_time=self._moment(timings.arrival),
         )
         inside = self._api.set_span_in_context(span)
@@ -174,15 +172,15 @@ def traced_parameters(params: Params) -> dict[str, Any]:
     }
 
 
-def _attributes(visit: Visited, number: int, timings: Timings, end: float) -> Mapping[str, Any]:
+def _attributes(record: RequestRecord, number: int, timings: Timings, end: float) -> Mapping[str, Any]:
     """Return what a span says of a generation: by the names of OpenTelemetry's conventions, and by vLLM's."""
     first = timings.first_token
     values: dict[str, Any] = {
         "gen_ai.operation.name": "generate",
-        "gen_ai.request.id": visit.response_id,
-        "gen_ai.request.model": visit.model,
-        "gen_ai.response.id": visit.response_id,
-        "gen_ai.response.model": visit.model,
+        "gen_ai.request.id": record.response_id,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.model": record.model,
         "gen_ai.response.finish_reasons": [reason for reason in timings.finish_reasons if reason is not None],
         "gen_ai.usage.input_tokens": timings.num_prompt_tokens,
         "gen_ai.usage.output_tokens": timings.num_tokens,
@@ -198,6 +196,6 @@ def _attributes(visit: Visited, number: int, timings: Timings, end: float) -> Ma
             None if timings.scheduled is None or timings.last_token is None else timings.last_token - timings.scheduled
         ),
         "quire.prompt": number,
-        **visit.parameters,
+        **record.parameters,
     }
     return {name: value for name, value in values.items() if value is not None}

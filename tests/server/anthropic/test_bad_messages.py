@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.anthropic.protocol import MessagesRequest
+from quire.server.anthropic.translate import MessagesRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.anthropic.wire import HI, LOOK, MESSAGES, ask, check_refused
 from tests.server.checks import JSON

@@ -271,4 +271,4 @@ def test_a_client_that_goes_away_frees_its_request(make_server: MakeServer) -> N
     with server.connect() as connection:
         connection.sendall(request_bytes(MESSAGES, {"model": "fake", "max_tokens": 50, "messages": HI}))
         server.wait_until(lambda: len(server.engine.live) == 1)
-    server.wait_until(lambda: not server.engine.live and not server.context.generations)
+    server.wait_until(lambda: not server.engine.live and not server.context.jobs)

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.ollama.protocol import ChatRequest, GenerateRequest, ShowRequest
-from quire.server.ollama.translate import LIMITS, REFUSED_OPTIONS, SAMPLING
+from quire.server.ollama.translate import LIMITS, REFUSED_OPTIONS, SAMPLING, ChatRequest, GenerateRequest, ShowRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import HI, JSON, LEAKS
 from tests.server.families import front_of

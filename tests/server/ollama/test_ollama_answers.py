@@ -187,7 +187,7 @@ def test_a_client_that_goes_away_frees_its_request(make_server: MakeServer) -> N
     with server.connect() as connection:
         connection.sendall(request_bytes("/api/chat", {"model": "fake", "messages": HI}))
         server.wait_until(lambda: len(server.engine.live) == 1)
-    server.wait_until(lambda: not server.engine.live and not server.context.generations)
+    server.wait_until(lambda: not server.engine.live and not server.context.jobs)
 
 
 def test_what_it_tells_of_models(make_server: MakeServer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.responses.aligned import TokenQueue
+from quire.server.responses.events import TokenQueue
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.families import front_of
 from tests.server.responses.asking import (

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.responses.sealed import seal, unseal
+from quire.server.responses.items import seal, unseal
 from tests.helpers.live_server import LiveServer
 from tests.helpers.server import Server
 from tests.server.families import front_of

@@ -196,7 +196,7 @@ def test_a_client_that_leaves_cancels_its_response(make_server: MakeServer, stre
         server.wait_until(lambda: server.engine.num_steps > 5)
     server.wait_until(lambda: not server.engine.live and server.context.num_open == 0)
     assert len(server.engine.aborted) == 1
-    assert server.do(lambda: server.context.generations) == set()
+    assert server.do(lambda: server.context.jobs) == set()
 
 
 def test_a_stream_that_is_left_is_kept_as_cancelled(make_server: MakeServer) -> None:
@@ -217,8 +217,8 @@ def test_shutting_down_ends_what_is_made_in_the_background(server: LiveServer) -
 
     def shut_down() -> None:
         server.context.draining = True
-        for generation in list(server.context.generations):
-            generation.abort()
+        for job in list(server.context.jobs):
+            job.abort()
 
     server.do(shut_down)
     server.wait_until(lambda: server.context.num_open == 0)

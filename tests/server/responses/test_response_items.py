@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.server.responses import running
-from quire.server.responses.sealed import seal
+from quire.server.responses.items import seal
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import check_error
 from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, family_server, refused, says

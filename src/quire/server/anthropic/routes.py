@@ -9,8 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.anthropic.answer import Answer
-from quire.server.anthropic.protocol import ConversationRequest, CountTokensRequest, MessagesRequest
-from quire.server.anthropic.translate import Translation, translate
+from quire.server.anthropic.translate import (
+    ConversationRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    Translation,
+    translate,
+)
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from pydantic import SkipValidation
 
 from quire.checks import INT64_MAX, check_bool, check_int, check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.server.anthropic.conversation import Conversation, check_cache_control, without_nulls
-from quire.server.anthropic.protocol import ConversationRequest, MessagesRequest
+from quire.server.errors import Words
 from quire.server.parsing import refuse_unless_harmless
-from quire.server.protocol import MAX_USER_LENGTH
-from quire.server.retelling import Words
+from quire.server.protocol import MAX_USER_LENGTH, Harmless, RequestModel
 from quire.server.templates import THINKING_SWITCHES
 
 MIN_BUDGET = 1024
@@ -261,3 +262,48 @@ def _format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if value.get("schema") is None:
         raise missing(f"{where}.schema")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": value["schema"], "strict": True}}
+
+
+REFUSED: Harmless = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+
+
+class ConversationRequest(RequestModel):
+    """What both routes have in common: a conversation and what may follow it."""
+
+    refused: ClassVar[Harmless] = REFUSED
+
+    model: str
+    messages: SkipValidation[list[dict[str, Any]]]
+    system: SkipValidation[str | list[dict[str, Any]] | None] = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    tool_choice: SkipValidation[dict[str, Any] | None] = None
+    thinking: SkipValidation[dict[str, Any] | None] = None
+    output_config: SkipValidation[dict[str, Any] | None] = None
+    cache_control: SkipValidation[dict[str, Any] | None] = None
+
+
+class MessagesRequest(ConversationRequest):
+    """POST /v1/messages."""
+
+    max_tokens: SkipValidation[int]
+    stop_sequences: SkipValidation[list[str] | None] = None
+    stream: bool = False
+    temperature: SkipValidation[float | None] = None
+    top_k: SkipValidation[int | None] = None
+    top_p: SkipValidation[float | None] = None
+    metadata: SkipValidation[dict[str, Any] | None] = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+
+
+class CountTokensRequest(ConversationRequest):
+    """POST /v1/messages/count_tokens."""

@@ -10,15 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling import Pooled
+from quire.server.errors import Words
 from quire.server.json_io import large_json_response
 from quire.server.ollama.answer import Clock
 from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.translate import check_keep_alive
 from quire.server.parsing import parse_request, validate
-from quire.server.pooling import EmbeddingRequest, embed_texts
-from quire.server.pooling_job import num_values
+from quire.server.pooling import EmbeddingRequest, PoolingJob, embedding_inputs, num_values
 from quire.server.protocol import Harmless, RequestModel, body_schema
-from quire.server.retelling import Words
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError
 
 router = APIRouter()
@@ -74,7 +73,7 @@ async def _answer(
     cut = {"truncate_prompt_tokens": -1} if truncate else {}
     inner = validate(EmbeddingRequest, {"model": body.model, **fields, **cut})
     try:
-        found = await embed_texts(request, context, inner)
+        found = await PoolingJob(context, inner, "embd").run(request, await embedding_inputs(context, inner))
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED)
 

@@ -12,16 +12,21 @@ from quire.server.chat import ChatCompletion
 from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.completions import Completion
 from quire.server.context import ModelContext
-from quire.server.errors import HTTPProblem
+from quire.server.errors import HTTPProblem, Words
 from quire.server.json_io import json_response
 from quire.server.ollama import catalogue, embed
 from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
 from quire.server.ollama.catalogue import named_model
-from quire.server.ollama.protocol import ChatRequest, GenerateRequest
-from quire.server.ollama.translate import chat_fields, check_keep_alive, completion_fields, words
+from quire.server.ollama.translate import (
+    ChatRequest,
+    GenerateRequest,
+    chat_fields,
+    check_keep_alive,
+    completion_fields,
+    words,
+)
 from quire.server.parsing import parse_request, process_body, validate
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body_schema
-from quire.server.retelling import Words
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 
 # What of Ollama is not here: method, path, and why.

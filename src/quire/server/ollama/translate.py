@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import SkipValidation
 
 from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
-from quire.server.ollama.protocol import AnswerRequest, ChatRequest, GenerateRequest
+from quire.server.errors import Words
 from quire.server.parsing import refuse_unless_harmless
-from quire.server.retelling import Words
+from quire.server.protocol import Harmless, RequestModel
 from quire.server.templates import THINKING_SWITCHES
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -296,3 +298,61 @@ def _text(value: Mapping[str, Any], name: str, where: str) -> str:
         where = f"{where}.{name}"
         raise wrong_type(where, "a string", text)
     return text
+
+
+REFUSED: Harmless = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "truncate": (),
+    "shift": (),
+    "dimensions": (),
+}
+
+
+class AnswerRequest(RequestModel):
+    """What chats and single prompts have in common. A stream is what clients get unless they say otherwise."""
+
+    model: str
+    stream: bool = True
+    format: SkipValidation[str | dict[str, Any] | None] = None
+    options: SkipValidation[dict[str, Any] | None] = None
+    think: SkipValidation[bool | str | None] = None
+    keep_alive: SkipValidation[str | float | None] = None
+
+
+class ChatRequest(AnswerRequest):
+    """POST /api/chat."""
+
+    refused: ClassVar[Harmless] = REFUSED
+
+    messages: SkipValidation[list[dict[str, Any]] | None] = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+
+
+class GenerateRequest(AnswerRequest):
+    """POST /api/generate."""
+
+    refused: ClassVar[Harmless] = {
+        **REFUSED,
+        "context": ([],),
+        "images": ([],),
+        "suffix": ("",),
+        "template": ("",),
+        "width": (),
+        "height": (),
+        "steps": (),
+    }
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+
+
+class ShowRequest(RequestModel):
+    """POST /api/show. `name` is the older name of `model`."""
+
+    refused: ClassVar[Harmless] = {"system": ("",), "template": ("",), "options": ({},)}
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool = False

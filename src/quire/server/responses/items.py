@@ -5,7 +5,10 @@ Every item gets an id. Places are named as the client wrote them: `input[0].cont
 
 from __future__ import annotations
 
+import base64
+import binascii
 import secrets
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +16,6 @@ from quire.checks import check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
-from quire.server.responses.sealed import unseal
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -297,3 +299,26 @@ def _text(value: Any, where: str, most: int | None = None) -> str:
             code="string_above_max_length",
         )
     return value
+
+
+VERSION = "qr1"
+
+
+def seal(text: str) -> str:
+    """Return a text as `encrypted_content`."""
+    data = text.encode()
+    return f"{VERSION}.{zlib.crc32(data):08x}.{base64.urlsafe_b64encode(data).decode()}"
+
+
+def unseal(sealed: str, where: str) -> str:
+    """Return the text that `seal` was given. Raises `RequestError` if it was not, or if some of it is missing."""
+    version, _, rest = sealed.partition(".")
+    checksum, _, encoded = rest.partition(".")
+    if version == VERSION:
+        try:
+            data = base64.b64decode(encoded, altchars=b"-_", validate=True)
+            if checksum == f"{zlib.crc32(data):08x}":
+                return data.decode()
+        except (binascii.Error, ValueError):
+            pass
+    raise wrong_value(where, "as a reasoning item of this server had it", sealed)

@@ -105,8 +105,7 @@ class ResponseRequest(ConversationRequest, SamplingRequest):
     documents: SkipValidation[list[dict[str, Any]] | None] = None
     include_reasoning: bool = True
 
-    # Accepted, without any effect on what is generated. Without API keys, `user` is the tenant.
-    user: ShortText | None = None
+    # Accepted without any effect.
     safety_identifier: Annotated[str, Field(max_length=MAX_SAFETY_IDENTIFIER)] | None = None
     prompt_cache_key: ShortText | None = None
     metadata: SkipValidation[dict[str, str] | None] = None

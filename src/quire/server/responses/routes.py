@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import missing, unknown_field, wrong_type, wrong_value
+from quire.checks import missing, wrong_type, wrong_value
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.frontend.processor import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response
-from quire.server.parsing import parse_request, process_body
+from quire.server.parsing import check_query, describe_query, parse_request, process_body
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
 from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
 from quire.server.responses.items import MAX_ITEMS, Item, check_input, new_id
 from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
-from quire.server.responses.resource import new_response
-from quire.server.responses.running import ResponseRun, lease, spawn, start_fitting
+from quire.server.responses.running import ResponseRun, lease, new_response, spawn, start_fitting
 from quire.server.responses.store import ResponseStore, StoredResponse
 from quire.server.responses.translate import (
     INCLUDED,
@@ -47,15 +46,6 @@ PREFIX = "/v1/responses"
 M = TypeVar("M", bound=ConversationRequest)
 
 INCLUDE = {"type": "array", "items": {"enum": [*INCLUDED]}}
-
-
-def _described(**parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that reads its query itself."""
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in parameters.items()
-        ]
-    }
 
 
 def _store(request: Request) -> ResponseStore:
@@ -189,7 +179,7 @@ async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> Async
 
 @router.get(
     PREFIX + "/{response_id}",
-    openapi_extra=_described(
+    openapi_extra=describe_query(
         include=INCLUDE,
         stream={"type": "boolean"},
         starting_after={"type": "integer", "minimum": 0},
@@ -240,7 +230,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 @router.get(
     PREFIX + "/{response_id}/input_items",
-    openapi_extra=_described(
+    openapi_extra=describe_query(
         limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
         order={"enum": ["asc", "desc"], "default": "desc"},
         after={"type": "string"},
@@ -301,10 +291,9 @@ async def compact(request: Request) -> Response:
 
 def _query(request: Request, known: Sequence[str]) -> dict[str, list[str]]:
     """Return the query's parameters. Raises `RequestError` for one that nobody knows, or that comes twice."""
+    check_query(request, known)
     query: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
-        if name not in known:
-            raise unknown_field(name, known)
         query.setdefault(name, []).append(value)
     for name, values in query.items():
         if len(values) > 1 and not name.startswith("include"):

@@ -1,0 +1,141 @@
+"""`EngineJob`: what one HTTP request submits to an engine, whichever route it came by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.checks import INT64_MAX, check_int
+from quire.errors import OverloadedError, QuireError, UnsupportedError
+from quire.frontend.output_processor import RequestStream
+from quire.frontend.processor import Params, Prompt
+from quire.server.access_log import log_prompt
+from quire.server.context import ModelContext
+from quire.server.errors import shutting_down
+from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of
+from quire.server.protocol import EngineBody
+from quire.server.timeline import RequestRecord
+
+LOGGED_CHARS = 1000
+CHARS_PER_TOKEN = 4
+
+
+class EngineJob:
+    """The engine's requests of one HTTP request, with the deadline, quota and record that they share.
+
+    Attributes:
+        response_id, created, model: as in the response. streams: one per prompt, appended as they are submitted.
+        deadline: None if there is none.
+
+    Raises:
+        UnsupportedError: the body has a priority, and the server another scheduling policy.
+    """
+
+    def __init__(self, context: ModelContext, body: EngineBody, response_id: str) -> None:
+        self.context = context
+        self.body = body
+        self.response_id = response_id
+        self.created = int(time.time())
+        self.model = context.name
+        self.streams: list[RequestStream] = []
+        self.deadline: Deadline | None = None
+        self._key_digest: bytes | None = None
+        self._record: RequestRecord | None = None
+        self._quota: Quota | None = None
+        self._reserved = 0
+        policy = context.config.scheduler.scheduling_policy
+        if body.priority != 0 and policy != "priority":
+            raise UnsupportedError(
+                f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
+            )
+
+    def register(self, request: Request, parameters: Mapping[str, Any], given_id: str | None = None) -> None:
+        """Add this to the server's running jobs, and its record to those of logs, traces and timelines.
+
+        Args:
+            parameters: attributes for traces. given_id: the body's `request_id`.
+        """
+        server, state = self.context.server, request.scope["state"]
+        self._key_digest = state.get("key_digest")
+        self._record = RequestRecord(
+            self.response_id,
+            state.get("request_id", ""),
+            given_id,
+            self._key_digest,
+            self.model,
+            self.context.llm,
+            self.streams,
+            parameters,
+        )
+        state.setdefault("records", []).append(self._record)
+        server.jobs.add(self)
+        server.records.begin(self._record)
+
+    def limit(self, request: Request, num_prompt_tokens: int, num_tokens: int, timeout: float | None = None) -> None:
+        """Set the deadline, and reserve `num_tokens` of the key's quota, `num_prompt_tokens` of them for prompts.
+
+        Raises:
+            RequestError: priority or timeout are not allowed. RateLimitError: so many tokens are not left.
+        """
+        state = request.scope["state"]
+        key = self.context.keys.get(self._key_digest)
+        if key is not None and key.min_priority is not None:
+            check_int("priority", self.body.priority, key.min_priority, INT64_MAX)
+        self.deadline = deadline_of(request, self.context.config.server.request_timeout, timeout)
+        self._quota = state.get("quota")
+        if self._quota is not None:
+            self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
+
+    def engine_options(self, cache_salt: str | None = None) -> dict[str, Any]:
+        """Return the arguments of a submission that follow from the body and the key."""
+        keys = self.context.keys
+        return {
+            "priority": self.body.priority,
+            "cache_salt": keys.salt(self._key_digest, cache_salt),
+            "tenant": keys.tenant(self._key_digest, self.body.user),
+        }
+
+    def add(self, stream: RequestStream, params: Params) -> None:
+        """Add a submitted stream; log its prompt if the operator wants that."""
+        self.streams.append(stream)
+        server = self.context.config.server
+        if server.enable_log_requests:
+            most = LOGGED_CHARS if server.max_log_len is None else server.max_log_len
+            log_prompt(self.response_id, stream, params, most)
+
+    def count_rejection(self, error: BaseException) -> None:
+        """Count an error by which this was rejected for lack of room or of quota."""
+        if isinstance(error, OverloadedError | RateLimitError):
+            reason = "rate_limit" if isinstance(error, RateLimitError) else "queue_full"
+            self.context.server.note_rejection(reason, self.context.model.names[0])
+
+    def aborted(self) -> QuireError:
+        """Return the error for a job that was aborted from outside."""
+        if self.context.server.draining:
+            return shutting_down()
+        return QuireError("the request was aborted", code="request_aborted")
+
+    def abort(self) -> None:
+        """Abort unfinished requests; their streams get a last output."""
+        self.context.llm.abort_now([stream.request_id for stream in self.streams if not stream.finished])
+
+    def close(self) -> None:
+        """Abort what is unfinished, settle the quota, and finish the record. Later calls do nothing."""
+        server = self.context.server
+        server.jobs.discard(self)
+        self.abort()
+        if self._record is not None:
+            server.records.end(self._record)
+        if self._quota is not None:
+            quota, self._quota = self._quota, None
+            used = sum([len(stream.prompt_token_ids) + stream.num_generated_tokens for stream in self.streams])
+            quota.refund(self._reserved, used)
+
+
+def estimate_tokens(prompt: Prompt) -> int:
+    """Return about how many tokens a prompt has, without tokenizing it; of token ids exactly."""
+    content = prompt.get("prompt", prompt.get("prompt_token_ids", ())) if isinstance(prompt, Mapping) else prompt
+    return -(-len(content) // CHARS_PER_TOKEN) if isinstance(content, str) else len(content)

@@ -1,0 +1,59 @@
+"""Paths that are treated alike before a route is looked up: who may see them, when they are served, what is logged."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz"})
+STATE_PATH = "/playground/state"  # what the playground polls; unlike the files of the page it needs the key
+PAGE_FOLDER = resources.files("quire.server") / "playground"
+
+
+def page_path(name: str) -> str:
+    """Return the path under which a file of the playground's page is served."""
+    return "/" if name == "index.html" else f"/playground/{name}"
+
+
+OPEN_PATHS = PROBES | {page_path(file.name) for file in PAGE_FOLDER.iterdir()}
+# Served whatever the engine's state.
+ALWAYS_SERVED = OPEN_PATHS | {
+    "/load",
+    "/version",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/docs/oauth2-redirect",
+    STATE_PATH,
+}
+UNLOGGED = PROBES | {"/load", "/metrics", STATE_PATH}
+# A key's limits do not count these methods, nor the route that cancels a response, which is how slots become free.
+UNLIMITED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+CANCEL_PATH = re.compile(r"(/.*)?/v1/responses/[^/]+/cancel")
+ADMIN_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+ADMIN_MODEL_PATH = re.compile(r"/v1/models/.+/(load|unload)", re.DOTALL)
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether a request needs no API key."""
+    return (path in OPEN_PATHS and method in ("GET", "HEAD")) or (method == "POST" and path == "/ping")
+
+
+def is_admin(method: str, path: str) -> bool:
+    """Whether a request would operate models rather than use them."""
+    return path in ADMIN_PATHS or (method == "POST" and ADMIN_MODEL_PATH.fullmatch(path) is not None)
+
+
+def without_root(path: str, root_path: str) -> str:
+    """Return a path as the routes know it: without the prefix that a proxy in front has put before it."""
+    root = root_path.rstrip("/")
+    return path.removeprefix(root) if path.startswith(root + "/") else path
