@@ -48,12 +48,14 @@ from quire.kernels.cpu.paged_softmax import (
     visible_tiles,
     weigh_floats,
 )
-from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, turn_tile, widen, widen_one
+from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, turn_tile
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, real, signed_octets, words
 from quire.kernels.cpu.simd import (
     LANES,
     TILE_ROWS,
+    get,
     keep_lanes,
+    load,
     splat,
     store,
     tile_four,
@@ -93,7 +95,7 @@ def load_keys(args, keys, table, head, base, low, high, tile):
             at = (block * heads + head) * size * block_size + offset
             whole = low <= position and position + LANES <= high
             for d in range(size):
-                v = widen(keys, at + d * block_size)
+                v = load(keys, at + d * block_size)
                 store(tile, d * TILE + half, v if whole else keep_lanes(v, low - position, high - position, 0.0))
     else:
         for j in range(TILE):
@@ -104,7 +106,7 @@ def load_keys(args, keys, table, head, base, low, high, tile):
                 block = np.int64(table[position // block_size])
             at = (block * heads + head) * size * block_size + offset
             for d in range(size):
-                tile[d * TILE + j] = widen_one(keys, at + d * block_size) if inside else np.float32(0)
+                tile[d * TILE + j] = get(keys, at + d * block_size) if inside else np.float32(0)
 
 
 @part
@@ -121,9 +123,9 @@ def load_values(args, values, table, head, heads, step, size, base, low, high, p
             at = ((block * heads + head) * block_size + offset) * step
             whole = size // LANES * LANES
             for d in range(0, whole, LANES):
-                store(tile, j * padded + d, widen(values, at + d))
+                store(tile, j * padded + d, load(values, at + d))
             for d in range(whole, size):
-                tile[j * padded + d] = widen_one(values, at + d)
+                tile[j * padded + d] = get(values, at + d)
         else:
             for d in range(0, padded, LANES):
                 store(tile, j * padded + d, splat(np.float32(0)))

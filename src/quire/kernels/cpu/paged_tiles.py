@@ -1,8 +1,8 @@
-"""The inner loops of attention over bfloat16 pairs, and the conversions around them.
+"""The inner loops of attention over bfloat16 pairs, and the conversions around them, for CPUs with HAS_BF16_DOT.
 
-Everything here is an LLVM-level building block for `paged_pairs.py` and `kv_write.py`, for CPUs with HAS_BF16_DOT,
-except `widen`, which the generic path uses. Pairs are two neighbours of one sum in the halves of 32 bits: two elements
-of a head for scores, two positions for values. No algorithm lives here.
+Everything here is an LLVM-level building block for `paged_pairs.py`, except `turn_tile` and `scale_add`, which the
+generic path uses. A pair is two neighbours of one sum in the halves of 32 bits: two elements of a head for scores, two
+positions for values. No algorithm lives here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from numba.extending import intrinsic
 
 from quire.kernels.cpu.simd import (
     BF16_PAIRS,
-    F16,
-    F32,
     F32V,
+    I8,
+    I16,
+    I16_PAIRS,
+    I32,
     I32V,
+    I64,
     LANES,
+    _broadcast_pair,
     _call,
-    _constant,
+    _dot_pairs,
     _load,
+    _load_vector,
     _multiply_add,
     _prefetch,
     _splat,
-    _storage,
     _store,
-    _widen_half,
+    _Tile,
     f32x16,
 )
 
@@ -35,33 +39,17 @@ SEGMENT = 128  # positions whose scores are weighed together; see paged_softmax.
 GROUP = 8  # query rows of the largest register tile: 8 x 2 sums and the operands fill AVX-512's 32 registers
 HALF_PAIRS = 8  # pairs of positions in half a tile
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-I16_PAIRS = ir.VectorType(I16, 2 * LANES)
-OCTETS = ir.VectorType(I8, LANES)
 NEAR, MIDDLE = 3, 2  # what a prefetch aims at: the first or the second-level cache
 
 
 def _pairs_at(b, address):
     """Load sixteen pairs from an integer address."""
-    value = b.load(b.inttoptr(address, BF16_PAIRS.as_pointer()))
-    value.align = 2
-    return value
+    return _load_vector(b, b.inttoptr(address, I8.as_pointer()), I64(0), BF16_PAIRS, 2)
 
 
 def _elements_at(b, address):
     """Load thirty-two 16-bit elements from an integer address."""
-    value = b.load(b.inttoptr(address, I16_PAIRS.as_pointer()))
-    value.align = 2
-    return value
-
-
-def _factor(b, words, index):
-    """Return the pair words[index] in every lane."""
-    return b.bitcast(_splat(b, b.load(b.gep(words, [index])), I32V), BF16_PAIRS)
-
-
-def _dot(b, total, x, y):
-    return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [total, x, y])
+    return _load_vector(b, b.inttoptr(address, I8.as_pointer()), I64(0), I16_PAIRS, 2)
 
 
 def _prefetch_at(b, address, level):
@@ -90,20 +78,6 @@ def _by_rows(b, rows, emit):
     b.position_at_end(done)
 
 
-def _zero_sums(b, n):
-    sums = [cgutils.alloca_once(b, F32V) for _ in range(2 * n)]
-    for total in sums:
-        b.store(_constant(0.0), total)
-    return sums
-
-
-def _add_products(b, sums, columns, factors):
-    for r, factor in enumerate(factors):
-        for c in (0, 1):
-            total = sums[2 * r + c]
-            b.store(_dot(b, b.load(total), columns[c], factor), total)
-
-
 @intrinsic
 def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values0, values1):
     """out[r * SEGMENT + j] = sum of q[r, i] * key[i, j] over all elements i of a head, for 1 to 8 rows, 32 positions.
@@ -118,16 +92,16 @@ def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values
         step, q, q_at, pairs, out, out_at = a[3:9]
 
         def emit(n):
-            sums = _zero_sums(b, n)
+            tile = _Tile(b, n)
+            tile.clear()
             with cgutils.for_range(b, pairs, intp=I64) as loop:
                 down = b.mul(loop.index, step)
                 columns = [_pairs_at(b, b.add(k, down)) for k in keys]
                 for address in values:
                     _prefetch_at(b, b.add(address, b.mul(loop.index, I64(64))), MIDDLE)
                 here = b.add(q_at, b.mul(loop.index, I64(n)))
-                _add_products(b, sums, columns, [_factor(b, q, b.add(here, I64(r))) for r in range(n)])
-            for place, total in enumerate(sums):
-                _store(b, b.load(total), out, b.add(out_at, I64(place // 2 * SEGMENT + place % 2 * LANES)))
+                tile.add(columns, [_broadcast_pair(b, q, b.add(here, I64(r))) for r in range(n)], _dot_pairs)
+            tile.store(out, out_at, I64(SEGMENT))
 
         _by_rows(b, rows, emit)
         return ctx.get_dummy_value()
@@ -150,7 +124,8 @@ def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at
         rows, halves, first, last, step, column, weights, out, out_at, out_next, keys, keys_step = a
 
         def emit(n):
-            sums = _zero_sums(b, n)
+            tile = _Tile(b, n)
+            tile.clear()
             with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (half, _):
                 base = b.add(b.load(b.gep(halves, [half])), column)
                 lines = b.mul(b.sdiv(column, I64(8)), keys_step)  # 32 columns are 128 bytes and 16 lines of keys
@@ -162,10 +137,8 @@ def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at
                         _prefetch_at(b, b.add(ahead, b.mul(b.add(loop.index, I64(o)), keys_step)), MIDDLE)
                     at = b.add(b.mul(half, I64(HALF_PAIRS)), loop.index)
                     places = [b.add(at, I64(r * SEGMENT // 2)) for r in range(n)]
-                    _add_products(b, sums, columns, [_factor(b, weights, p) for p in places])
-            for place, total in enumerate(sums):
-                to = b.add(b.add(out_at, b.mul(out_next, I64(place // 2))), I64(place % 2 * LANES))
-                _store(b, b.load(total), out, to)
+                    tile.add(columns, [_broadcast_pair(b, weights, place) for place in places], _dot_pairs)
+            tile.store(out, out_at, out_next)
 
         _by_rows(b, rows, emit)
         return ctx.get_dummy_value()
@@ -193,16 +166,9 @@ def put_weights(ty, words, offset, first, second, total):
         pairs = _to_pairs(b, a[2], a[3])
         _store_pairs(b, pairs, a[0], a[1])
         ones = b.bitcast(ir.Constant(I32V, [0x3F803F80] * LANES), BF16_PAIRS)
-        return _dot(b, a[4], b.bitcast(pairs, BF16_PAIRS), ones)
+        return _dot_pairs(b, a[4], b.bitcast(pairs, BF16_PAIRS), ones)
 
     return f32x16(words, types.int64, first, second, total), code
-
-
-def _integers_at(b, octets, offset):
-    """Load sixteen int8 as float32."""
-    value = b.load(b.bitcast(b.gep(octets, [offset]), OCTETS.as_pointer()))
-    value.align = 1
-    return b.sitofp(b.sext(value, I32V), F32V)
 
 
 @intrinsic
@@ -210,7 +176,7 @@ def widen_pairs(ty, octets, offset, words, to):
     """Turn octets[offset : offset + 32], int8, into sixteen uint32 pairs of bfloat16 at words[to]; exact."""
 
     def code(ctx, b, sig, a):
-        first, second = (_integers_at(b, a[0], b.add(a[1], I64(o))) for o in (0, LANES))
+        first, second = (_load(b, "i8", a[0], b.add(a[1], I64(o))) for o in (0, LANES))
         _store_pairs(b, _to_pairs(b, first, second), a[2], a[3])
         return ctx.get_dummy_value()
 
@@ -226,36 +192,6 @@ def prefetch(ty, address):
         return ctx.get_dummy_value()
 
     return types.void(types.int64), code
-
-
-@intrinsic
-def widen(ty, pointer, offset):
-    """Return pointer[offset : offset + 16] as float32, from any storage format of floats or from int8 as it is."""
-
-    def code(ctx, b, sig, a):
-        if sig.args[0].dtype == types.int8:
-            return _integers_at(b, a[0], a[1])
-        return _load(b, _storage(sig.args[0]), a[0], a[1])
-
-    return f32x16(pointer, types.int64), code
-
-
-@intrinsic
-def widen_one(ty, pointer, offset):
-    """Return pointer[offset] as float32, from any storage format of floats or from int8 as it is."""
-
-    def code(ctx, b, sig, a):
-        value = b.load(b.gep(a[0], [a[1]]))
-        if sig.args[0].dtype == types.int8:
-            return b.sitofp(b.sext(value, I32), F32)
-        storage = _storage(sig.args[0])
-        if storage == "f32":
-            return value
-        if storage == "bf16":
-            return b.bitcast(b.shl(b.zext(value, I32), I32(16)), F32)
-        return _widen_half(b, value, F16, I32, F32)
-
-    return types.float32(pointer, types.int64), code
 
 
 def _turned(b, rows):

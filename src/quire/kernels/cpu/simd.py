@@ -20,8 +20,8 @@ from numba.core.datamodel import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
 LANES = 16
-I16, I32, F16, F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-F32V, I32V, I16V, F16V = (ir.VectorType(element, LANES) for element in (F32, I32, I16, F16))
+I8, I16, I32, I64, F16, F32 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.HalfType(), ir.FloatType()
+F32V, I32V, I16V, I8V, F16V = (ir.VectorType(element, LANES) for element in (F32, I32, I16, I8, F16))
 
 
 def has_feature(name: str) -> bool:
@@ -57,7 +57,7 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
-BF16_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+BF16_PAIRS, I16_PAIRS = ir.VectorType(BFloat(), 2 * LANES), ir.VectorType(I16, 2 * LANES)
 
 
 class VecType(types.Type):
@@ -105,8 +105,8 @@ def _multiply_add(b, x, y, z):
 
 
 def _storage(array_type):
-    """Return "f32", "bf16" or "f16" for a Numba array type."""
-    return {types.float32: "f32", types.uint16: "bf16", types.int16: "f16"}[array_type.dtype]
+    """Return "f32", "bf16", "f16" or "i8" for a Numba array type."""
+    return {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "i8"}[array_type.dtype]
 
 
 def _data(ctx, b, array_type, array):
@@ -149,15 +149,20 @@ def _narrow_half(b, value):
     return b.trunc(b.or_(result, sign), I16)
 
 
+def _load_vector(b, pointer, offset, vector, align):
+    """Load `vector`, an LLVM type, from element `offset` of a pointer that is aligned to `align` bytes."""
+    value = b.load(b.bitcast(b.gep(pointer, [offset]), vector.as_pointer()))
+    value.align = align
+    return value
+
+
 def _load(b, storage, data, offset):
-    """Load sixteen elements at `data + offset` and widen them."""
-    address = b.gep(data, [offset])
+    """Load sixteen elements at `data + offset` and widen them to float32."""
     if storage == "f32":
-        value = b.load(b.bitcast(address, F32V.as_pointer()))
-        value.align = 4
-        return value
-    value = b.load(b.bitcast(address, I16V.as_pointer()))
-    value.align = 2
+        return _load_vector(b, data, offset, F32V, 4)
+    if storage == "i8":
+        return b.sitofp(b.sext(_load_vector(b, data, offset, I8V, 1), I32V), F32V)
+    value = _load_vector(b, data, offset, I16V, 2)
     if storage == "bf16":
         return b.bitcast(b.shl(b.zext(value, I32V), _integers(16)), F32V)
     return _widen_half(b, value, F16V, I32V, F32V)
@@ -263,6 +268,8 @@ def get(ty, array, offset):
         storage = _storage(sig.args[0])
         if storage == "f32":
             return value
+        if storage == "i8":
+            return b.sitofp(b.sext(value, I32), F32)
         if storage == "bf16":
             return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), F32)
         return _widen_half(b, value, F16, I32, F32)
@@ -419,44 +426,99 @@ def keep_lanes(ty, x, first, stop, other):
     return f32x16(x, types.int64, types.int64, types.float32), code
 
 
-def _tile(rows):
+# Inner loops of matrix products
+
+
+class _Tile:
+    """A register tile of float32 sums: `rows` rows of two vectors."""
+
+    def __init__(self, b, rows):
+        self.b, self.rows = b, rows
+        self.sums = [[cgutils.alloca_once(b, F32V) for _ in (0, 1)] for _ in range(rows)]
+
+    def each(self, at, step):
+        """Yield every sum with its offset in an array where rows are `step` elements apart."""
+        b = self.b
+        for r, row in enumerate(self.sums):
+            for c, total in enumerate(row):
+                yield total, b.add(b.add(at, b.mul(step, step.type(r))), step.type(LANES * c))
+
+    def clear(self):
+        for row in self.sums:
+            for total in row:
+                self.b.store(_constant(0.0), total)
+
+    def start(self, resume, out, at, step):
+        """Load the sums from float32 `out` if `resume` is not 0, else set them to 0."""
+        b, places = self.b, list(self.each(at, step))
+        with b.if_else(b.icmp_signed("!=", resume, resume.type(0))) as (resumed, fresh):
+            with resumed:
+                for total, place in places:
+                    b.store(_load(b, "f32", out, place), total)
+            with fresh:
+                self.clear()
+
+    def add(self, columns, factors, multiply_add):
+        """Replace every sum by multiply_add(b, sum, columns[c], the row's factor)."""
+        for row, factor in zip(self.sums, factors, strict=True):
+            for total, column in zip(row, columns, strict=True):
+                self.b.store(multiply_add(self.b, self.b.load(total), column, factor), total)
+
+    def store(self, out, at, step):
+        for total, place in self.each(at, step):
+            _store(self.b, self.b.load(total), out, place)
+
+
+def _fma_into(b, total, x, y):
+    return _multiply_add(b, x, y, total)
+
+
+def _dot_pairs(b, total, x, y):
+    """Add the products of bfloat16 pairs to float32 sums; needs HAS_BF16_DOT."""
+    return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [total, x, y])
+
+
+def _broadcast(b, pointer, offset):
+    """Return element `offset`, of 32 bits, in every lane."""
+    value = b.load(b.gep(pointer, [offset]))
+    return _splat(b, value, ir.VectorType(value.type, LANES))
+
+
+def _broadcast_pair(b, pointer, offset):
+    """Return the bfloat16 pair in word `offset` in every lane."""
+    return b.bitcast(_broadcast(b, pointer, offset), BF16_PAIRS)
+
+
+def _prefetch(b, pointer, level=2):
+    """Prefetch the cache line at any address into the second-level cache, or with level 3 into the first."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(function, [b.bitcast(pointer, I8.as_pointer()), I32(0), I32(level), I32(1)])
+
+
+def _float_tile(rows):
     @intrinsic
-    def tile(ty, w, w_at, w_step, w_next, x, x_at, x_step, x_next, depth, out, out_at, out_next, start):
+    def tile(ty, w, w_at, w_step, w_next, x, x_at, x_step, x_next, depth, out, out_at, out_next, resume):
         def code(ctx, b, sig, a):
-            arrays = {i: _data(ctx, b, sig.args[i], a[i]) for i in (0, 4, 9)}
+            w, x, out = (_data(ctx, b, sig.args[i], a[i]) for i in (0, 4, 9))
             w_at, w_step, w_next, x_at, x_step, x_next = a[1], a[2], a[3], a[5], a[6], a[7]
-            index = a[1].type
-            places = [
-                (r, b.add(a[10], b.add(b.mul(a[11], index(r)), index(LANES * c)))) for r in range(rows) for c in (0, 1)
-            ]
-            sums = [cgutils.alloca_once(b, F32V) for _ in places]
-            with b.if_else(b.icmp_signed("!=", a[12], a[12].type(0))) as (resume, fresh):
-                with resume:
-                    for total, (_, place) in zip(sums, places, strict=True):
-                        b.store(_load(b, "f32", arrays[9], place), total)
-                with fresh:
-                    for total in sums:
-                        b.store(_constant(0.0), total)
+            index, place, tile = w_at.type, (out, a[10], a[11]), _Tile(b, rows)
+            tile.start(a[12], *place)
             with cgutils.for_range(b, a[8], intp=index) as loop:
                 step = b.add(w_at, b.mul(loop.index, w_step))
-                weights = [_load(b, _storage(sig.args[0]), arrays[0], b.add(step, o)) for o in (index(0), w_next)]
+                weights = [_load(b, _storage(sig.args[0]), w, b.add(step, o)) for o in (index(0), w_next)]
                 x_row = b.add(x_at, b.mul(loop.index, x_step))
-                for r in range(rows):
-                    factor = b.load(b.gep(arrays[4], [b.add(x_row, b.mul(x_next, index(r)))]))
-                    factor = _splat(b, factor, F32V)
-                    for c in (0, 1):
-                        total = sums[2 * r + c]
-                        b.store(_multiply_add(b, weights[c], factor, b.load(total)), total)
-            for total, (_, place) in zip(sums, places, strict=True):
-                _store(b, b.load(total), arrays[9], place)
+                factors = (_broadcast(b, x, b.add(x_row, b.mul(x_next, index(r)))) for r in range(rows))
+                tile.add(weights, factors, _fma_into)
+            tile.store(*place)
             return ctx.get_dummy_value()
 
         n = types.int64
         return types.void(w, n, n, n, x, n, n, n, n, out, n, n, n), code
 
-    tile.__doc__ = f"""The inner loop of every matrix product here, for {rows} rows and 32 columns:
+    tile.__doc__ = f"""The inner loop of every float matrix product, for {rows} rows and 32 columns:
 
-    out[r, c] = (out[r, c] if start else 0) + sum over k < depth of w[k, c] * x[r, k], added in the order of k,
+    out[r, c] = (out[r, c] if resume else 0) + sum over k < depth of w[k, c] * x[r, k], added in the order of k,
     so that an element's bits do not depend on how many rows are computed together. Strides, in elements:
 
     w[k, c]   at w_at + k * w_step + (c // 16) * w_next + c % 16; any storage format
@@ -466,57 +528,25 @@ def _tile(rows):
     return tile
 
 
-tile_many, tile_four, tile_two, tile_one = _tile(TILE_ROWS), _tile(4), _tile(2), _tile(1)
+tile_many, tile_four, tile_two, tile_one = _float_tile(TILE_ROWS), _float_tile(4), _float_tile(2), _float_tile(1)
 
 
-def _prefetch(b, pointer, level=2):
-    """Start loading the cache line at any address into the second-level cache, or with level 3 into the first."""
-    octet = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [octet, I32, I32, I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    b.call(function, [b.bitcast(pointer, octet), I32(0), I32(level), I32(1)])
-
-
-def _load_pairs(b, data, offset):
-    """Load thirty-two bfloat16 from an array of their bits."""
-    value = b.load(b.bitcast(b.gep(data, [offset]), BF16_PAIRS.as_pointer()))
-    value.align = 2
-    return value
-
-
-def _dot_tile(rows, w_step=2 * LANES):
+def _pair_tile(rows, w_step=2 * LANES):
     @intrinsic
-    def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, start, ahead, ahead_too):
+    def tile(ty, w, w_at, w_next, x, x_at, pairs, out, out_at, out_next, resume, prefetch0, prefetch1):
         def code(ctx, b, sig, a):
-            weights, factors, sums_out = (_data(ctx, b, sig.args[i], a[i]) for i in (0, 3, 6))
-            index = a[1].type
-            places = [
-                (r, b.add(a[7], b.add(b.mul(a[8], index(r)), index(LANES * c)))) for r in range(rows) for c in (0, 1)
-            ]
-            sums = [cgutils.alloca_once(b, F32V) for _ in places]
-            resume = b.icmp_signed("!=", a[9], a[9].type(0))
-            with b.if_else(resume) as (resumed, fresh):
-                with resumed:
-                    for total, (_, place) in zip(sums, places, strict=True):
-                        b.store(_load(b, "f32", sums_out, place), total)
-                with fresh:
-                    for total in sums:
-                        b.store(_constant(0.0), total)
+            w, x, out = (_data(ctx, b, sig.args[i], a[i]) for i in (0, 3, 6))
+            index, place, tile = a[1].type, (out, a[7], a[8]), _Tile(b, rows)
+            tile.start(a[9], *place)
             with cgutils.for_range(b, a[5], intp=index) as loop:
-                step = b.add(a[1], b.mul(loop.index, index(w_step)))
-                columns = [_load_pairs(b, weights, b.add(step, o)) for o in (index(0), a[2])]
+                down = b.mul(loop.index, index(w_step))
+                step = b.add(a[1], down)
+                columns = [_load_vector(b, w, b.add(step, o), BF16_PAIRS, 2) for o in (index(0), a[2])]
                 for line in {a[10]: None, a[11]: None}:
-                    _prefetch(b, b.gep(weights, [b.add(line, b.mul(loop.index, index(w_step)))]))
-                x_step = b.add(a[4], b.mul(loop.index, index(rows)))
-                for r in range(rows):
-                    factor = b.load(b.gep(factors, [b.add(x_step, index(r))]))
-                    factor = b.bitcast(_splat(b, factor, I32V), BF16_PAIRS)
-                    for c in (0, 1):
-                        total = sums[2 * r + c]
-                        dot = _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32V, [b.load(total), columns[c], factor])
-                        b.store(dot, total)
-            for total, (_, place) in zip(sums, places, strict=True):
-                _store(b, b.load(total), sums_out, place)
+                    _prefetch(b, b.gep(w, [b.add(line, down)]))
+                x_row = b.add(a[4], b.mul(loop.index, index(rows)))
+                tile.add(columns, (_broadcast_pair(b, x, b.add(x_row, index(r))) for r in range(rows)), _dot_pairs)
+            tile.store(*place)
             return ctx.get_dummy_value()
 
         n = types.int64
@@ -524,17 +554,17 @@ def _dot_tile(rows, w_step=2 * LANES):
 
     tile.__doc__ = f"""Like `tile_many` for bfloat16 on both sides, {rows} rows and 32 columns; needs HAS_BF16_DOT.
 
-    An element takes one pair of k after the other, with the same instruction whatever the number of rows. It counts
-    subnormal numbers as zeros. In elements:
+    An element takes one pair of k after the other, with the same instruction whatever the number of rows. Subnormal
+    numbers count as zeros. In elements:
 
     w[k, c]   at w_at + (k // 2) * {w_step} + (c // 16) * w_next + c % 16 * 2 + k % 2; uint16, the bits of bfloat16
     x[r, k]   half k % 2 of x_at + (k // 2) * {rows} + r; uint32, the lower half first; k < 2 * pairs
     out[r, c] at out_at + r * out_next + c; float32
 
-    Every step fetches a line of w into the second-level cache, from `ahead` and from `ahead_too` on.
+    Every step prefetches a line of w into the second-level cache, from prefetch0 and from prefetch1 on.
     """
     return tile
 
 
-dot_many, dot_four, dot_one = _dot_tile(8), _dot_tile(4), _dot_tile(1)
-panel_many, panel_four, panel_one = (_dot_tile(rows, 4 * LANES) for rows in (8, 4, 1))  # both vectors side by side
+dot_many, dot_four, dot_one = _pair_tile(8), _pair_tile(4), _pair_tile(1)
+panel_many, panel_four, panel_one = (_pair_tile(rows, 4 * LANES) for rows in (8, 4, 1))  # both vectors side by side

@@ -18,19 +18,24 @@ from quire.kernels.cpu.simd import (
     F16V,
     F32,
     F32V,
-    I16,
+    I8,
+    I16_PAIRS,
     I16V,
     I32,
     I32V,
     LANES,
+    _broadcast_pair,
     _call,
     _constant,
+    _dot_pairs,
     _integers,
     _load,
+    _load_vector,
     _multiply_add,
     _prefetch,
     _splat,
     _store,
+    _Tile,
     _widen_half,
     f32x16,
     has_feature,
@@ -39,9 +44,8 @@ from quire.kernels.cpu.simd_int import _load_words, i32x16
 
 HAS_WIDE_LOOKUP = has_feature("avx512f")
 HAS_BYTE_LOOKUP = has_feature("avx512vbmi")
-LOOKUP_WORDS, DOT_PAIRS = "llvm.x86.avx512.permvar.hi.512", "llvm.x86.avx512bf16.dpbf16ps.512"
-I8 = ir.IntType(8)
-PAIRS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
+LOOKUP_WORDS = "llvm.x86.avx512.permvar.hi.512"
+BYTES = ir.VectorType(I8, 4 * LANES)
 COLUMNS = 2 * LANES  # of a tile
 
 
@@ -95,9 +99,7 @@ def _line(b, pointer, at, vector=I32V):
 
 
 def _load_line(b, pointer, at, vector=I32V):
-    value = b.load(_line(b, pointer, at, vector))
-    value.align = 4
-    return value
+    return _load_vector(b, _line(b, pointer, at, vector), at.type(0), vector, 4)
 
 
 def _store_line(b, value, pointer, at):
@@ -105,7 +107,7 @@ def _store_line(b, value, pointer, at):
 
 
 def _all_words(value):
-    return ir.Constant(PAIRS, [value] * 2 * LANES)
+    return ir.Constant(I16_PAIRS, [value] * 2 * LANES)
 
 
 class _Panel:
@@ -127,13 +129,13 @@ class _Table:
 
     def __init__(self, b, args):
         self.b, self.w = b, args[0]
-        self.table = _load_line(b, args[1], args[2].type(0), PAIRS)
+        self.table = _load_line(b, args[1], args[2].type(0), I16_PAIRS)
 
     def weights(self, at, step, column):
         b, codes, found = self.b, _load_line(self.b, self.w, at), []
         for pair in range(self.pairs):
-            places = b.bitcast(b.lshr(codes, _integers(4 * pair)), PAIRS)
-            found.append(_call(b, LOOKUP_WORDS, PAIRS, [self.table, places]))
+            places = b.bitcast(b.lshr(codes, _integers(4 * pair)), I16_PAIRS)
+            found.append(_call(b, LOOKUP_WORDS, I16_PAIRS, [self.table, places]))
         return [b.bitcast(value, BF16_PAIRS) for value in self.scaled(found, step, column)]
 
     def scaled(self, found, step, column):
@@ -150,9 +152,7 @@ class _ScaledTable(_Table):
     def scaled(self, found, step, column):
         b = self.b
         at = b.add(self.at, b.shl(b.lshr(step, self.shift), step.type(4)))
-        place = b.gep(self.scales, [b.add(at, self.next) if column else at])
-        powers = b.load(b.bitcast(place, I16V.as_pointer()))
-        powers.align = 2
+        powers = _load_vector(b, self.scales, b.add(at, self.next) if column else at, I16V, 2)
         twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [i // 2 for i in range(2 * LANES)])
         powers = b.shuffle_vector(powers, powers, twice)
         zero = [b.icmp_unsigned("==", b.and_(value, _all_words(0x7FFF)), _all_words(0)) for value in found]
@@ -174,7 +174,7 @@ class _Octets:
         if HAS_BYTE_LOOKUP:
             self.tables = [b.select(longer, *both) for both in zip(*map(_byte_tables, (E5M2, E4M3)), strict=True)]
             return
-        self.table = _load_line(b, args[1], args[2].type(0), PAIRS)
+        self.table = _load_line(b, args[1], args[2].type(0), I16_PAIRS)
         self.settings = [
             b.select(longer, _all_words(second), _all_words(first))
             for first, second in ((4, 5), (120 << 7, 112 << 7), (1 << 3, 1 << 2))
@@ -192,7 +192,7 @@ class _Octets:
             for first, second in (self.tables[:2], self.tables[2:])
         )
         highs = b.or_(highs, b.and_(places, ir.Constant(BYTES, [0x80] * 4 * LANES)))
-        lows, highs, eight = b.bitcast(lows, PAIRS), b.bitcast(highs, PAIRS), _all_words(8)
+        lows, highs, eight = b.bitcast(lows, I16_PAIRS), b.bitcast(highs, I16_PAIRS), _all_words(8)
         return [
             b.or_(b.and_(lows, _all_words(0x00FF)), b.shl(highs, eight)),
             b.or_(b.lshr(lows, eight), b.and_(highs, _all_words(0xFF00))),
@@ -200,9 +200,9 @@ class _Octets:
 
     def computed(self, codes, pair):
         b, (shift, bias, limit) = self.b, self.settings
-        octets = b.lshr(b.bitcast(codes, PAIRS), _all_words(8 * pair))
+        octets = b.lshr(b.bitcast(codes, I16_PAIRS), _all_words(8 * pair))
         size = b.and_(octets, _all_words(0x7F))
-        low = _call(b, LOOKUP_WORDS, PAIRS, [self.table, size])
+        low = _call(b, LOOKUP_WORDS, I16_PAIRS, [self.table, size])
         value = b.select(b.icmp_unsigned("<", size, limit), low, b.add(b.shl(size, shift), bias))
         return b.or_(value, b.and_(b.shl(octets, _all_words(8)), _all_words(0x8000)))
 
@@ -225,36 +225,13 @@ def _keep(b, columns, panel, k):
         _store_line(b, b.bitcast(column, I32V), pointer, b.add(to, k))
 
 
-class _Registers:
-    """The sums of a tile of so many rows, and where they are from and go to."""
+class _ScaledTile(_Tile):
+    """Sums that are parked in `parked` between panels, or multiplied by their columns' scales and added to `out`."""
 
     def __init__(self, b, rows, args):
-        self.b, self.rows = b, rows
-        self.sums, self.sums_at, self.resume, self.out, self.out_at, self.out_next, self.ends, self.factors = args
-        self.places = [(r, c) for r in range(rows) for c in (0, 1)]
-        self.totals = [cgutils.alloca_once(b, F32V) for _ in self.places]
-
-    def kept(self, r, c):
-        return self.b.add(self.sums_at, self.sums_at.type(COLUMNS * r + LANES * c))
-
-    def start(self):
-        b = self.b
-        with b.if_else(b.icmp_signed("!=", self.resume, self.resume.type(0))) as (resumed, fresh):
-            with resumed:
-                for total, place in zip(self.totals, self.places, strict=True):
-                    b.store(_load(b, "f32", self.sums, self.kept(*place)), total)
-            with fresh:
-                for total in self.totals:
-                    b.store(_constant(0.0), total)
-
-    def add(self, x, at, columns):
-        b = self.b
-        for r in range(self.rows):
-            factor = b.load(b.gep(x, [b.add(at, at.type(r))]))
-            factor = b.bitcast(_splat(b, factor, I32V), BF16_PAIRS)
-            for c in (0, 1):
-                total = self.totals[2 * r + c]
-                b.store(_call(b, DOT_PAIRS, F32V, [b.load(total), columns[c], factor]), total)
+        super().__init__(b, rows)
+        parked, parked_at, self.resume, out, out_at, out_next, self.ends, self.factors = args
+        self.parked, self.out = (parked, parked_at, parked_at.type(COLUMNS)), (out, out_at, out_next)
 
     def scales(self, scales, at, following):
         """Return two vectors of bfloat16, of float32, or of 1, as `factors` is 1, 0, or another."""
@@ -273,14 +250,11 @@ class _Registers:
         with b.if_else(b.icmp_signed("!=", self.ends, self.ends.type(0))) as (finished, unfinished):
             with finished:
                 factors = self.scales(scales, at, following)
-                for total, (r, c) in zip(self.totals, self.places, strict=True):
-                    shift = self.out_at.type(LANES * c)
-                    place = b.add(b.add(self.out_at, b.mul(self.out_next, shift.type(r))), shift)
-                    before = _load(b, "f32", self.out, place)
-                    _store(b, _multiply_add(b, b.load(total), factors[c], before), self.out, place)
+                for i, (total, place) in enumerate(self.each(*self.out[1:])):
+                    before = _load(b, "f32", self.out[0], place)
+                    _store(b, _multiply_add(b, b.load(total), factors[i % 2], before), self.out[0], place)
             with unfinished:
-                for total, place in zip(self.totals, self.places, strict=True):
-                    _store(b, b.load(total), self.sums, self.kept(*place))
+                self.store(*self.parked)
 
 
 def _coded_tile(rows):
@@ -296,9 +270,9 @@ def _coded_tile(rows):
         def code(ctx, b, sig, a):
             source, panel = SOURCES[w.dtype](b, a[:7]), a[12:15]
             w_at, w_next, steps = a[7], a[8], a[9]
-            index, registers = w_at.type, _Registers(b, rows, a[15:23])
+            index, tile = w_at.type, _ScaledTile(b, rows, a[15:23])
             with cgutils.for_range(b, a[23], intp=index) as group:
-                registers.start()
+                tile.start(tile.resume, *tile.parked)
                 with cgutils.for_range(b, steps, intp=index) as loop:
                     step = b.add(b.mul(group.index, steps), loop.index)
                     lines = [b.add(w_at, step)]
@@ -311,8 +285,10 @@ def _coded_tile(rows):
                         k = b.add(b.mul(step, index(source.pairs)), index(pair))
                         if keeps:
                             _keep(b, [column[pair] for column in columns], panel, k)
-                        registers.add(a[10], b.add(a[11], b.mul(k, index(rows))), [column[pair] for column in columns])
-                registers.finish(a[3], b.add(a[4], b.mul(group.index, index(LANES))), a[5])
+                        x_row = b.add(a[11], b.mul(k, index(rows)))
+                        factors = (_broadcast_pair(b, a[10], b.add(x_row, index(r))) for r in range(rows))
+                        tile.add([column[pair] for column in columns], factors, _dot_pairs)
+                tile.finish(a[3], b.add(a[4], b.mul(group.index, index(LANES))), a[5])
             return ctx.get_dummy_value()
 
         n = types.int64

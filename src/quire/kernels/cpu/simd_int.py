@@ -16,29 +16,32 @@ from numba.extending import intrinsic, register_model
 from quire.kernels.cpu.simd import (
     F32,
     F32V,
-    I16,
+    I8V,
+    I16_PAIRS,
     I32,
     I32V,
+    I64,
     LANES,
     TILE_ROWS,
+    _broadcast,
     _call,
     _constant,
+    _fma_into,
     _fold,
     _integers,
     _load,
+    _load_vector,
     _multiply_add,
     _prefetch,
     _splat,
     _store,
+    _Tile,
     has_feature,
 )
 
 # Products of four bytes, added to an int32 sum, in one instruction (VPDPBUSD).
 HAS_VNNI = has_feature("avx512vnni") and has_feature("avx512f")
 
-I8 = ir.IntType(8)
-PAIRS = ir.VectorType(I16, 2 * LANES)
-BYTES = ir.VectorType(I8, LANES)
 QUARTER = LANES // 4
 CHAINS = 4  # sums that a one-row tile keeps for an output: a product must not wait for the one before it
 UNROLL = 4  # steps of the one-row tiles in one turn of the loop; groups are whole multiples of it
@@ -137,7 +140,7 @@ def round_scaled(ty, x, factor):
 
 def _quarters(b, x):
     """Return the low bytes of the lanes, four to a uint32."""
-    packed = b.bitcast(b.trunc(x, BYTES), ir.VectorType(I32, QUARTER))
+    packed = b.bitcast(b.trunc(x, I8V), ir.VectorType(I32, QUARTER))
     return [b.extract_element(packed, I32(i)) for i in range(QUARTER)]
 
 
@@ -173,9 +176,7 @@ def store_nibbles(ty, data, at, step, x):
 
 
 def _load_words(b, data, offset):
-    value = b.load(b.bitcast(b.gep(data, [offset]), I32V.as_pointer()))
-    value.align = 4
-    return value
+    return _load_vector(b, data, offset, I32V, 4)
 
 
 def _shifted(b, x, left, right):
@@ -200,7 +201,7 @@ def _operand(b, octets, vnni):
     if vnni:
         return octets
     low = _integers(0x00FF00FF)
-    return [b.bitcast(b.and_(x, low), PAIRS) for x in (octets, b.lshr(octets, _integers(8)))]
+    return [b.bitcast(b.and_(x, low), I16_PAIRS) for x in (octets, b.lshr(octets, _integers(8)))]
 
 
 def _dot(b, sums, operand, word, vnni):
@@ -208,7 +209,7 @@ def _dot(b, sums, operand, word, vnni):
     factors = _splat(b, word, I32V)
     if vnni:
         return _call(b, "llvm.x86.avx512.vpdpbusd.512", I32V, [sums, operand, factors])
-    pairs = b.bitcast(factors, PAIRS)
+    pairs = b.bitcast(factors, I16_PAIRS)
     even, odd = _shifted(b, pairs, 8, 8), _shifted(b, pairs, 0, 8)
     return b.add(sums, b.add(_pair_sums(b, operand[0], even), _pair_sums(b, operand[1], odd)))
 
@@ -238,7 +239,7 @@ def _finish_group(b, sums, out, at, scales, zeros, starts):
     def place(r, c):
         return b.add(at, at.type(2 * LANES * r + LANES * c))
 
-    grouped = b.icmp_unsigned("!=", b.ptrtoint(scales[0], ir.IntType(64)), ir.IntType(64)(0))
+    grouped = b.icmp_unsigned("!=", b.ptrtoint(scales[0], I64), I64(0))
     with b.if_else(grouped) as (with_scales, without):
         with without:
             for i, place_at in enumerate(place(r, c) for r in range(rows) for c in (0, 1)):
@@ -247,7 +248,7 @@ def _finish_group(b, sums, out, at, scales, zeros, starts):
             values = [cgutils.alloca_once(b, F32V) for _ in sums]
             for value, count in zip(values, sums, strict=True):
                 b.store(b.sitofp(b.load(count), F32V), value)
-            with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(zeros[0], ir.IntType(64)), ir.IntType(64)(0))):
+            with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(zeros[0], I64), I64(0))):
                 for c in (0, 1):
                     eighth = b.fmul(_load(b, "f16", zeros[0], zeros[1][c]), _constant(0.125))
                     for r in range(rows):
@@ -357,29 +358,22 @@ def _tiles(bits, vnni):
 int8_tiles, int4_tiles = ([_tiles(bits, False), _tiles(bits, True)] for bits in (8, 4))
 
 
-def _float_tile(rows):
+def _weight_only_tile(rows):
     @intrinsic
     def tile(ty, w, w_at, w_next, x, x_at, height, steps, out, at):
         def code(ctx, b, sig, a):
             w, w_at, w_next, x, x_at, height, steps, out, at = a
-            index = w_at.type
-            sums = [cgutils.alloca_once(b, F32V) for _ in range(2 * rows)]
-            for place in sums:
-                b.store(_constant(0.0), place)
+            index, tile = w_at.type, _Tile(b, rows)
+            tile.clear()
             with cgutils.for_range(b, steps, intp=index) as loop:
                 from_w = b.add(w_at, b.mul(loop.index, index(LANES)))
                 signed = [b.xor(_load_words(b, w, b.add(from_w, o)), _integers(0x80808080)) for o in (index(0), w_next)]
                 from_x = b.add(x_at, b.mul(b.mul(loop.index, index(4)), height))
                 for k in range(4):
                     columns = [b.sitofp(_shifted(b, words, 24 - 8 * k, 24), F32V) for words in signed]
-                    for r in range(rows):
-                        factor = _splat(b, b.load(b.gep(x, [b.add(from_x, index(r))])), F32V)
-                        for c in (0, 1):
-                            place = sums[2 * r + c]
-                            b.store(_multiply_add(b, columns[c], factor, b.load(place)), place)
+                    tile.add(columns, (_broadcast(b, x, b.add(from_x, index(r))) for r in range(rows)), _fma_into)
                     from_x = b.add(from_x, height)
-            for i, place in enumerate(sums):
-                _store(b, b.load(place), out, b.add(at, index(LANES * i)))
+            tile.store(out, at, index(2 * LANES))
             return ctx.get_dummy_value()
 
         n = types.int64
@@ -393,4 +387,4 @@ def _float_tile(rows):
 
 
 FLOAT_ROWS = TILE_ROWS
-float_many, float_four, float_one = _float_tile(FLOAT_ROWS), _float_tile(min(4, FLOAT_ROWS)), _float_tile(1)
+float_many, float_four, float_one = (_weight_only_tile(rows) for rows in (FLOAT_ROWS, min(4, FLOAT_ROWS), 1))
