@@ -90,7 +90,7 @@ def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -
 
 def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "cache_folder", lambda kernel: tmp_path)
-    kernel = linear.linear_float32
+    kernel = linear.FLOAT_OPS[np.dtype(np.float32)]
     ours, foreign = tmp_path / "linear.linear_float32-1.py311.nbi", tmp_path / "other.function-1.py311.nbi"
     jit.refresh_cache()
     assert not kernel.is_cached()

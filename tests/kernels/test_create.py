@@ -17,7 +17,7 @@ from quire.kernels.cpu import linear, linear_int
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.kv_write import WRITE
-from quire.kernels.cpu.paged_floats import attend_float32
+from quire.kernels.cpu.paged_floats import ATTEND
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.create import create_backend
@@ -78,7 +78,7 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("quantization", "products"),
     [
-        (None, {linear.linear_float32}),
+        (None, {linear.FLOAT_OPS[np.dtype(np.float32)]}),
         ("int8", {linear_int.linear_int8_generic}),
         ("int8-weight-only", {linear_int.linear_int8_float}),
         ("int4", {linear_int.linear_int4_generic, linear_int.linear_int8_generic}),
@@ -93,7 +93,7 @@ def test_every_kernel_that_decoding_needs_counts_as_such(
     monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op: asked.append(op) or True)
     assert cpu.compiled_before()
     products = {*products, *([merge] if threads == 2 else [])}
-    assert set(asked) == {*products, WRITE[np.dtype(np.float32)], plan, attend_float32}
+    assert set(asked) == {*products, WRITE[np.dtype(np.float32)], plan, ATTEND[np.dtype(np.float32)]}
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -33,7 +33,7 @@ from quire.kernels.cpu import (
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache, CPULatentCache
 from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
-from quire.kernels.cpu.formats import CPULinear, can_gate, pack
+from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
 from quire.kernels.cpu.heads import CPUHeads
 from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv, write_latent
@@ -135,7 +135,7 @@ class CPUBackend(HostMemory, Backend):
         self._launcher = Launcher(num_threads)
         self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()
-        self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[dtype]
+        self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[STORAGE[dtype]]
         # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
         self._known: tuple[np.ndarray, Survey] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"

@@ -238,7 +238,7 @@ class Products:
     ) -> np.ndarray:
         """See `linear.linear`."""
         launcher, groups, depth, step = self.launcher, self.groups, one.inputs, x.shape[1]
-        product = linear.FLOAT_OPS[one.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
+        product = linear.FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
         packed = launcher.empty((groups.capacity * depth,))
         emit_grouped(
             launcher, groups, weave_tiles, RowsOf(x, 4 * step), step, RowsOf(packed, 4 * depth), depth,

@@ -18,9 +18,9 @@ from quire.checkpoint.tensor import Tensor
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, STORAGE, to_storage
 from quire.kernels.cpu.interleave import DOT_ROWS, ROUND_BYTES, round_tile, tile_height
-from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.jit import Op, op, ops_by_dtype, part
 from quire.kernels.cpu.paged_floats import product
-from quire.kernels.cpu.pointers import floats, halves, uints, words
+from quire.kernels.cpu.pointers import floats, uints, words
 from quire.kernels.cpu.simd import LANES, panel_four, panel_many, panel_one
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
 
@@ -50,7 +50,7 @@ class CPUHeads:
 
 @part
 def multiply(args, weight, item, scratch):
-    """Do one item: token chunks run fastest, then columns, then heads."""
+    """Do one item of `multiply_floats`."""
     heads, inputs, outputs, tokens = args[HEADS], args[INPUTS], args[OUTPUTS], args[H_TOKENS]
     x, out, stage = floats(args[X]), floats(args[OUT]), floats(scratch)
     tiles = (outputs + COLUMNS - 1) // COLUMNS
@@ -68,25 +68,14 @@ def multiply(args, weight, item, scratch):
             out[to + row * out_next + c] = stage[row * COLUMNS + c]
 
 
-@op
-def heads_float32(args, first, last, scratch):
-    """Multiply with float32 matrices."""
+@part
+def multiply_floats(elements, args, first, last, scratch):
+    """Multiply with float matrices. Of the items token chunks run fastest, then columns, then heads."""
     for item in range(first, last):
-        multiply(args, floats(args[WEIGHT]), item, scratch)
+        multiply(args, elements(args[WEIGHT]), item, scratch)
 
 
-@op
-def heads_bfloat16(args, first, last, scratch):
-    """Multiply with bfloat16 matrices."""
-    for item in range(first, last):
-        multiply(args, words(args[WEIGHT]), item, scratch)
-
-
-@op
-def heads_float16(args, first, last, scratch):
-    """Multiply with float16 matrices."""
-    for item in range(first, last):
-        multiply(args, halves(args[WEIGHT]), item, scratch)
+MULTIPLY = ops_by_dtype("heads", multiply_floats)
 
 
 # Pairs of bfloat16
@@ -136,13 +125,6 @@ def heads_pairs(args, first, last, scratch):
     """Multiply rounded rows with bfloat16 matrices that lie in pairs."""
     for item in range(first, last):
         multiply_pairs(args, item, scratch)
-
-
-MULTIPLY: dict[np.dtype, Op] = {
-    np.dtype(np.float32): heads_float32,
-    np.dtype(np.uint16): heads_bfloat16,
-    np.dtype(np.int16): heads_float16,
-}
 
 
 def pack_heads(launcher: Launcher, matrices: Sequence[Tensor], dtype: str, paired: bool = False) -> CPUHeads:

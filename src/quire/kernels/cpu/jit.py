@@ -13,13 +13,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 from numba import cfunc, njit, types
 from numba.core.caching import FunctionCache
+
+from quire.kernels.cpu.pointers import FLOAT_FORMATS, FORMATS
 
 STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
@@ -71,6 +75,34 @@ class Op:
 def op(function: Callable[..., None]) -> Op:
     """Decorate a function with the signature that `Op` describes; it is compiled when its address is first needed."""
     return Op(function)
+
+
+def op_of(name: str, body: Any, *constant: Any) -> Op:
+    """Return the op `name` that calls a part: body(args, first, last, scratch), with `constant` before them if given.
+
+    A constant is something that Numba knows while it compiles, such as one of pointers.py's functions. The op has
+    globals of its own and no closure: Numba caches no function whose closure holds another compiled one.
+    """
+    template = _call_with if constant else _call
+    place = body.py_func.__code__
+    code = template.__code__.replace(co_name=name, co_filename=place.co_filename, co_firstlineno=place.co_firstlineno)
+    function = FunctionType(code, {"BODY": body, "CONSTANT": constant[0] if constant else None}, name)
+    function.__qualname__, function.__module__, function.__doc__ = name, body.py_func.__module__, body.__doc__
+    return Op(function)
+
+
+def ops_by_dtype(name: str, body: Any, formats: Iterable[str] = FLOAT_FORMATS) -> dict[np.dtype, Op]:
+    """Return `name`_float32 and so on by numpy dtype: body(pointer to that format's elements, args, ...)."""
+    found = [(format, *FORMATS[format]) for format in formats]
+    return {np.dtype(dtype): op_of(f"{name}_{format}", body, pointer) for format, dtype, pointer in found}
+
+
+def _call(args, first, last, scratch):  # type: ignore[no-untyped-def]
+    BODY(args, first, last, scratch)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _call_with(args, first, last, scratch):  # type: ignore[no-untyped-def]
+    BODY(CONSTANT, args, first, last, scratch)  # type: ignore[name-defined]  # noqa: F821
 
 
 def entry(function: Callable[..., Any]) -> Any:

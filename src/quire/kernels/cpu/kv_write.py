@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
-from quire.kernels.cpu.jit import Op, op, part
-from quire.kernels.cpu.pointers import floats, halves, longs, signed_octets, uints, words
+from quire.kernels.cpu.jit import op, ops_by_dtype, part
+from quire.kernels.cpu.pointers import floats, longs, signed_octets, uints, words
 from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
 from quire.kernels.cpu.simd import I16, I32, I32V, LANES, _call, _integers, _load, get, put
 from quire.kernels.cpu.threads import Launcher
@@ -61,18 +61,12 @@ def write_one(args, keys, values, t, h):
         put(values, value + d * apart, get(v, v_at + d))
 
 
-@op
-def write_float32(args, first, last, scratch):
-    """Store keys and values as they are."""
+@part
+def write_floats(elements, args, first, last, scratch):
+    """Store keys and values in float32 or float16."""
+    keys, values = elements(args[KEYS]), elements(args[VALUES])
     for item in range(first, last):
-        write_one(args, floats(args[KEYS]), floats(args[VALUES]), item // args[HEADS], item % args[HEADS])
-
-
-@op
-def write_float16(args, first, last, scratch):
-    """Store keys and values in float16."""
-    for item in range(first, last):
-        write_one(args, halves(args[KEYS]), halves(args[VALUES]), item // args[HEADS], item % args[HEADS])
+        write_one(args, keys, values, item // args[HEADS], item % args[HEADS])
 
 
 # bfloat16
@@ -259,9 +253,9 @@ def write_int8(args, first, last, scratch):
 
 
 @part
-def write_vectors(args, latents, first, last):
+def write_vectors(elements, args, first, last, scratch):
     """Items are tokens. x, elements between its rows, the cache, slots, elements of a vector."""
-    x, size = floats(args[0]), args[4]
+    x, latents, size = floats(args[0]), elements(args[2]), args[4]
     for t in range(first, last):
         slot = longs(args[3])[t]
         if slot >= 0:
@@ -269,29 +263,7 @@ def write_vectors(args, latents, first, last):
                 put(latents, slot * size + d, get(x, t * args[1] + d))
 
 
-@op
-def write_latent_float32(args, first, last, scratch):
-    """Store vectors as they are."""
-    write_vectors(args, floats(args[2]), first, last)
-
-
-@op
-def write_latent_bfloat16(args, first, last, scratch):
-    """Store vectors in bfloat16."""
-    write_vectors(args, words(args[2]), first, last)
-
-
-@op
-def write_latent_float16(args, first, last, scratch):
-    """Store vectors in float16."""
-    write_vectors(args, halves(args[2]), first, last)
-
-
-WRITE_LATENT: dict[np.dtype, Op] = {
-    np.dtype(np.float32): write_latent_float32,
-    np.dtype(np.uint16): write_latent_bfloat16,
-    np.dtype(np.int16): write_latent_float16,
-}
+WRITE_LATENT = ops_by_dtype("write_latent", write_vectors)
 
 
 def write_latent(launcher: Launcher, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
@@ -305,10 +277,9 @@ def write_latent(launcher: Launcher, x: np.ndarray, cache: CPULatentCache, slot_
     )  # fmt: skip
 
 
-WRITE: dict[np.dtype, Op] = {
-    np.dtype(np.float32): write_float32,
+WRITE = {
+    **ops_by_dtype("write", write_floats, ("float32", "float16")),
     np.dtype(np.uint16): write_bfloat16,
-    np.dtype(np.int16): write_float16,
     np.dtype(np.int8): write_int8,
 }
 

@@ -19,8 +19,8 @@ from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import CPULinear
 from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, padded_rows, rounded, tile_height, woven
-from quire.kernels.cpu.jit import Op, op, part
-from quire.kernels.cpu.pointers import floats, halves, uints, words
+from quire.kernels.cpu.jit import op, ops_by_dtype, part
+from quire.kernels.cpu.pointers import floats, uints, words
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
     dot_four,
@@ -63,8 +63,12 @@ def place_of(item, groups, rows):
 
 
 @part
-def float_items(w, args, first, last, scratch):
-    """Items of a product of float32 rows: full tiles from the woven rows, then fours and ones from x itself."""
+def linear_floats(elements, args, first, last, scratch):
+    """x times w in float32: full tiles from the woven rows, then fours and ones from x itself.
+
+    args: w, bias or 0, x, its row step, woven x, out, its row step, rows, depth, gate's kind or -1.
+    """
+    w = elements(args[0])
     x, x_step, packed, out, stride = floats(args[2]), args[3], floats(args[4]), floats(args[5]), args[6]
     rows, depth, kind = args[7], args[8], args[9]
     groups = (rows + ROW_GROUP - 1) // ROW_GROUP
@@ -92,24 +96,6 @@ def float_items(w, args, first, last, scratch):
             row += 1
         if kind >= 0:
             finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
-
-
-@op
-def linear_float32(args, first, last, scratch):
-    """x times w. args: w, bias or 0, x, its row step, woven x, out, its row step, rows, depth, gate's kind or -1."""
-    float_items(floats(args[0]), args, first, last, scratch)
-
-
-@op
-def linear_bfloat16(args, first, last, scratch):
-    """Like `linear_float32`, the bits of bfloat16 in w."""
-    float_items(words(args[0]), args, first, last, scratch)
-
-
-@op
-def linear_float16(args, first, last, scratch):
-    """Like `linear_float32`, the bits of float16 in w."""
-    float_items(halves(args[0]), args, first, last, scratch)
 
 
 @op
@@ -142,11 +128,7 @@ def linear_pairs(args, first, last, scratch):
             finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
 
 
-FLOAT_OPS: dict[str, Op] = {
-    "float32": linear_float32,
-    "bfloat16": linear_bfloat16,
-    "float16": linear_float16,
-}
+FLOAT_OPS = ops_by_dtype("linear", linear_floats)
 
 
 def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int | None = None) -> np.ndarray:
@@ -173,5 +155,5 @@ def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int | Non
         packed = woven(launcher, x)
         out = launcher.empty((rows, stride))
         args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.depth, kind)
-        launcher.emit(FLOAT_OPS[weight.dtype], *args, **sharing)
+        launcher.emit(FLOAT_OPS[weight.data.dtype], *args, **sharing)
     return out[:rows, :outputs]

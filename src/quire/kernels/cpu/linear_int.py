@@ -18,8 +18,9 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import activate, gated
 from quire.kernels.cpu.arrays import Slabs, as_rows
+from quire.kernels.cpu.formats import STORAGE
 from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, gated_columns, next_panel, padded_rows, tile_height
-from quire.kernels.cpu.jit import Op, op, part
+from quire.kernels.cpu.jit import Op, op, op_of, part
 from quire.kernels.cpu.pointers import floats, halves, ints, longs, octets, uints
 from quire.kernels.cpu.simd import add, get, load, mul, splat, store
 from quire.kernels.cpu.simd_int import (
@@ -77,12 +78,16 @@ def item_place(item, rows):
 
 
 def _items(bits, vnni):
-    """Return the part that does items first .. last - 1 of `linear_int*`."""
     many, four, one = (int8_tiles if bits == 8 else int4_tiles)[vnni]
     many_rows, few_rows, in_word = 8 if vnni else 2, 4 if vnni else 2, 32 // bits
 
     @part
     def items(args, first, last, scratch):
+        """One item is 32 columns of up to ROW_GROUP rows.
+
+        Weight, depth, group, column scales, group scales or 0, zeros or 0, bias or 0, packed x, starts, x scales, out,
+        its row stride, rows, activation, gated. Layouts: `IntLinear` and `quantize_tiles`.
+        """
         w, depth, group, packed, starts = uints(args[0]), args[1], args[2], uints(args[7]), ints(args[8])
         scales, zeros, rows, sums = halves(args[4]), halves(args[5]), args[12], floats(scratch)
         groups, steps, w_next = depth // group, group // in_word, depth // in_word * 16
@@ -114,42 +119,16 @@ def _items(bits, vnni):
     return items
 
 
-items_int8_vnni, items_int8, items_int4_vnni, items_int4 = (
-    _items(bits, vnni) for bits in (8, 4) for vnni in (True, False)
-)
-
-
-@op
-def linear_int8_vnni(args, first, last, scratch):
-    """One item is 32 columns of up to ROW_GROUP rows.
-
-    Weight, depth, group, column scales, group scales or 0, zeros or 0, bias or 0, packed x, starts, x scales, out, its
-    row stride, rows, activation, gated. Layouts: `IntLinear` and `quantize_tiles`.
-    """
-    items_int8_vnni(args, first, last, scratch)
-
-
-@op
-def linear_int8_generic(args, first, last, scratch):
-    """Like `linear_int8_vnni` on any CPU."""
-    items_int8(args, first, last, scratch)
-
-
-@op
-def linear_int4_vnni(args, first, last, scratch):
-    """Like `linear_int8_vnni` for four bits."""
-    items_int4_vnni(args, first, last, scratch)
-
-
-@op
-def linear_int4_generic(args, first, last, scratch):
-    """Like `linear_int8_vnni` for four bits, on any CPU."""
-    items_int4(args, first, last, scratch)
+OPS: dict[tuple[int, str], Op] = {
+    (bits, level): op_of(f"linear_int{bits}_{level}", _items(bits, level != "generic"))
+    for bits in (8, 4)
+    for level in LEVELS
+}
 
 
 @op
 def linear_int8_float(args, first, last, scratch):
-    """Like `linear_int8_vnni` without groups and with x in float32 by `interleave_tiles`; starts and x scales are 0."""
+    """Like `_items` without groups and with x in float32 by `interleave_tiles`; starts and x scales are 0."""
     w, depth, packed, rows, sums = uints(args[0]), args[1], floats(args[7]), args[12], floats(scratch)
     for item in range(first, last):
         column, begin, end = item_place(item, rows)
@@ -172,12 +151,6 @@ def linear_int8_float(args, first, last, scratch):
         write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind, args[14])
 
 
-OPS: dict[tuple[int, str], Op] = {
-    (8, "avx512_vnni"): linear_int8_vnni,
-    (8, "generic"): linear_int8_generic,
-    (4, "avx512_vnni"): linear_int4_vnni,
-    (4, "generic"): linear_int4_generic,
-}
 FLOAT_OP = linear_int8_float
 
 
@@ -344,7 +317,7 @@ def _pack(parts: Sequence[Tensor], weight: IntLinear, launcher: Launcher) -> Non
         assert tensor.shape[1] == inputs
         for start, piece in _pieces(tensor):
             count = piece.shape[0]
-            pack_op = getattr(quantize, f"pack_int{weight.bits}_{piece.dtype}")
+            pack_op = quantize.PACK[weight.bits][STORAGE[piece.dtype]]
             extra = () if weight.group_scales is None else (weight.group, weight.group_scales)
             launcher.emit(
                 pack_op, piece.array, piece.array.strides[0] // piece.array.itemsize, inputs, weight.depth,

@@ -13,15 +13,7 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
 from quire.kernels.cpu.jit import Op
-from quire.kernels.cpu.paged_floats import (
-    attend_bfloat16,
-    attend_float16,
-    attend_float32,
-    attend_int8,
-    attend_latent_bfloat16,
-    attend_latent_float16,
-    attend_latent_float32,
-)
+from quire.kernels.cpu.paged_floats import ATTEND, ATTEND_LATENT
 from quire.kernels.cpu.paged_latent import attend_latent_pairs
 from quire.kernels.cpu.paged_pairs import attend_pairs
 from quire.kernels.cpu.paged_plan import (
@@ -38,19 +30,6 @@ from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
 
 NEVER = 1 << 60  # items that one thread does alone where the plan says so
-
-ATTEND: dict[np.dtype, Op] = {
-    np.dtype(np.float32): attend_float32,
-    np.dtype(np.uint16): attend_bfloat16,
-    np.dtype(np.int16): attend_float16,
-    np.dtype(np.int8): attend_int8,
-}
-
-ATTEND_LATENT: dict[np.dtype, Op] = {
-    np.dtype(np.float32): attend_latent_float32,
-    np.dtype(np.uint16): attend_latent_bfloat16,
-    np.dtype(np.int16): attend_latent_float16,
-}
 
 
 def attend_op(dtype: np.dtype, paired: bool, latent: bool = False) -> Op:

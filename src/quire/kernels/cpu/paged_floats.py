@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.cpu.jit import op, part
+from quire.kernels.cpu.jit import ops_by_dtype, part
 from quire.kernels.cpu.paged_pairs import block_of, load_scales
 from quire.kernels.cpu.paged_softmax import (
     BLOCK_SIZE,
@@ -49,7 +49,7 @@ from quire.kernels.cpu.paged_softmax import (
     weigh_floats,
 )
 from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, turn_tile
-from quire.kernels.cpu.pointers import floats, halves, ints, longs, real, signed_octets, words
+from quire.kernels.cpu.pointers import FORMATS, floats, ints, longs, real
 from quire.kernels.cpu.simd import (
     LANES,
     TILE_ROWS,
@@ -281,50 +281,20 @@ def attend_item(args, keys, values, record, head, scratch):
 
 
 @part
-def attend(args, keys, values, first, last, scratch):
+def attend(elements, args, first, last, scratch):
     """Do some items: item i is record i // Hkv of the plan and KV head i % Hkv."""
-    heads = args[KV_HEADS]
+    heads, keys, values = args[KV_HEADS], elements(args[KEYS]), elements(args[VALUES])
     for item in range(first, last):
         attend_item(args, keys, values, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
 
 
-@op
-def attend_float32(args, first, last, scratch):
-    """Attention over a float32 cache."""
-    attend(args, floats(args[KEYS]), floats(args[VALUES]), first, last, scratch)
+@part
+def attend_latent(elements, args, first, last, scratch):
+    """Like `attend` for a latent cache."""
+    heads, latents = args[KV_HEADS], elements(args[KEYS])
+    for item in range(first, last):
+        attend_item(args, latents, None, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
 
 
-@op
-def attend_bfloat16(args, first, last, scratch):
-    """Attention over a bfloat16 cache that is not paired."""
-    attend(args, words(args[KEYS]), words(args[VALUES]), first, last, scratch)
-
-
-@op
-def attend_float16(args, first, last, scratch):
-    """Attention over a float16 cache."""
-    attend(args, halves(args[KEYS]), halves(args[VALUES]), first, last, scratch)
-
-
-@op
-def attend_int8(args, first, last, scratch):
-    """Attention over an int8 cache that is not paired."""
-    attend(args, signed_octets(args[KEYS]), signed_octets(args[VALUES]), first, last, scratch)
-
-
-@op
-def attend_latent_float32(args, first, last, scratch):
-    """Attention over a float32 latent cache."""
-    attend(args, floats(args[KEYS]), None, first, last, scratch)
-
-
-@op
-def attend_latent_bfloat16(args, first, last, scratch):
-    """Attention over a bfloat16 latent cache."""
-    attend(args, words(args[KEYS]), None, first, last, scratch)
-
-
-@op
-def attend_latent_float16(args, first, last, scratch):
-    """Attention over a float16 latent cache."""
-    attend(args, halves(args[KEYS]), None, first, last, scratch)
+ATTEND = ops_by_dtype("attend", attend, FORMATS)
+ATTEND_LATENT = ops_by_dtype("attend_latent", attend_latent)

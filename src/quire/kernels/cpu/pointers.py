@@ -5,6 +5,7 @@ The element type says what `simd.load` and `simd.get` make of it; see STORAGE in
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -28,6 +29,15 @@ uints = _pointer(types.uint32, ir.IntType(32))
 ints = _pointer(types.int32, ir.IntType(32))
 longs = _pointer(types.int64, ir.IntType(64))
 doubles = _pointer(types.float64, ir.DoubleType())
+
+# Storage formats: the numpy dtype of their arrays, and pointers to elements of them
+FORMATS = {
+    "float32": (np.float32, floats),
+    "bfloat16": (np.uint16, words),
+    "float16": (np.int16, halves),
+    "int8": (np.int8, signed_octets),
+}
+FLOAT_FORMATS = ("float32", "bfloat16", "float16")
 
 
 @intrinsic

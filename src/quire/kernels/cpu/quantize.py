@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.interleave import DOT_ROWS, tile_height
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, halves, ints, longs, uints, words
+from quire.kernels.cpu.jit import op, ops_by_dtype, part
+from quire.kernels.cpu.pointers import floats, halves, ints, longs, uints
 from quire.kernels.cpu.simd import get, lane_max, load, load_some, maximum, put, splat, sub
 from quire.kernels.cpu.simd_int import (
     between,
@@ -133,8 +133,9 @@ def column_of(row, first, half):
 
 
 @part
-def pack_octets(args, first, last, x):
-    """Rows first .. last - 1 of `pack_int8_*`."""
+def pack_int8(elements, args, first, last, scratch):
+    """Source, row stride, width, depth, data, scales, first column, half: one item is one row; see `column_of`."""
+    x = elements(args[0])
     stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
     for row in range(first, last):
         column = column_of(row, args[6], args[7])
@@ -145,24 +146,6 @@ def pack_octets(args, first, last, x):
             q = round_scaled(load_within(x, row * stride, i, width), factor)
             store_octets(data, at + i // 4 * 16, 16, plus(q, integers(128)))
         scales[column] = size / np.float32(LIMIT)
-
-
-@op
-def pack_int8_float32(args, first, last, scratch):
-    """Source, row stride, width, depth, data, scales, first column, half: one item is one row; see `column_of`."""
-    pack_octets(args, first, last, floats(args[0]))
-
-
-@op
-def pack_int8_bfloat16(args, first, last, scratch):
-    """Like `pack_int8_float32`."""
-    pack_octets(args, first, last, words(args[0]))
-
-
-@op
-def pack_int8_float16(args, first, last, scratch):
-    """Like `pack_int8_float32`."""
-    pack_octets(args, first, last, halves(args[0]))
 
 
 @part
@@ -185,8 +168,9 @@ def group_scales(x, at, width, group, groups, found):
 
 
 @part
-def pack_nibbles(args, first, last, scratch, x):
-    """Rows first .. last - 1 of `pack_int4_*`."""
+def pack_int4(elements, args, first, last, scratch):
+    """Source, row stride, width, depth, data, scales, first column, half, group, group scales; see `column_of`."""
+    x = elements(args[0])
     stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
     group, relative, found = args[8], halves(args[9]), floats(scratch)
     groups = depth // group
@@ -208,19 +192,4 @@ def pack_nibbles(args, first, last, scratch, x):
         scales[column] = most if size == size else size
 
 
-@op
-def pack_int4_float32(args, first, last, scratch):
-    """Source, row stride, width, depth, data, scales, first column, half, group, group scales; see `column_of`."""
-    pack_nibbles(args, first, last, scratch, floats(args[0]))
-
-
-@op
-def pack_int4_bfloat16(args, first, last, scratch):
-    """Like `pack_int4_float32`."""
-    pack_nibbles(args, first, last, scratch, words(args[0]))
-
-
-@op
-def pack_int4_float16(args, first, last, scratch):
-    """Like `pack_int4_float32`."""
-    pack_nibbles(args, first, last, scratch, halves(args[0]))
+PACK = {8: ops_by_dtype("pack_int8", pack_int8), 4: ops_by_dtype("pack_int4", pack_int4)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, halves, longs, words
+from quire.kernels.cpu.jit import op, ops_by_dtype, part
+from quire.kernels.cpu.pointers import floats, longs
 from quire.kernels.cpu.simd import get, load, load_some, store, store_some
 from quire.kernels.cpu.threads import Launcher
 
@@ -45,9 +45,16 @@ def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 @part
-def widen_rows(args, table, first, last):
+def embed(elements, args, first, last, scratch):
     """Items are ids. table, ids, out, width of a row, its width as stored, neighbours of a row that lie together."""
-    ids, out, width, depth, together = longs(args[1]), floats(args[2]), args[3], args[4], args[5]
+    table, ids, out, width, depth, together = (
+        elements(args[0]),
+        longs(args[1]),
+        floats(args[2]),
+        args[3],
+        args[4],
+        args[5],
+    )
     step = LANES * together
     for item in range(first, last):
         row, target = ids[item], item * width
@@ -58,25 +65,7 @@ def widen_rows(args, table, first, last):
             at += step
 
 
-@op
-def embed_float32(args, first, last, scratch):
-    """See `widen_rows`; a float32 table."""
-    widen_rows(args, floats(args[0]), first, last)
-
-
-@op
-def embed_bfloat16(args, first, last, scratch):
-    """See `widen_rows`; a bfloat16 table."""
-    widen_rows(args, words(args[0]), first, last)
-
-
-@op
-def embed_float16(args, first, last, scratch):
-    """See `widen_rows`; a float16 table."""
-    widen_rows(args, halves(args[0]), first, last)
-
-
-EMBED = {np.dtype(np.float32): embed_float32, np.dtype(np.uint16): embed_bfloat16, np.dtype(np.int16): embed_float16}
+EMBED = ops_by_dtype("embed", embed)
 
 
 def embedding(
