@@ -79,9 +79,9 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
     ("quantization", "products"),
     [
         (None, {linear.FLOAT_OPS[np.dtype(np.float32)]}),
-        ("int8", {linear_int.linear_int8_generic}),
+        ("int8", {linear_int.OPS[8, "generic"]}),
         ("int8-weight-only", {linear_int.linear_int8_float}),
-        ("int4", {linear_int.linear_int4_generic, linear_int.linear_int8_generic}),
+        ("int4", {linear_int.OPS[4, "generic"], linear_int.OPS[8, "generic"]}),
     ],
 )
 @pytest.mark.parametrize("threads", [1, 2])
