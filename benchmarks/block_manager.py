@@ -38,6 +38,11 @@ class Sequence:
     cache_salt: str | None = None
     reads_prefix_cache: bool = True
 
+    @property
+    def num_tokens(self) -> int:
+        """All of them are final."""
+        return len(self.token_ids)
+
 
 class Bench:
     """A manager, and sequences that nobody has seen before."""

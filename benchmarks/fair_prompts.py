@@ -90,7 +90,7 @@ def compare(core: EngineCore, args: argparse.Namespace) -> list[list[str]]:
     patched: Callable[..., Any] = mock.patch
     for name in ("shares", "fifo"):
         if name == "fifo":
-            with patched("quire.scheduler.scheduler.share_tokens", fifo):
+            with patched("quire.scheduler.unified.share_tokens", fifo):
                 run(long + short)
                 together = run(long + short)
         else:

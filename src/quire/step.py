@@ -16,8 +16,6 @@ import msgspec
 
 from quire.engine_request import EngineRequest
 
-UNKNOWN_TOKEN = -1  # stands in a sequence for the token that a step under way is about to sample
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
@@ -54,6 +52,7 @@ class NewSequenceData(msgspec.Struct):
     seed: int = 0
     num_candidates: int = 0
     sampler_state: float | None = None
+    draft_token_ids: list[int] = []
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,6 +83,7 @@ class ContinuingSequenceData(msgspec.Struct):
     num_computed_tokens: int
     replaced_blocks: list[tuple[int, int, int]] = []
     new_token_ids: list[int] = []
+    draft_token_ids: list[int] = []
 
 
 class ForkData(msgspec.Struct):

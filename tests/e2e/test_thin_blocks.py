@@ -29,11 +29,12 @@ class Watched:
     def __init__(self, driver: EngineDriver, streamed: int | None) -> None:
         self.scheduler = driver.core.scheduler
         if streamed is not None:
-            self.scheduler.streamed_blocks = streamed  # type: ignore[attr-defined]
+            self.scheduler.planner.streamed_blocks = streamed  # type: ignore[attr-defined]
         self.num_brought_back = self.num_waited = self.num_streaming = 0
-        driver.core.on_plan = self.see
+        driver.core.on_plans = self.see
 
-    def see(self, plan: Any, flying: Any) -> None:
+    def see(self, plans: list[Any]) -> None:
+        plan = plans[-1]
         kv = self.scheduler.kv
         first_thin = kv.pool.first_thin
         self.num_brought_back += sum(

@@ -372,4 +372,4 @@ def test_a_loop_that_nobody_watches_tells_nobody(folder: Path) -> None:
     core = EngineCore(config, executor=NullExecutor())
     messages: list[ToEngine] = [request("a"), Shutdown()]
     run(core, lambda wait: messages.pop(0), lambda message: None)
-    assert core.on_plan is None
+    assert core.on_plans is None

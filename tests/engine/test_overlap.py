@@ -177,7 +177,7 @@ def test_all_that_may_be_to_blame_are_named_before_they_are_waited_for(make_core
     outbox: list[FromEngine] = []
 
     def receive(wait: bool) -> ToEngine | None:
-        if len(Signs.named) == 1 and not inbox and core.scheduler.find("b") is None:
+        if len(Signs.named) == 1 and not inbox and core.scheduler.requests.find("b") is None:
             inbox.append(request("b", [5] * 9, 1))
         if wait:
             return Shutdown()

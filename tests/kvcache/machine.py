@@ -45,6 +45,10 @@ class Live:
     era: int = 0
     num_learnt: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
     def known_prefixes(self) -> list[int]:
         for token_id in self.token_ids[len(self.prefixes) :]:
             before = self.prefixes[-1] if self.prefixes else first_prefix(self.cache_salt)

@@ -23,6 +23,10 @@ class Sequence:
     cache_salt: str | None = None
     reads_prefix_cache: bool = True
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
     def fork(self, sequence_id: str) -> Sequence:
         return Sequence(
             sequence_id,

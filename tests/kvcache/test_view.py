@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from quire.kvcache.block_pool import Block
@@ -20,18 +19,7 @@ from quire.kvcache.view import (
     map_blocks,
     prefix_nodes,
 )
-
-BLOCK = 4
-
-
-@dataclass
-class Sequence:
-    sequence_id: str
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    cache_salt: str | None = None
-    reads_prefix_cache: bool = True
+from tests.kvcache.model import BLOCK, Sequence
 
 
 def start(kv: KVCacheManager, name: str, token_ids: list[int]) -> Sequence:

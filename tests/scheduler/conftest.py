@@ -9,6 +9,7 @@ it happens.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,12 +20,12 @@ from quire.engine_request import EngineRequest
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.scheduler.base import BaseScheduler
+from quire.scheduler.admission import Admission
 from quire.scheduler.policy import make_policy
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.unified import UnifiedPlanner
 from quire.step import (
-    UNKNOWN_TOKEN,
     BeamOutput,
     BlockTransfer,
     ModelOutput,
@@ -124,7 +125,7 @@ Blocks = dict[int, dict[int, Content]]  # block -> offset -> content
 class FakeWorker:
     """Executes plans. `salts` (sequence id -> salt) is filled by the test; `version` counts changes of weights."""
 
-    def __init__(self, scheduler: BaseScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         kv = scheduler.kv
         self.block_size = kv.block_size
         self.windows = kv.windows
@@ -218,7 +219,6 @@ class FakeWorker:
         assert min(plan.num_scheduled_tokens.values(), default=1) > 0
         for new in plan.new_sequences:
             assert new.sequence_id not in self.rows
-            assert UNKNOWN_TOKEN not in new.token_ids
             version = self.version
             if self.restored.intersection(*new.block_ids[:1]):  # it may have been swapped, and goes on with what it had
                 request_id = new.sequence_id.split("#")[0]  # a beam may have been swapped before it was heard of
@@ -390,7 +390,10 @@ def make_kv(options: dict[str, object], hash_key: bytes = b"test") -> KVCacheMan
     return KVCacheManager(hasher=BlockHasher(hash_key), **chosen)  # type: ignore[arg-type]
 
 
-def make_scheduler(kind: type[BaseScheduler] = Scheduler, **options: object) -> BaseScheduler:
+PLANNER_OPTIONS = ("delay_factor", "max_overtake_seconds", "streamed_tokens", "whole_prompts")
+
+
+def make_scheduler(kind: type = UnifiedPlanner, **options: object) -> Scheduler:
     """A scheduler with a small pool; every option can be overridden. Reuse is by whole blocks unless asked for."""
     policy = make_policy(
         str(options.pop("policy", "fcfs")), ageing=options.pop("ageing", 0.0), weights=options.pop("weights", None)
@@ -402,18 +405,21 @@ def make_scheduler(kind: type[BaseScheduler] = Scheduler, **options: object) -> 
         "watermark": 0.0,
         "clock": lambda: 0.0,
     } | options
-    return kind(make_kv(chosen), policy=policy, **chosen)
+    planner_options = {name: chosen.pop(name) for name in PLANNER_OPTIONS if name in chosen}
+    return Scheduler(kind(Admission(make_kv(chosen), policy=policy, **chosen), **planner_options))
 
 
 class Run:
     """A scheduler and a fake worker, stepped together, with all outputs collected and every step checked.
 
-    With `ahead` a step is planned, and executed, before the result of the last one is taken in, wherever that may be.
+    Up to `depth` steps are planned, and executed, before the result of the first of them is processed, wherever that
+    may be; two with `ahead`.
     """
 
-    def __init__(self, kind: type[BaseScheduler] = Scheduler, *, ahead: bool = False, **options: object) -> None:
-        self.ahead = ahead
-        self.flying: tuple[SchedulerOutput, ModelOutput, bool] | None = None
+    def __init__(self, kind: type = UnifiedPlanner, *, ahead: bool = False, depth: int = 1, **options: object) -> None:
+        self.depth = 2 if ahead else depth
+        self.in_flight: deque[tuple[SchedulerOutput, ModelOutput]] = deque()
+        self.can_plan = True
         self.num_ahead = self.num_preempted_ahead = 0
         self.scheduler = make_scheduler(kind, **options)
         self.worker = FakeWorker(self.scheduler)
@@ -438,27 +444,35 @@ class Run:
             self.scheduler.add_request(request)
 
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
-        flying, self.flying = self.flying, None
-        if flying is not None and not (flying[2] and self.scheduler.has_room_ahead()):
-            return self.land(flying)
+        """Plan a step, if one may be planned, and process results; return the plan, or that of the result."""
+        was_busy = bool(self.in_flight)
+        if was_busy and not (self.can_plan and self.scheduler.has_room_ahead()):
+            return self.process_oldest()
         plan = self.scheduler.schedule()
         self.plans.append(plan)
         self.most_blocks = max(self.most_blocks, self.scheduler.kv.pool.num_blocks - self.scheduler.kv.pool.num_free)
         output = self.worker.execute(plan, broken(plan))
-        if flying is not None:
-            self.num_ahead += not plan.is_empty
+        if plan.is_empty:
+            if was_busy:
+                self.process_oldest()
+            self.process(plan, output)
+            return plan
+        self.in_flight.append((plan, output))
+        if was_busy:
+            self.num_ahead += 1
             self.num_preempted_ahead += len(plan.preempted_sequence_ids)
-            self.land(flying)
-        if self.ahead and not plan.is_empty:
-            is_open = self.scheduler.launch(plan)
-            if is_open or flying is not None:
-                self.flying = (plan, output, is_open)
-                return plan
-        return self.land((plan, output, False))
+            if len(self.in_flight) == self.depth:
+                self.process_oldest()
+        self.can_plan = self.depth > 1 and self.scheduler.can_schedule_ahead()
+        if not self.can_plan and not was_busy:
+            self.process_oldest()
+        return plan
 
-    def land(self, flying: tuple[SchedulerOutput, ModelOutput, bool]) -> SchedulerOutput:
-        """Take in the result of a step."""
-        plan, output, _ = flying
+    def process_oldest(self) -> SchedulerOutput:
+        """Process the result of the first step in flight."""
+        return self.process(*self.in_flight.popleft())
+
+    def process(self, plan: SchedulerOutput, output: ModelOutput) -> SchedulerOutput:
         for news in self.scheduler.update_from_output(plan, output):
             name = news.sequence_id
             assert self.last.get(name) is None or self.last[name].finish_reason is None
@@ -469,14 +483,12 @@ class Run:
             if news.beams is not None:
                 self.beams[name] = news.beams
         self.scheduler.check_integrity()
-        for request in self.scheduler.live_requests():
-            assert all(UNKNOWN_TOKEN not in sequence.token_ids for sequence in request.sequences)
         return plan
 
     def finish(self, limit: int = 5000) -> None:
         """Step until nothing is left to do, which must free every block and empty the worker."""
         for _ in range(limit):
-            if not self.scheduler.has_unfinished() and self.flying is None:
+            if not self.scheduler.has_unfinished() and not self.in_flight:
                 break
             self.step()
         assert not self.scheduler.has_unfinished(), "requests starve"
@@ -492,7 +504,9 @@ class Run:
         return self.last[name].finish_reason
 
     def expected(self, request_id: str, index: int = 0) -> tuple[list[int], str]:
-        return expected_output(self.prompts[request_id], self.requests[request_id], self.scheduler.length_limit, index)
+        return expected_output(
+            self.prompts[request_id], self.requests[request_id], self.scheduler.admission.length_limit, index
+        )
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ from quire.config import EngineConfig
 from quire.engine_request import EngineRequest, LoRARequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.scheduler.base import BaseScheduler
-from quire.scheduler.create import create_scheduler
-from quire.scheduler.lives import ADAPTER_PATIENCE_SECONDS
+from quire.scheduler.admission import ADAPTER_PATIENCE_SECONDS
 from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler, create_scheduler
 
 
 class World:
@@ -22,7 +21,7 @@ class World:
     def __init__(self, *, num_blocks: int = 64, **options: object) -> None:
         config = EngineConfig.from_kwargs(enable_lora=True, max_num_batched_tokens=64, **options)
         self.now, self.executor = 0.0, NullExecutor()
-        self.scheduler: BaseScheduler = create_scheduler(
+        self.scheduler: Scheduler = create_scheduler(
             config,
             self.executor.kv_cache_spec().groups(256),
             num_blocks=num_blocks,
@@ -49,7 +48,7 @@ class World:
         self.scheduler.update_from_output(plan, self.executor.execute(plan))
         names = list(plan.num_scheduled_tokens)
         adapters = {self.adapter_of[name] for name in names} - {0}
-        assert len(adapters) <= self.scheduler.max_loras, names
+        assert len(adapters) <= self.scheduler.admission.max_loras, names
         self.scheduler.check_integrity()
         self.now += 0.1
         return names

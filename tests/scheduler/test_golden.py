@@ -12,8 +12,8 @@ from __future__ import annotations
 import pytest
 
 from quire.sampling_params import BeamSearchParams
-from quire.scheduler.prefill_first import PrefillFirstScheduler
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.prefill_first import PrefillFirstPlanner
+from quire.scheduler.unified import UnifiedPlanner
 from quire.step import SchedulerOutput
 from tests.helpers.transfers import moves
 
@@ -67,7 +67,7 @@ def check():
     return compare
 
 
-BOTH = [Scheduler, PrefillFirstScheduler]
+BOTH = [UnifiedPlanner, PrefillFirstPlanner]
 
 # ---- prompts and decodes ----
 
@@ -132,7 +132,7 @@ L:1 S:1 T:1 | L 6        |       |          | 11    # all have their second toke
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "table"), [(Scheduler, 30, LONG_UNIFIED), (PrefillFirstScheduler, 12, LONG_PREFILL_FIRST)]
+    ("kind", "length", "table"), [(UnifiedPlanner, 30, LONG_UNIFIED), (PrefillFirstPlanner, 12, LONG_PREFILL_FIRST)]
 )
 def test_a_long_prompt_and_two_short_ones(run, request_of, check, kind, length, table):
     """The unified scheduler shares the step among them; the classic one takes them in order."""
@@ -217,7 +217,7 @@ B:3     | B 1   |       |       | 1     # the rest, and B's fifth token
 B:1     |       |       |       | 4
         |       |       | -B    | 4
 """
-    r = run(PrefillFirstScheduler, num_blocks=4, max_num_batched_tokens=6, enable_prefix_caching=False)
+    r = run(PrefillFirstPlanner, num_blocks=4, max_num_batched_tokens=6, enable_prefix_caching=False)
     check(r, {1: [request_of("A", 4, 7), request_of("B", 5, 6)]}, table)
 
 
@@ -304,7 +304,7 @@ A:1         | A 5      |       |       | 16
 
 @pytest.mark.parametrize(("factor", "table"), [(0.0, NO_DELAY), (1.5, DELAY)])
 def test_a_delay_lets_prompts_go_together(run, request_of, check, factor, table):
-    r = run(PrefillFirstScheduler, num_blocks=16, delay_factor=factor, clock=lambda: float(len(r.plans)))
+    r = run(PrefillFirstPlanner, num_blocks=16, delay_factor=factor, clock=lambda: float(len(r.plans)))
     a, b, c = (
         request_of(name, 4, 6 if name == "A" else 2, arrival_time=at) for name, at in (("A", 0), ("B", 1), ("C", 3))
     )

@@ -7,12 +7,13 @@ import random
 import pytest
 
 from quire.errors import ConfigError
-from quire.scheduler.policy import WaitingQueue, make_policy
+from quire.scheduler.policy import make_policy
+from quire.scheduler.queue import RequestQueue
 
 
 def in_order(requests, policy):
     """Names in the order in which a queue under `policy` yields them; all arrive in the order given."""
-    queue = WaitingQueue()
+    queue = RequestQueue()
     for number, request in enumerate(requests):
         request.order_key = policy.key(request, number)
         queue.push(request)
@@ -67,7 +68,7 @@ def test_a_tenant_that_was_idle_has_no_credit_and_generated_tokens_count(request
 
 def test_random_pushes_and_removals(request_of):
     rng = random.Random(0)
-    queue, model = WaitingQueue(), {}
+    queue, model = RequestQueue(), {}
     for number in range(4000):
         draw = rng.random()
         if draw < 0.45:

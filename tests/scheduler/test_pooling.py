@@ -12,19 +12,27 @@ from quire.executor.null import NullExecutor
 from quire.kvcache.manager import KVCacheManager
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.scheduler.base import BaseScheduler
-from quire.scheduler.prefill_first import PrefillFirstScheduler
+from quire.scheduler.admission import Admission
+from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.unified import UnifiedPlanner
 from quire.step import SchedulerOutput, SequenceOutput
 
 BUDGET, LONGEST = 24, 20
 
 
-def make(kind: type[BaseScheduler] = Scheduler, *, num_blocks: int = 24, caching: bool = False, **options: Any) -> Any:
+def make(
+    kind: Any = UnifiedPlanner,
+    *,
+    num_blocks: int = 24,
+    caching: bool = False,
+    planner: dict[str, Any] | None = None,
+    **options: Any,
+) -> Scheduler:
     kv = KVCacheManager(num_blocks, 4, enable_prefix_caching=caching, num_host_blocks=num_blocks)
     settings = {"max_model_len": LONGEST, "max_num_seqs": 4, "max_num_batched_tokens": BUDGET}
-    return kind(kv, **{**settings, **options})
+    return Scheduler(kind(Admission(kv, **{**settings, **options}), **(planner or {})))
 
 
 def request(name: str, length: int, seed: int = 0) -> Request:
@@ -33,7 +41,7 @@ def request(name: str, length: int, seed: int = 0) -> Request:
     return Request(EngineRequest(name, prompt, SamplingParams(), pooling=PoolingParams(task="embed")))
 
 
-def run(scheduler: BaseScheduler, look: Any = lambda plan: None) -> dict[str, SequenceOutput]:
+def run(scheduler: Scheduler, look: Any = lambda plan: None) -> dict[str, SequenceOutput]:
     """Step until nothing is left; return the news, one for each request."""
     executor, told = NullExecutor(), {}
     for _ in range(1000):
@@ -50,9 +58,9 @@ def run(scheduler: BaseScheduler, look: Any = lambda plan: None) -> dict[str, Se
     return told
 
 
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_whole_prompts_are_never_cut_and_come_in_order(kind: type[BaseScheduler]) -> None:
-    scheduler = make(kind, whole_prompts=True)
+@pytest.mark.parametrize("kind", [UnifiedPlanner, PrefillFirstPlanner])
+def test_whole_prompts_are_never_cut_and_come_in_order(kind: Any) -> None:
+    scheduler = make(kind, planner={"whole_prompts": True} if kind is UnifiedPlanner else None)
     rng = random.Random(3)
     lengths = {f"{number}": rng.randint(1, LONGEST) for number in range(60)}
     for name, length in lengths.items():

@@ -8,16 +8,16 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling_params import BeamSearchParams
-from quire.scheduler.create import create_scheduler
-from quire.scheduler.prefill_first import PrefillFirstScheduler, Room
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.prefill_first import AllocStatus, PrefillFirstPlanner
+from quire.scheduler.scheduler import create_scheduler
+from quire.scheduler.unified import UnifiedPlanner
 from quire.step import KVCacheGroup
 from tests.helpers.transfers import IN, disk_stores, moves
 
 
 @pytest.fixture
 def classic(run):
-    return lambda **options: run(PrefillFirstScheduler, **options)
+    return lambda **options: run(PrefillFirstPlanner, **options)
 
 
 # ---- a step ----
@@ -70,11 +70,11 @@ def test_decodes_of_a_group_go_together_or_not_at_all(classic, request_of):
 @pytest.mark.parametrize(
     ("length", "held", "room"),
     [
-        (28, 0, Room.OK),  # 7 blocks of 10, 3 are kept free
-        (29, 0, Room.NEVER),  # 8 would leave 2, even with nobody else there
-        (24, 4, Room.OK),  # 6 beside 1
-        (24, 5, Room.LATER),  # 6 beside 2: one too many today
-        (28, 4, Room.LATER),
+        (28, 0, AllocStatus.OK),  # 7 blocks of 10, 3 are kept free
+        (29, 0, AllocStatus.NEVER),  # 8 would leave 2, even with nobody else there
+        (24, 4, AllocStatus.OK),  # 6 beside 1
+        (24, 5, AllocStatus.LATER),  # 6 beside 2: one too many today
+        (28, 4, AllocStatus.LATER),
     ],
 )
 def test_room_for_a_prompt_is_now_or_later_or_never(classic, request_of, length, held, room):
@@ -83,11 +83,11 @@ def test_room_for_a_prompt_is_now_or_later_or_never(classic, request_of, length,
         r.add(request_of("held", held, 9))
         r.step()
     request = request_of("a", length, 1)
-    assert r.scheduler.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
+    assert r.scheduler.planner.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
     r.add(request)
     names = r.step().num_scheduled_tokens
-    assert ("a" in names) == (room is Room.OK)
-    if room is Room.NEVER:
+    assert ("a" in names) == (room is AllocStatus.OK)
+    if room is AllocStatus.NEVER:
         assert r.reason("a") == "error"
         assert all(text in r.last["a"].error for text in ("8 KV blocks", "10 blocks of 4 tokens", "3 are kept free"))
     r.finish()
@@ -101,21 +101,21 @@ def test_what_others_hold_of_a_prompt_takes_no_room(classic, request_of):
     r.step()
     request = request_of("a", [*shared, *[2] * 8], 1)
     kv = r.scheduler.kv
-    assert r.scheduler.can_allocate(request, kv.find_prefix(request.sequences[0])) is Room.OK  # 2 of 4
+    assert r.scheduler.planner.can_allocate(request, kv.find_prefix(request.sequences[0])) is AllocStatus.OK  # 2 of 4
     other = request_of("b", [3] * 20, 1)
-    assert r.scheduler.can_allocate(other, kv.find_prefix(other.sequences[0])) is Room.LATER  # 5 of 4
+    assert r.scheduler.planner.can_allocate(other, kv.find_prefix(other.sequences[0])) is AllocStatus.LATER  # 5 of 4
     r.finish()
     r.add(request_of("next", 24, 9))  # the free blocks of "held" that are left are four
     r.step()
-    assert r.scheduler.can_allocate(request, kv.find_prefix(request.sequences[0])) is Room.LATER
+    assert r.scheduler.planner.can_allocate(request, kv.find_prefix(request.sequences[0])) is AllocStatus.LATER
     r.finish()
 
 
 def test_each_fork_must_have_a_block_to_go_on_with(classic, request_of):
     r = classic(num_blocks=4)
-    for count, room in ((3, Room.OK), (4, Room.NEVER)):
+    for count, room in ((3, AllocStatus.OK), (4, AllocStatus.NEVER)):
         request = request_of("a", 8, 1, n=count)
-        assert r.scheduler.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
+        assert r.scheduler.planner.can_allocate(request, r.scheduler.kv.find_prefix(request.sequences[0])) is room
 
 
 def test_who_waits_for_memory_is_not_looked_up_every_step(classic, request_of, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_preempted_request_returns_its_seats_and_its_tokens(classic, request_o
     while not r.step().preempted_sequence_ids:
         pass
     assert r.plans[-1].num_scheduled_tokens == {"a": 1}
-    assert r.scheduler._num_seats == 1
+    assert r.scheduler.requests.num_running_sequences == 1
     r.scheduler.abort_requests(["b"])
     r.add(request_of("c", 2, 1), request_of("d", 2, 1))
     assert r.step().num_scheduled_tokens == {"c": 2, "d": 2}
@@ -273,7 +273,7 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
     assert r.scheduler.stats().disk_cache_hits > 0
 
 
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
+@pytest.mark.parametrize("kind", [UnifiedPlanner, PrefillFirstPlanner])
 def test_a_load_from_disk_leaves_blocks_to_those_who_run(run, request_of, kind):
     r = run(kind, num_blocks=8, num_disk_records=50)
     prompt = list(range(24))
@@ -361,10 +361,10 @@ def test_the_config_chooses_the_scheduler():
         groups = [KVCacheGroup([0])]
         return create_scheduler(config, groups, num_blocks=100, max_model_len=64, clock=lambda: 0.0)
 
-    assert isinstance(make(), Scheduler)
+    assert isinstance(make().planner, UnifiedPlanner)
     scheduler = make(scheduler="prefill-first", delay_factor=0.5, watermark=0.2)
-    assert isinstance(scheduler, PrefillFirstScheduler)
-    assert (scheduler.delay_factor, scheduler.watermark_blocks) == (0.5, 20)
+    assert isinstance(scheduler.planner, PrefillFirstPlanner)
+    assert (scheduler.planner.delay_factor, scheduler.admission.watermark_blocks) == (0.5, 20)
     assert isinstance(scheduler.kv, KVCacheManager)
 
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from quire.sampling_params import BeamSearchParams
-from quire.scheduler.prefill_first import PrefillFirstScheduler
+from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import RequestStatus
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.unified import UnifiedPlanner
 
-SCHEDULERS = [Scheduler, PrefillFirstScheduler]
+SCHEDULERS = [UnifiedPlanner, PrefillFirstPlanner]
 OPERATIONS = 150
 GROUPS = 6
 SEEDS_PER_GROUP = 15  # for each scheduler 13,500 operations in all, and the steps to finish
@@ -24,7 +24,7 @@ SEEDS_PER_GROUP = 15  # for each scheduler 13,500 operations in all, and the ste
 def random_options(rng: random.Random, kind: type) -> dict:
     """Options under which memory, seats, and budget are all scarce at times."""
     options = shared_options(rng)
-    if kind is PrefillFirstScheduler:  # which refuses prompts longer than a step
+    if kind is PrefillFirstPlanner:  # which refuses prompts longer than a step
         options["max_num_batched_tokens"] = rng.choice((6, 12, 18, 24, 24, 40))
         options["policy"] = rng.choice(("fcfs", "priority", "fair"))
         options["delay_factor"] = rng.choice((0.0, 1.0))
@@ -130,7 +130,7 @@ class RandomLoad:
         self.run.scheduler.check_integrity()
 
     def step(self) -> None:
-        scheduler, live_before = self.run.scheduler, list(self.run.scheduler._running)
+        scheduler, live_before = self.run.scheduler, list(self.run.scheduler.requests.running)
         oldest = live_before[0] if live_before else None
         # Of a request that is half computed again, what others of its sequences take may make one wait.
         whole = [r for r in live_before if len(r.sequences) == 1 or all(s.num_left <= 1 for s in r.sequences)]
@@ -139,22 +139,24 @@ class RandomLoad:
         loading = scheduler.kv.num_loading
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
         names = set(plan.num_scheduled_tokens)
-        assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
-        assert len(names) <= scheduler.max_num_seqs
+        assert plan.total_num_scheduled_tokens <= scheduler.admission.max_num_batched_tokens
+        assert len(names) <= scheduler.admission.max_num_seqs
         decodes = {name for names in left.values() for name in names}
-        if isinstance(scheduler, PrefillFirstScheduler):
+        if isinstance(scheduler.planner, PrefillFirstPlanner):
             if names & decodes:  # a step is all prompts or no prompts: who joins has been swapped in
                 assert set(plan.num_scheduled_tokens.values()) == {1}
-                assert all(r.num_preemptions for r in scheduler._running if r not in live_before)
-        elif sum(map(len, left.values())) + num_others <= scheduler.max_num_batched_tokens // 2:
+                assert all(r.num_preemptions for r in scheduler.requests.running if r not in live_before)
+        elif sum(map(len, left.values())) + num_others <= scheduler.admission.max_num_batched_tokens // 2:
             preempted = set(plan.preempted_sequence_ids)
             for request in whole:  # everybody's decode advances who was not preempted
                 for name in left[request.request_id]:
                     assert (name in names) != (name in preempted) or request.status is not RequestStatus.RUNNING
-        prompts_only = isinstance(scheduler, PrefillFirstScheduler) and not names & decodes
+        prompts_only = isinstance(scheduler.planner, PrefillFirstPlanner) and not names & decodes
         if loading and not names:
             return  # all blocks are being read into, and will be free when that is done
-        if oldest is not None and not scheduler.policy.preempts and not prompts_only:  # so does the first in line
+        if (
+            oldest is not None and not scheduler.admission.policy.preempts and not prompts_only
+        ):  # so does the first in line
             assert names & {name for name in names if name.split("-")[0].split("#")[0] == oldest.request_id} or (
                 oldest.status.finished
             )
@@ -180,15 +182,15 @@ class RandomLoad:
     def is_refused(self, request) -> bool:
         """Whether its prompt can never run; the classic scheduler asks for more room, and for all of it in a step."""
         scheduler, kv = self.run.scheduler, self.run.scheduler.kv
-        if request.num_prompt_tokens + 1 > scheduler.length_limit:
+        if request.num_prompt_tokens + 1 > scheduler.admission.length_limit:
             return True
-        if not isinstance(scheduler, PrefillFirstScheduler):
+        if not isinstance(scheduler.planner, PrefillFirstPlanner):
             return False
         num_sequences = request.beam_params.beam_width if request.beam_params else len(request.sequence_ids)
         needed = kv.num_blocks_for(request.num_prompt_tokens) + (num_sequences - 1) * len(kv.windows)
         return (
-            request.num_prompt_tokens > scheduler.max_num_batched_tokens
-            or kv.pool.num_blocks - needed < scheduler.watermark_blocks
+            request.num_prompt_tokens > scheduler.admission.max_num_batched_tokens
+            or kv.pool.num_blocks - needed < scheduler.admission.watermark_blocks
         )
 
     def check_sequence(self, request, name: str, index: int, sequence_id: str) -> None:
@@ -207,7 +209,7 @@ class RandomLoad:
         name = request.request_id
         if name in self.aborted or self.run_failed(name):
             return
-        most = min(request.max_tokens, self.run.scheduler.length_limit - request.num_prompt_tokens)
+        most = min(request.max_tokens, self.run.scheduler.admission.length_limit - request.num_prompt_tokens)
         params = msgspec.structs.replace(request.beam_params, max_tokens=most)
         assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.cache_salt)
 
@@ -221,8 +223,8 @@ class FlyingLoad(RandomLoad):
     def step(self) -> None:
         scheduler = self.run.scheduler
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
-        assert plan.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
-        assert len(plan.num_scheduled_tokens) <= scheduler.max_num_seqs
+        assert plan.total_num_scheduled_tokens <= scheduler.admission.max_num_batched_tokens
+        assert len(plan.num_scheduled_tokens) <= scheduler.admission.max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_random_load_with_a_step_in_flight_yields_what_each_request_yields_alone
         counts["copies"] += load.run.worker.num_copies
         counts["host"] += stats.host_cache_hits
         counts["disk"] += stats.disk_cache_hits
-    if kind is PrefillFirstScheduler or group:  # only priorities preempt there, and seldom
+    if kind is PrefillFirstPlanner or group:  # only priorities preempt there, and seldom
         del counts["preempted ahead"]
     assert min(counts.values()) > 0 and counts["ahead"] > 300, f"the load is too light to show anything: {counts}"
 
@@ -282,8 +284,8 @@ def test_random_load_with_a_step_in_flight_yields_what_each_request_yields_alone
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
-        *((Scheduler, budget) for budget in (1, 2, 3, 5, 8, 13, 64)),
-        *((PrefillFirstScheduler, budget) for budget in (12, 17, 64)),
+        *((UnifiedPlanner, budget) for budget in (1, 2, 3, 5, 8, 13, 64)),
+        *((PrefillFirstPlanner, budget) for budget in (12, 17, 64)),
     ],
 )
 def test_budget_and_pool_size_do_not_change_tokens(run, request_of, kind, budget, caching):

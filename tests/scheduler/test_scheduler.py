@@ -40,10 +40,10 @@ def test_a_prefill_resumed_after_preemption_does_not_stall_the_decodes_behind_it
     r = run(max_num_batched_tokens=6, max_model_len=100, long_prefill_token_threshold=12)
     r.add(request_of("old", 40, 2))
     r.step()
-    r.scheduler.max_num_batched_tokens = 12  # "old" alone would take all of a smaller budget for long
+    r.scheduler.admission.max_num_batched_tokens = 12  # "old" alone would take all of a smaller budget for long
     r.add(request_of("young", 3, 20))
     r.step()
-    r.scheduler.max_num_batched_tokens = 6
+    r.scheduler.admission.max_num_batched_tokens = 6
     for _ in range(3):
         assert r.step().num_scheduled_tokens == {"old": 5, "young": 1}
 
@@ -446,7 +446,7 @@ def test_the_plan_is_not_tied_to_the_scheduler(run, request_of):
     plan = r.scheduler.schedule()
     plan.new_sequences[0].output_token_ids.append(99)
     plan.new_sequences[0].block_ids[0].append(99)
-    assert r.requests["a"].sequences[0].num_tokens == 3
+    assert len(r.requests["a"].sequences[0].token_ids) == 3
     r.scheduler.check_integrity()
 
 

@@ -31,9 +31,10 @@ STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH
 )
 def test_check_stop(request_of, output, options, length_limit, status):
     request = request_of("r", [1, 2], 4, stop_ids=[7, 8], stop_token_ids=[8], **options)
+    request.max_total_tokens = min(2 + 4, length_limit)
     sequence = request.sequences[0]
     sequence.token_ids += output
-    assert check_stop(sequence, output[-1], length_limit) is status
+    assert check_stop(sequence, output[-1]) is status
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(7, None), (8, 8)])
@@ -51,10 +52,11 @@ def ends_at(request_of, output, **fields):
     """Return (number of output tokens, status) where the output ends; None for neither."""
     options = {key: fields.pop(key) for key in ("min_tokens",) if key in fields}
     request = request_of("r", [1, 2, 1, 2], 40, stop_ids=[7], repetition_detection=fields, **options)
+    request.max_total_tokens = 4 + 40
     sequence = request.sequences[0]
     for number, token in enumerate(output, start=1):
         sequence.token_ids.append(token)
-        status = check_stop(sequence, token, 100)
+        status = check_stop(sequence, token)
         if status is not None:
             return number, status
     return None

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.unified import UnifiedPlanner
 from tests.helpers.transfers import COPY, moves
 from tests.scheduler.test_properties import OPERATIONS, FlyingLoad, RandomLoad, shared_options
 
@@ -34,7 +34,7 @@ class ThinLoad(RandomLoad):
 
     def __init__(self, run, request_of, seed: int, *, ahead: bool) -> None:
         options = thin_options(seed)
-        self.run = run(Scheduler, ahead=ahead, **options, clock=lambda: len(self.run.plans) / 2)
+        self.run = run(UnifiedPlanner, ahead=ahead, **options, clock=lambda: len(self.run.plans) / 2)
         self.rng = random.Random(seed)
         self.request_of = request_of
         self.most = min(4, options["max_num_seqs"], options["max_num_batched_tokens"])
@@ -43,7 +43,7 @@ class ThinLoad(RandomLoad):
 
     def step(self) -> None:
         scheduler = self.run.scheduler
-        oldest = scheduler._running[0] if scheduler._running else None
+        oldest = scheduler.requests.running[0] if scheduler.requests.running else None
         FlyingLoad.step(self)
         plan, first_thin = self.run.plans[-1], scheduler.kv.pool.first_thin
         self.num_brought_back += sum(
@@ -54,9 +54,9 @@ class ThinLoad(RandomLoad):
         )
         self.num_waited += sum(
             not set(plan.num_scheduled_tokens) & {sequence.sequence_id for sequence in request.sequences}
-            for request in scheduler._running
+            for request in scheduler.requests.running
         )
-        if oldest is not None and not self.run.ahead and not scheduler.policy.preempts:
+        if oldest is not None and self.run.depth == 1 and not scheduler.admission.policy.preempts:
             named = {name.split("-")[0].split("#")[0] for name in plan.num_scheduled_tokens}
             assert oldest.request_id in named or oldest.status.finished, "the first in line always advances"
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.sampling_params import BeamSearchParams
-from quire.scheduler.base import BaseScheduler
-from quire.scheduler.prefill_first import PrefillFirstScheduler
+from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.unified import UnifiedPlanner
 from quire.scheduler.view import describe, draw_picture
 
 
-def check(scheduler: BaseScheduler) -> dict[str, Any]:
+def check(scheduler: Scheduler) -> dict[str, Any]:
     """Check a picture against itself and against what the scheduler counts; return it."""
     picture = describe(scheduler)
     device, kv = picture["device"], scheduler.kv
@@ -43,10 +43,8 @@ def check(scheduler: BaseScheduler) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"windows": (None, 10)}, {"num_host_blocks": 12, "preemption_mode": "swap"}])
-@pytest.mark.parametrize("kind", [Scheduler, PrefillFirstScheduler])
-def test_the_picture_adds_up_after_every_step(
-    run: Any, request_of: Any, kind: type[BaseScheduler], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", [UnifiedPlanner, PrefillFirstPlanner])
+def test_the_picture_adds_up_after_every_step(run: Any, request_of: Any, kind: Any, options: dict[str, Any]) -> None:
     crowd = run(kind, num_blocks=22 if "windows" in options else 12, **options)
     crowd.add(
         request_of("three", [7, 8, 9, 10, 11, 12], 9, n=3),

@@ -55,7 +55,7 @@ def ask(held: LiveServer) -> Iterator[Ask]:
 
 def step(server: LiveServer, core: EngineCore, count: int, num_requests: int) -> None:
     """Wait for so many requests, then make so many steps, whose outputs nobody gets."""
-    server.wait_until(lambda: len(core.scheduler.live_requests()) == num_requests)
+    server.wait_until(lambda: len(core.scheduler.requests) == num_requests)
     server.do(lambda: [core.step() for _ in range(count)])
 
 
@@ -118,7 +118,7 @@ def test_what_is_asked_for_is_shown_and_no_more(held: LiveServer, core: EngineCo
 
 def test_both_can_be_drawn(held: LiveServer, core: EngineCore, ask: Ask) -> None:
     done = ask(prompt=PROMPT, max_tokens=4)
-    held.wait_until(lambda: len(core.scheduler.live_requests()) == 1)
+    held.wait_until(lambda: len(core.scheduler.requests) == 1)
     held.do(held.fake_client.resume)
     assert done.result(20).status_code == 200
     held.do(held.fake_client.hold)

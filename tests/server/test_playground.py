@@ -66,7 +66,7 @@ def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
 
 def step(server: LiveServer, core: EngineCore, count: int, num_requests: int) -> None:
     """Wait for so many requests, then make so many steps, whose outputs nobody gets."""
-    server.wait_until(lambda: len(core.scheduler.live_requests()) == num_requests)
+    server.wait_until(lambda: len(core.scheduler.requests) == num_requests)
     server.do(lambda: [core.step() for _ in range(count)])
 
 
@@ -186,7 +186,7 @@ def test_the_engine_is_described(held: LiveServer, core: EngineCore, ask: Ask) -
 
 def test_other_keys_requests_have_no_names(held: LiveServer, core: EngineCore, ask: Ask) -> None:
     ask("a", prompt=[20] * 9, request_id="secret-of-a")
-    held.wait_until(lambda: len(core.scheduler.live_requests()) == 1)
+    held.wait_until(lambda: len(core.scheduler.requests) == 1)
     ask("b", prompt=[21] * 9, request_id="secret-of-b", user="somebody")
     step(held, core, 1, num_requests=2)
     for key, own in (("a", "cmpl-secret-of-a"), ("b", "cmpl-secret-of-b")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,9 +38,8 @@ from quire.executor.base import Executor
 from quire.kernels.memory import resident_memory
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.view import describe_prefixes, draw_prefixes
-from quire.scheduler.base import BaseScheduler
-from quire.scheduler.create import create_scheduler
 from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler, create_scheduler
 from quire.scheduler.view import describe, describe_map, draw_picture
 from quire.step import Done, ModelOutput, Pending, SchedulerOutput, SchedulerStats, SequenceOutput
 
@@ -50,14 +50,17 @@ DEFERRED_WAIT_SECONDS = 0.05  # how long a step waits for deferred requests when
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Flying:
-    """A step that was begun. `is_open`: the next one may be planned before its result is taken."""
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was begun, and whose result was not processed.
+
+    `overlaps`: another step may be begun before that.
+    """
 
     plan: SchedulerOutput
     pending: Pending
     record: StepRecord
-    is_open: bool
+    overlaps: bool = False
 
 
 class EngineCore:
@@ -108,16 +111,17 @@ class EngineCore:
         self.sleep_level = 0  # of 0 (awake), 1 and 2
         self._lora = LoadedAdapter(executor)
         self._deferred = DeferredRequests([self._lora, CompiledGrammar(executor)])
-        # Told of each plan before it is executed, with the one in flight if there is one.
-        self.on_plan: Callable[[SchedulerOutput, SchedulerOutput | None], None] | None = None
-        self._flying: Flying | None = None
-        self._landed: list[tuple[StepRecord, float]] = []  # steps that ended in this one, with their host gaps
-        self._landed_at: float | None = None  # when the last one ended, if there was work ever since
+        # Called before steps are executed, or waited for, with their plans, oldest first.
+        self.on_plans: Callable[[list[SchedulerOutput]], None] | None = None
+        self._in_flight: deque[StepInFlight] = deque()
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._processed: list[tuple[StepRecord, float]] = []  # steps processed since the last outputs; their host gaps
+        self._last_result_time: float | None = None  # when the last step was processed, if there was work ever since
         self.recorder = FlightRecorder(
             clock,
             block_size=config.cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
         self.ready = Ready(
             num_blocks=num_blocks,
@@ -145,7 +149,7 @@ class EngineCore:
                 self.config.cache.kv_resident_layers,
             )
 
-    def _create_scheduler(self, *, stored: bool) -> BaseScheduler:
+    def _create_scheduler(self, *, stored: bool) -> Scheduler:
         """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""
         fitted = self._fitted
         assert self.config.model.max_model_len is not None, "settled"
@@ -176,7 +180,7 @@ class EngineCore:
         request = Request(message)
         self._deferred.check_ids(request)
         if self._deferred.must_wait(request):
-            self.scheduler.check_names(request)
+            self.scheduler.requests.check_ids(request)
             self._deferred.add(request)
         else:
             self.scheduler.add_request(request)
@@ -189,7 +193,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return self._flying is not None or len(self._deferred) > 0 or self.scheduler.has_unfinished()
+        return len(self._in_flight) > 0 or len(self._deferred) > 0 or self.scheduler.has_unfinished()
 
     def idle(self) -> bool:
         """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
@@ -202,71 +206,70 @@ class EngineCore:
 
     def _release(self) -> None:
         """Let go of grammars and adapters of requests that have ended."""
-        self._deferred.release(self.scheduler.is_live)
+        self._deferred.release(self.scheduler.requests.is_live)
 
     def step(self) -> EngineOutputs:
-        """Plan, compute, and take note of one step; empty outputs when there was nothing to do.
+        """Begin a step, if one may begin, and process the result of the oldest in flight; return outputs and stats.
 
-        With `async_scheduling` a step is planned and begun while the one before runs, and that one's news are returned.
+        With `async_scheduling` a step is planned and begun while the one before runs, whose outputs are returned.
         """
         refused = self._admit_deferred() if self._deferred else []
-        flying, self._flying = self._flying, None
         try:
-            if flying is not None and not (flying.is_open and self.scheduler.has_room_ahead()):
-                self._announce(flying.plan, None)
-                outputs = self._land(flying)
-            else:
-                outputs = self._begin(flying)
+            outputs = self._advance()
         except Exception:
             for rank in self.executor.failed_ranks:
                 logger.error("rank %d of %d has died", rank, self.executor.world_size)
             logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._release()
-        news = self.snapshot(refused + outputs)
-        for record, gap in self._landed:
-            self.recorder.end(record, news.stats, gap)
-        self._landed.clear()
+        result = self.snapshot(refused + outputs)
+        for record, gap in self._processed:
+            self.recorder.end(record, result.stats, gap)
+        self._processed.clear()
         if not self.has_unfinished():
-            self._landed_at = None  # what comes now is nobody's wait
-        return news
+            self._last_result_time = None  # the next step does not wait for the host, but for a request
+        return result
 
-    def _begin(self, flying: Flying | None) -> list[SequenceOutput]:
-        """Plan a step and begin it; return the news of `flying`, which runs meanwhile.
-
-        If there is none, those of the new step, unless it may fly itself.
-        """
+    def _advance(self) -> list[SequenceOutput]:
+        in_flight = self._in_flight
+        if in_flight and not (in_flight[-1].overlaps and self.scheduler.has_room_ahead()):
+            self._announce()
+            return self._process_oldest()
         plan = self.scheduler.schedule()
-        self._announce(plan, flying)
+        self._announce(plan)
         if plan.is_empty:
-            outputs = [] if flying is None else self._land(flying)
+            outputs = self._process_oldest() if in_flight else []
             return outputs + self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
-        record = self.recorder.begin(plan, self.scheduler)
-        if not self.config.scheduler.async_scheduling:
-            return self._land(Flying(plan, Done(self.executor.execute(plan)), record, is_open=False))
-        pending = self.executor.submit(plan)
-        outputs = [] if flying is None else self._land(flying)
-        begun = Flying(plan, pending, record, is_open=pending.overlaps and self.scheduler.launch(plan))
-        if begun.is_open or (flying is not None and plan.num_scheduled_tokens):
-            self._flying = begun
-        else:
-            outputs += self._land(begun)
+        was_idle, step = not in_flight, self._begin(plan)
+        in_flight.append(step)
+        outputs = [] if was_idle or len(in_flight) < self._max_in_flight else self._process_oldest()
+        step.overlaps = step.pending.overlaps and self.scheduler.can_schedule_ahead()
+        if len(in_flight) == 1 and not step.overlaps and (was_idle or not plan.num_scheduled_tokens):
+            outputs += self._process_oldest()
         return outputs
 
-    def _announce(self, plan: SchedulerOutput, flying: Flying | None) -> None:
-        if self.on_plan is not None:
-            self.on_plan(plan, None if flying is None else flying.plan)
+    def _begin(self, plan: SchedulerOutput) -> StepInFlight:
+        record = self.recorder.begin(plan, self.scheduler)
+        if self._max_in_flight == 1:
+            return StepInFlight(plan, Done(self.executor.execute(plan)), record)
+        return StepInFlight(plan, self.executor.submit(plan), record)
 
-    def _land(self, flying: Flying) -> list[SequenceOutput]:
-        """Wait for a step and take note of what it has made."""
-        result = flying.pending.result()
-        outputs = self.scheduler.update_from_output(flying.plan, result)
+    def _announce(self, plan: SchedulerOutput | None = None) -> None:
+        if self.on_plans is not None:
+            plans = [step.plan for step in self._in_flight]
+            self.on_plans(plans if plan is None else [*plans, plan])
+
+    def _process_oldest(self) -> list[SequenceOutput]:
+        """Wait for the oldest step in flight and process its result."""
+        step = self._in_flight.popleft()
+        result = step.pending.result()
+        outputs = self.scheduler.update_from_output(step.plan, result)
         now, gap = self.clock(), 0.0
-        if self._landed_at is not None:
+        if self._last_result_time is not None:
             gap = result.host_gap
-            self.scheduler.note_step(now - self._landed_at, gap)
-        self._landed_at = now
-        self._landed.append((flying.record, gap))
+            self.scheduler.note_step(now - self._last_result_time, gap)
+        self._last_result_time = now
+        self._processed.append((step.record, gap))
         return outputs
 
     def _admit_deferred(self) -> list[SequenceOutput]:
@@ -340,9 +343,8 @@ class EngineCore:
         """
         if self._deferred or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
-        if self._flying is not None:  # for requests that were aborted
-            flying, self._flying = self._flying, None
-            self._land(flying)
+        while self._in_flight:  # for requests that were aborted
+            self._process_oldest()
         freed = 0
         if level > self.sleep_level:
             if not self.sleep_level:
@@ -383,7 +385,7 @@ class EngineCore:
     def _exchange_scheduler(self, *, stored: bool) -> None:
         before = self._stats()
         self.scheduler = self._create_scheduler(stored=stored)
-        self.scheduler.go_on_counting(before)
+        self.scheduler.restore_counters(before)
 
     def _show_blocks(self, show: ShowBlocks) -> dict[str, Any]:
         if show.cells:

@@ -230,8 +230,8 @@ class DeferredRequests:
                 self._remove(self._waiting[name])
             elif name in self._sequence_ids:
                 request = next(item for item in self._waiting.values() if name in item.spec.sequence_ids)
-                request.dropped.add(name)
-                if request.dropped.issuperset(request.spec.sequence_ids):
+                request.aborted_ids.add(name)
+                if request.aborted_ids.issuperset(request.spec.sequence_ids):
                     self._remove(request)
 
     def poll(self, wait: float) -> tuple[list[Request], list[SequenceOutput]]:
@@ -255,7 +255,7 @@ class DeferredRequests:
                     failed += [
                         SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
                         for sequence_id in request.spec.sequence_ids
-                        if sequence_id not in request.dropped
+                        if sequence_id not in request.aborted_ids
                     ]
         ready = [self._waiting[name] for name, missing in self._missing.items() if not missing]
         for request in ready:

@@ -59,7 +59,7 @@ def run(
     if signs is None:
         signs = Unwatched()
     else:
-        core.on_plan = _announcing(core, signs)
+        core.on_plans = _announcing(core, signs)
     told_idle = True  # whether the front knows that nothing runs
     while True:
         idle = not core.has_unfinished()
@@ -94,26 +94,19 @@ def run(
             return
 
 
-def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[SchedulerOutput, SchedulerOutput | None], None]:
-    def announce(plan: SchedulerOutput, flying: SchedulerOutput | None) -> None:
-        if plan.is_empty:
-            if flying is None:
-                return
-            plan, flying = flying, None
-        scheduled, deferred, num_tokens = (
-            plan.num_scheduled_tokens,
-            core.deferred_request_ids,
-            plan.total_num_scheduled_tokens,
-        )
-        if flying is not None:  # it ends first, and either may be the one that is to blame
-            num_tokens = max(num_tokens, flying.total_num_scheduled_tokens)
-            if flying.num_scheduled_tokens.keys() != scheduled.keys():
-                scheduled = {**flying.num_scheduled_tokens, **scheduled}
+def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[list[SchedulerOutput]], None]:
+    def announce(plans: list[SchedulerOutput]) -> None:
+        plans = [plan for plan in plans if not plan.is_empty]
+        if not plans:
+            return
+        # All of them: any may be the one that fails.
+        scheduled = list(dict.fromkeys(name for plan in plans for name in plan.num_scheduled_tokens))
+        deferred = core.deferred_request_ids
         signs.planned(
-            [*scheduled, *deferred],
-            lambda: [*core.scheduler.request_ids(scheduled), *deferred],
-            num_tokens,
-            known=not plan.wait_for_loads,  # how long a disk takes has nothing to do with tokens
+            scheduled + deferred,
+            lambda: [*core.scheduler.requests.ids_of(scheduled), *deferred],
+            max(plan.total_num_scheduled_tokens for plan in plans),
+            known=not plans[-1].wait_for_loads,  # how long a disk takes has nothing to do with tokens
         )
 
     return announce

@@ -14,8 +14,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import RequestStatus
+from quire.scheduler.scheduler import Scheduler
 from quire.step import SchedulerOutput, SchedulerStats, Tier, TransferOp
 
 MAX_STEPS = 4096
@@ -160,7 +160,7 @@ class FlightRecorder:
     def __len__(self) -> int:
         return self._next - self._first
 
-    def begin(self, plan: SchedulerOutput, scheduler: BaseScheduler) -> StepRecord:
+    def begin(self, plan: SchedulerOutput, scheduler: Scheduler) -> StepRecord:
         """Record a step that is about to be executed."""
         record = StepRecord(self._clock(), plan)
         if plan.new_sequences:
@@ -393,15 +393,15 @@ def _belongs(name: str, request_id: str) -> bool:
     return name.startswith(request_id) and _SUFFIX.fullmatch(name, len(request_id)) is not None
 
 
-def _tiers_of(scheduler: BaseScheduler, sequence_id: str) -> tuple[int, int]:
-    sequence = scheduler.find(sequence_id)
+def _tiers_of(scheduler: Scheduler, sequence_id: str) -> tuple[int, int]:
+    sequence = scheduler.requests.find(sequence_id)
     if sequence is None:
         return 0, 0
     return sequence.request.num_host_tokens, sequence.request.num_disk_tokens
 
 
-def _preemption(scheduler: BaseScheduler, sequence_id: str) -> Preemption:
-    sequence = scheduler.find(sequence_id)
+def _preemption(scheduler: Scheduler, sequence_id: str) -> Preemption:
+    sequence = scheduler.requests.find(sequence_id)
     if sequence is None:
         return Preemption(sequence_id, "recompute", 0)
     kind = "swap" if sequence.request.status is RequestStatus.SWAPPED else "recompute"

@@ -22,7 +22,7 @@ from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_seen, longest_hit
 from quire.kvcache.thin import ThinTables
 from quire.kvcache.tiers import AsyncLoads, DiskTier, HostTier, KVTier, TierHit
-from quire.step import UNKNOWN_TOKEN, BlockTransfer, Tier, TransferOp
+from quire.step import BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
 
@@ -38,7 +38,8 @@ class CachedSequence(Protocol):
     """The manager reads all of this. It writes `block_hashes` and nothing else.
 
     Attributes:
-        token_ids: prompt and output so far. num_computed_tokens: how many of them have their KV in the block tables.
+        token_ids: prompt and output so far: its final tokens. num_tokens: these, and tentative ones after them.
+        num_computed_tokens: how many of all these have their KV in the block tables.
         block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block tables.
         reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
     """
@@ -47,6 +48,10 @@ class CachedSequence(Protocol):
     token_ids: list[int]
     num_computed_tokens: int
     block_hashes: list[bytes]
+
+    @property
+    def num_tokens(self) -> int:
+        """Final and tentative tokens."""
 
     @property
     def cache_salt(self) -> CacheSalt:
@@ -174,7 +179,7 @@ class KVCacheManager:
         """
         if not (self.enable_prefix_caching and sequence.reads_prefix_cache):
             return PrefixHit([[] for _ in self.windows], 0)
-        limit = (len(sequence.token_ids) - 1) // self.block_size
+        limit = _max_hit(sequence) // self.block_size
         tables = longest_hit(
             self.windows, self.block_size, limit, lambda g, i: self._lookup(self._name(sequence, i, g))
         )
@@ -218,8 +223,8 @@ class KVCacheManager:
         start = hit.num_tokens
         index = start // self.block_size
         parent = self._parent(sequence, index)
-        wanted = sequence.token_ids[start : min(start + self.block_size, len(sequence.token_ids) - 1)]
-        block, count = self.tree.match(parent, wanted, self._step)
+        following = sequence.token_ids[start : min(start + self.block_size, _max_hit(sequence))]
+        block, count = self.tree.match(parent, following, self._step)
         count -= count % self._match_unit
         if block is not None and count and count * MIN_PARTIAL_SHARE >= self.block_size:
             hit.add_partial(block, count)
@@ -265,7 +270,8 @@ class KVCacheManager:
                 return UNCHANGED
         end = start + num_new_tokens
         if tables is not None:
-            self._release_passed(tables, start)
+            # A query may come back to a tentative token, but not to one before.
+            self._release_passed(tables, min(start, len(sequence.token_ids)))
         num_needed, shared = self._needed(tables, hit, start, end)
         num_touched, num_loaded = hit.counts() if hit is not None else (0, 0)
         if num_needed + num_touched + num_loaded + num_reserved_blocks > self.pool.num_free:
@@ -363,12 +369,19 @@ class KVCacheManager:
         self.pool.register(block, header.block_hash, header.parent_hash, header.token_ids, self._step)
         return block
 
+    def commit(self, sequence: CachedSequence, start: int) -> None:
+        """Register the full blocks of final tokens from `start` on, as far as they are computed.
+
+        To be called when tokens became final after slots were allocated for them.
+        """
+        tables = self._tables.get(sequence.sequence_id)
+        if tables is not None:
+            self._register(sequence, tables, start, sequence.num_computed_tokens)
+
     def _register(self, sequence: CachedSequence, tables: list[list[Block]], start: int, end: int) -> None:
-        """Let the blocks that become full with tokens start .. end - 1 be found."""
+        """Let the blocks be found that final ones of the tokens start .. end - 1 fill up."""
         size = self.block_size
-        first, last = start // size, end // size
-        if end % size == 0 and sequence.token_ids[end - 1] == UNKNOWN_TOKEN:
-            last -= 1  # `name_known` follows
+        first, last = start // size, min(end, len(sequence.token_ids)) // size
         if first >= last or not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
             return
         parent = self._parent(sequence, first)
@@ -384,12 +397,6 @@ class KVCacheManager:
                     above = _of_group(parent, group) if index else parent
                     self.pool.register(block, _of_group(name, group), above, token_ids, self._step)
             parent = name
-
-    def name_known(self, sequence: CachedSequence) -> None:
-        """Take note that the last token of `sequence` is known now, for which slots were given when it was not."""
-        end = len(sequence.token_ids)
-        if end % self.block_size == 0:
-            self._register(sequence, self._tables[sequence.sequence_id], end - 1, end)
 
     def _release_passed(self, tables: list[list[Block]], position: int) -> None:
         """Give back blocks that no query from `position` on sees."""
@@ -408,7 +415,8 @@ class KVCacheManager:
     def num_blocks_to_advance(self, sequences: Sequence[CachedSequence]) -> int:
         """Return how many blocks one more token of each takes, what windows have left behind being given back."""
         for sequence in sequences:
-            self._release_passed(self._tables.get(sequence.sequence_id, []), sequence.num_computed_tokens)
+            position = min(sequence.num_computed_tokens, len(sequence.token_ids))
+            self._release_passed(self._tables.get(sequence.sequence_id, []), position)
         return num_blocks_to_advance(sequences, self._tables.get, len(self.windows), self.block_size)
 
     # ---- forks, swaps, ends ----
@@ -506,7 +514,8 @@ class KVCacheManager:
 
     def _name_tail(self, sequence: CachedSequence, table: list[Block]) -> None:
         """Let the last block, half full, be found by prompts that go on from it."""
-        index, count = divmod(sequence.num_computed_tokens, self.block_size)
+        num_final = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        index, count = divmod(num_final, self.block_size)
         if not count or index >= len(table) or self._match_unit >= self.block_size or not self.enable_prefix_caching:
             return
         block = table[index]
@@ -631,6 +640,11 @@ class KVCacheManager:
         return self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
 
 
+def _max_hit(sequence: CachedSequence) -> int:
+    """Return how many tokens a prefix hit may have: final ones, and all but one."""
+    return min(len(sequence.token_ids), sequence.num_tokens - 1)
+
+
 def _of_group(name: bytes, group: int) -> bytes:
     """Return the name of a block of the given group of layers."""
     return name + bytes((group,)) if group else name
@@ -655,7 +669,7 @@ def num_blocks_to_advance(
     shared: dict[int, Block] = {}
     for sequence in sequences:
         index, offset = divmod(sequence.num_computed_tokens, block_size)
-        if len(sequence.token_ids) == sequence.num_computed_tokens:
+        if sequence.num_tokens == sequence.num_computed_tokens:
             continue
         tables = tables_of(sequence.sequence_id)
         for group in range(num_groups):

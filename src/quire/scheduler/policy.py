@@ -1,20 +1,16 @@
-"""Who comes first: scheduling policies, and the queue of waiting requests that they order.
+"""Scheduling policies: in which order requests are served.
 
 A policy gives each request a key when it arrives. The same key orders the waiting queue and the running requests, and
-the last running one is the one that is preempted; so a preempted request returns to where it belongs without being
+the last running one is the one that is preempted; so a preempted request returns to its place without being
 remembered as a special case.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Mapping
 
 from quire.errors import ConfigError, echo
-from quire.scheduler.request import Request, RequestStatus
-
-BY_ORDER = attrgetter("order_key")
+from quire.scheduler.request import Request
 
 
 class Policy:
@@ -114,40 +110,3 @@ def make_policy(name: str, *, ageing: float = 0.0, weights: Mapping[str, float] 
     if name == "fair":
         return FairPolicy(weights or {})
     return PrefixPolicy() if name == "lpm" else Policy()
-
-
-class WaitingQueue:
-    """Requests sorted by their `order_key`, which no two share."""
-
-    __slots__ = ("_requests", "num_swapped")
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-        self.num_swapped = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the waiting requests in order."""
-        return iter(self._requests)
-
-    def push(self, request: Request) -> None:
-        """Add a request whose `order_key` is set."""
-        insort(self._requests, request, key=BY_ORDER)
-        self.num_swapped += request.status is RequestStatus.SWAPPED
-
-    def first(self, count: int) -> list[Request]:
-        """Return the first `count` requests."""
-        return self._requests[:count]
-
-    def peek(self) -> Request | None:
-        """Return the first request, or None."""
-        return self._requests[0] if self._requests else None
-
-    def remove(self, request: Request) -> None:
-        """Take out a request, whose status is still what it was when it came."""
-        index = bisect_left(self._requests, request.order_key, key=BY_ORDER)
-        assert self._requests[index] is request
-        del self._requests[index]
-        self.num_swapped -= request.status is RequestStatus.SWAPPED

@@ -1,8 +1,8 @@
-"""`Request` and `Sequence`: what was asked for, and each text that grows from it, as the control plane sees them.
+"""`Request` and `Sequence`: the scheduler's record of a request, its status, and the tokens of its sequences.
 
-A request has one prompt. It begins as one sequence; when the prompt is computed it becomes as many as were asked for
+A request has one prompt. It begins as one sequence; when the prompt is computed it becomes as many as were requested
 (`n`, `best_of`, or the beams of a search), which share the prompt's blocks. It is scheduled, preempted and resumed as
-a whole.
+a whole. Its status changes nowhere else (`Request.transition`); docs/scheduling.md has a picture of the states.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.engine_request import EngineRequest, ResumedSequence
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError
 from quire.kvcache.block_hash import CacheSalt
 from quire.scheduler.beam import BeamSearch
 from quire.step import TokenTopLogprobs
 
 if TYPE_CHECKING:
-    from quire.scheduler.stop import Repeats
+    from quire.scheduler.stop import RepetitionDetector
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands, and how a sequence ended.
+    """State of a request, and how a request or sequence finished.
 
     Waiting and preempted requests hold no blocks; those of a swapped one are in the host's pool; for a loading one,
-    blocks are read from disk. None of these are known to the worker.
+    blocks are read from disk. The worker has the sequences of running requests only.
     """
 
     WAITING = 0
@@ -43,12 +43,12 @@ class RequestStatus(IntEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, one way or another."""
+        """Whether it is one of the final states."""
         return self >= RequestStatus.FINISHED_STOPPED
 
     @property
     def finish_reason(self) -> str | None:
-        """The word for it in an output: "stop", "length", "repetition", "abort", "error"; None while unfinished."""
+        """As it stands in an output: "stop", "length", "repetition", "abort", "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -61,34 +61,55 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
+_FINISHED = frozenset(_FINISH_REASONS)
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: _FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
+    RequestStatus.LOADING: _FINISHED | {RequestStatus.WAITING},
+    RequestStatus.RUNNING: _FINISHED | {RequestStatus.PREEMPTED, RequestStatus.SWAPPED},
+    RequestStatus.PREEMPTED: _FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
+    RequestStatus.SWAPPED: _FINISHED | {RequestStatus.RUNNING},
+    **dict.fromkeys(_FINISHED, frozenset()),
+}
+"""The states that may follow each state."""
+
 
 class Sequence:
-    """One text that grows. There is no prefill or decode phase: it just has tokens that are not computed yet.
+    """One text that grows: final tokens, tentative tokens after them, and how many of all these are computed.
+
+    There is no prefill or decode phase: a step computes any number of the tokens that are not computed yet. A tentative
+    token is one that a step computes before it is final: a draft, or the token that a step in flight samples, whose
+    value is not known here. When the step's result is processed, tokens become final and the rest is rolled back.
 
     Attributes:
-        token_ids: prompt, then output. num_computed_tokens: how many of them have KV in the block tables.
+        token_ids: final tokens: the prompt, then the output.
+        num_tentative_tokens: tokens after those: `draft_token_ids`, and those that steps in flight should make final.
+        draft_token_ids: proposed tokens that the next step is to verify; they follow all other tokens.
+        num_computed_tokens: how many of all tokens have KV in the block tables, steps in flight included.
         block_hashes: owned by `kvcache.manager`.
-        known: whether the worker has it. unsent: tokens the worker, which has it, was not told of (beams).
+        on_worker: whether the worker has it. unsent_token_ids: tokens the worker, which has it, lacks (beams).
         has_output: whether any output was sent.
         candidates: a beam's most likely next tokens, until those of all beams of the search are there.
-        repeats: what `check_stop` knows of its output, where repetitions end it.
-        sampler_state: what a sampler with a memory last said of it (`ModelOutput.sampler_states`).
+        repetitions: state of `check_stop`, where repetitions end the output.
+        sampler_state: state of a sampler with a memory after the last token (`ModelOutput.sampler_states`).
     """
 
     __slots__ = (
         "block_hashes",
         "candidates",
+        "draft_token_ids",
         "has_output",
-        "known",
         "num_computed_tokens",
         "num_prompt_tokens",
-        "repeats",
+        "num_tentative_tokens",
+        "on_worker",
+        "repetitions",
         "request",
         "sampler_state",
         "seed",
         "sequence_id",
         "token_ids",
-        "unsent",
+        "unsent_token_ids",
     )
 
     def __init__(self, request: Request, sequence_id: str, seed: int, token_ids: list[int]) -> None:
@@ -96,19 +117,22 @@ class Sequence:
         self.sequence_id = sequence_id
         self.seed = seed
         self.token_ids = token_ids
+        self.num_tentative_tokens = 0
+        self.draft_token_ids: list[int] = []
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = 0
         self.block_hashes: list[bytes] = []
-        self.known = False
-        self.unsent: list[int] = []
+        self.on_worker = False
+        self.unsent_token_ids: list[int] = []
         self.has_output = False
         self.candidates: TokenTopLogprobs | None = None
-        self.repeats: Repeats | None = None
+        self.repetitions: RepetitionDetector | None = None
         self.sampler_state: float | None = None
 
     def fork(self, sequence_id: str, seed: int) -> Sequence:
-        """Return a sequence that has come as far as this one."""
+        """Return a copy of this sequence, of another id and seed."""
         child = Sequence(self.request, sequence_id, seed, self.token_ids.copy())
+        child.num_tentative_tokens = self.num_tentative_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = self.block_hashes.copy()
         child.sampler_state = self.sampler_state
@@ -124,13 +148,23 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
-        return len(self.token_ids)
+        """Prompt and output tokens, tentative ones included."""
+        return len(self.token_ids) + self.num_tentative_tokens
 
     @property
     def num_left(self) -> int:
-        """Tokens that are known and not computed."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that are not computed."""
+        return len(self.token_ids) + self.num_tentative_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether at most one token, and drafts, are not computed."""
+        return self.num_left <= 1 + len(self.draft_token_ids)
+
+    def drop_drafts(self, num_kept: int = 0) -> None:
+        """Give up all drafts but the first `num_kept`."""
+        self.num_tentative_tokens -= len(self.draft_token_ids) - num_kept
+        del self.draft_token_ids[num_kept:]
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -157,26 +191,29 @@ class Request:
     Attributes:
         sequences: those that have not ended; the one that computes the prompt comes first.
         forked: whether the sequences after the first exist yet.
-        dropped: ids of sequences that were aborted before that.
+        aborted_ids: of sequences that were aborted before that.
         order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
+        max_total_tokens: most tokens of a sequence, prompt included; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it when the scheduler first looked; None before.
         num_host_tokens, num_disk_tokens: prompt tokens that were brought back from there for its first admission.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
         adapter_digest: names the content of its LoRA adapter, once that was read.
+        samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
         is_plain: whether a step gives each of its sequences just one token, or none while its prompt is computed.
         loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
     """
 
     __slots__ = (
+        "_status",
+        "aborted_ids",
         "adapter_digest",
         "arrival_time",
         "beam",
         "beam_params",
         "blocked_since",
         "cache_salt",
-        "dropped",
         "first_scheduled_time",
         "forked",
         "grammar",
@@ -185,6 +222,7 @@ class Request:
         "loading",
         "lora",
         "max_tokens",
+        "max_total_tokens",
         "min_tokens",
         "num_cached_tokens",
         "num_disk_tokens",
@@ -199,12 +237,12 @@ class Request:
         "pooling",
         "priority",
         "request_id",
+        "samples_tokens",
         "sampling_params",
         "seeds",
         "sequence_ids",
         "sequences",
         "spec",
-        "status",
         "stop_ids",
         "tenant",
         "wants_prompt_logprobs",
@@ -233,11 +271,12 @@ class Request:
         self.grammar = spec.grammar
         self.pooling = spec.pooling
         self.wants_prompt_logprobs = spec.sampling_params.prompt_logprobs is not None
+        self.samples_tokens = spec.beam is None and spec.pooling is None
         self.is_plain = spec.beam is None and spec.pooling is None and spec.grammar is None and spec.thinking is None
         self._begin()
         self.forked = len(self.sequence_ids) == 1
         self.num_forks = 0
-        self.dropped: set[str] = set()
+        self.aborted_ids: set[str] = set()
         self.loading: set[int] = set()
         self.loaded = False
         self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(spec.prompt_token_ids))]
@@ -246,8 +285,9 @@ class Request:
 
     def _begin(self) -> None:
         """Nothing has become of it yet."""
-        self.status = RequestStatus.WAITING
+        self._status = RequestStatus.WAITING
         self.order_key: tuple[float, ...] = ()
+        self.max_total_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_expected_tokens: int | None = None
         self.num_host_tokens = self.num_disk_tokens = 0
@@ -279,6 +319,17 @@ class Request:
         self.spec = msgspec.structs.replace(self.spec, stop_ids=sorted(self.stop_ids))
 
     @property
+    def status(self) -> RequestStatus:
+        """Its state; `transition` changes it."""
+        return self._status
+
+    def transition(self, status: RequestStatus) -> None:
+        """Change the status. Raises `QuireError` unless `TRANSITIONS` has it."""
+        if status not in TRANSITIONS[self._status]:
+            raise QuireError(f"{self!r} cannot become {status.name}")
+        self._status = status
+
+    @property
     def prompt_logprobs_after(self) -> int:
         """How many prompt positions after the first are not scored, though others are (`prompt_logprob_start`)."""
         return max((self.sampling_params.prompt_logprob_start or 0) - 1, 0)
@@ -289,7 +340,7 @@ class Request:
         return self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
-    def num_seats(self) -> int:
+    def num_sequences(self) -> int:
         """Most sequences it will have side by side from now on."""
         if self.beam_params is not None:
             return self.beam_params.beam_width

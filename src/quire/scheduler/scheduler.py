@@ -1,319 +1,517 @@
-"""`Scheduler`: who computes how many tokens in the next step.
+"""`Scheduler`: plans steps, and processes their results.
 
-One token budget a step, shared by prefill chunks and decodes alike: a sequence is given some of the tokens it has not
-computed yet. Running requests come first, in policy order, then waiting ones. When blocks run out, the last running
-request is preempted: it gives everything back and later computes its tokens again, helped by the prefix cache, or has
-its blocks swapped to the host and back.
-
-Prompts share the budget: of those under way and those that wait, the shortest go first, and a fourth is kept for the
-oldest (`share.py`). So a long prompt neither keeps others waiting nor is it kept waiting itself.
-
-Why it cannot livelock: running requests are kept in policy order and served in that order, only the last one is ever
-preempted, and none is admitted in a step that preempted for want of blocks. So the first one always advances, and one
-that could outgrow the whole pool is ended before it does.
-
-Cost is linear in the sequences scheduled and independent of the number waiting and of how many tokens each has.
+Which sequences a step computes is decided by a planner (`unified`, `prefill_first`), by means of `admission`; the live
+requests are in `live`, the steps whose results are not known in `in_flight`. Here a result becomes final tokens, stops,
+forks of beams and outputs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from copy import copy
+from typing import Protocol
 
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.base import BaseScheduler
-from quire.scheduler.plan import Plan
+from quire.scheduler.admission import Admission, Plan
+from quire.scheduler.beam import BeamSearch, place
+from quire.scheduler.in_flight import InFlight, StepInFlight
+from quire.scheduler.policy import make_policy
+from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import Request, RequestStatus, Sequence
-from quire.scheduler.share import share_tokens
+from quire.scheduler.stop import check_stop, stop_reason
+from quire.scheduler.unified import UnifiedPlanner
+from quire.step import (
+    STATS_COUNTERS,
+    KVCacheGroup,
+    ModelOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceOutput,
+    TokenTopLogprobs,
+)
 
-STREAMED_TOKENS = 1024  # a step computes for longer than it takes to bring them: see docs/memory.md
-WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
+_STOPPED = RequestStatus.FINISHED_STOPPED  # looked up once: enum attributes are slow, and tokens are many
 
 
-class Scheduler(BaseScheduler):
-    """The unified scheduler.
+class Planner(Protocol):
+    """Decides which sequences a step computes, and how many tokens of each."""
 
-    Args:
-        kv: the block manager.
-        max_overtake_seconds: for so long may a waiting request that does not fit be overtaken by others that do.
-        streamed_tokens: most tokens whose thin blocks a step brings from the host for decodes.
-        options: those of `RequestLives`.
+    admission: Admission
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why `request` can never run, or None."""
+
+    def plan(self, plan: Plan) -> None:
+        """Fill `plan`."""
+
+    def processed(self, step: StepInFlight) -> None:
+        """Take note that the result of a step is about to be processed."""
+
+
+class Scheduler:
+    """Requests in, plans out, results in, outputs out.
+
+    Every plan of `schedule` that is not empty must reach the worker, and the results must be given to
+    `update_from_output` in the same order; several steps may be in flight.
     """
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        *,
-        max_overtake_seconds: float = 0.0,
-        streamed_tokens: int = STREAMED_TOKENS,
-        **options: Any,
-    ) -> None:
-        super().__init__(kv, **options)
-        self.streamed_blocks = streamed_tokens // kv.block_size
-        self.max_overtake_seconds = max_overtake_seconds
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self.admission = planner, planner.admission
+        self.kv, self.requests = self.admission.kv, self.admission.requests
+        self._in_flight = InFlight()
+        self._stats = self.admission.stats
+        self._stats.num_blocks = self.kv.pool.num_blocks
+        self._stats.num_thin_blocks = self.kv.pool.num_thin
+        self._stats.num_host_blocks = self.kv.host.pool.num_blocks
 
-    def _plan(self, plan: Plan) -> None:
-        if self.policy.preempts:
-            self._make_room(plan)
-        shares = None if self.whole_prompts else self._share(plan)
-        self._schedule_running(plan, shares)
-        if not plan.starved:
-            self._schedule_waiting(plan, shares)
+    # ---- requests ----
 
-    # ---- shares ----
+    def add_request(self, request: Request) -> None:
+        """Queue `request`. One that can never fit is answered with an "error" by the next `update_from_output`.
 
-    def _share(self, plan: Plan) -> dict[str, int] | None:
-        """Return how many tokens each prompt may compute, by sequence id; None if there is enough for all.
-
-        Of waiting requests those count that could begin in this step.
+        Raises `RequestError` if a live request, or sequence, has the same id.
         """
-        num_decodes = 0
-        prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
-        for request in self._running:
-            for sequence in request.sequences:
-                num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-                if num_left == 1:
-                    num_decodes += 1
-                elif num_left:
-                    prompts.append((sequence.sequence_id, num_left))
-        budget = max(plan.budget - num_decodes, 1)
-        num_running = len(prompts)
-        if self._waiting and self._blocked != self._state():
-            num_seats = self._num_seats
-            for request in self._candidates():
-                num_seats += request.num_seats
-                if num_seats > self.max_num_seqs:
-                    break
-                if request.status is not RequestStatus.SWAPPED:
-                    first = request.sequences[0]
-                    prompts.append((first.sequence_id, first.num_tokens))
-        if sum(wanted for _, wanted in prompts) <= budget:
-            return None
-        # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
-        for index in range(num_running, len(prompts)):
-            name, wanted = prompts[index]
-            prompts[index] = (name, max(wanted - self._expected_hit(self._sequences[name]), 1))
-        shares = share_tokens(budget, [wanted for _, wanted in prompts], self.chunk_limit, self.long_chunk)
-        return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
-
-    def _expected_hit(self, sequence: Sequence) -> int:
-        """Return how many tokens the cache held of a waiting sequence when it was first asked: an estimate."""
-        request = sequence.request
-        if request.num_expected_tokens is None:
-            request.num_expected_tokens = self.kv.find_prefix(sequence).num_tokens
-        return request.num_expected_tokens
-
-    # ---- running requests ----
-
-    def _make_room(self, plan: Plan) -> None:
-        """Preempt running requests of lower rank than the first waiting one, while that has no seat or no blocks."""
-        head = self._waiting.peek()
-        while (
-            head is not None and self._running and self._running[-1].priority > head.priority and not self._fits(head)
-        ):
-            self._preempt(self._running.pop(), plan)
-
-    def _fits(self, request: Request) -> bool:
-        if not self._adapter_fits(request):
-            # Others give way for that if it helps: those that stay must leave room for its adapter.
-            return (
-                len({r.spec.lora_int_id for r in self._running if r.lora and r.priority <= request.priority})
-                >= self.max_loras
-            )
-        if self._num_seats + request.num_seats > self.max_num_seqs:
-            return False
-        if request.status is RequestStatus.SWAPPED:
-            return self._can_swap_in(request, self.watermark_blocks) is not False
-        first = request.sequences[0]
-        num_cached = self.kv.find_prefix(first).num_tokens // self.kv.block_size
-        return self.kv.num_blocks_for(first.num_tokens) - num_cached + self.watermark_blocks <= self.kv.pool.num_free
-
-    def _schedule_running(self, plan: Plan, shares: dict[str, int] | None) -> None:
-        """Give every running sequence its next tokens, preempting from the end while blocks are missing.
-
-        A prompt leaves one token of the budget to each sequence behind it, so that decodes never wait for it.
-        """
-        running = self._running
-        num_behind = sum(len(request.sequences) for request in running)
-        index = 0
-        while index < len(running) and plan.budget > 0:
-            request = running[index]
-            index += 1
-            if self.kv.thin.in_use and not self._is_at_hand(request, plan):
-                num_behind -= len(request.sequences)
-                continue
-            if len(request.sequences) > 1 and not self._secure(request, plan):
-                index -= 1  # it was preempted or ended
-                continue
-            for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
-                num_behind -= 1
-                num_left = num_new = len(sequence.token_ids) - sequence.num_computed_tokens
-                if num_left == 0 or plan.budget <= 0:
-                    continue
-                if num_left > 1:
-                    most = max(plan.budget - num_behind, 1)
-                    num_new = min(num_left, self.chunk_limit, most)
-                    if shares is not None:
-                        num_new = min(num_new, shares.get(sequence.sequence_id, num_new))
-                    if num_new == 0:
-                        plan.num_owed_blocks += self._num_blocks_after(sequence, sequence.num_computed_tokens)
-                        continue
-                if not (sequence.known and self._give(sequence, num_new, plan)) and not self._continue(
-                    sequence, num_new, plan
-                ):
-                    return
-                if num_new < num_left:
-                    num_done = sequence.num_computed_tokens + plan.num_scheduled.get(sequence.sequence_id, 0)
-                    plan.num_owed_blocks += self._num_blocks_after(sequence, num_done)
-
-    def _is_at_hand(self, request: Request, plan: Plan) -> bool:
-        """Whether `request` may go on in this step for all the thin blocks that it has.
-
-        Prompts may: while they are computed there is time to bring what is on the host. Decodes would keep all others
-        waiting for it in every step. So they get whole blocks in place of thin ones as these become free, in order and
-        some in each step, and wait until no more are left than all others can do with beside those. A few they take
-        from the last in line, who get thin ones. Only the first in a step never waits: where nobody goes before it,
-        nobody may ever give it the blocks.
-        """
-        if any(sequence.num_left > 1 or not self.kv.holds_blocks(sequence) for sequence in request.sequences):
-            return True
-        is_first = not plan.num_scheduled
-        room = max(0, self.streamed_blocks - plan.num_streamed)
-        most = self.kv.pool.num_blocks if is_first else room
-        names = [sequence.sequence_id for sequence in request.sequences]
-        left, moved = self.kv.thin.bring_back(names, most, self.watermark_blocks)
-        if 0 < left <= room - moved:
-            taken = self._take_from_the_last(request, left)
-            left, more = self.kv.thin.bring_back(names, taken, 0)
-            moved += more
-        plan.num_streamed += moved
-        if not is_first and left > room - moved:
-            return False
-        plan.num_streamed += left
-        return True
-
-    def _take_from_the_last(self, request: Request, count: int) -> int:
-        """Free up to `count` whole blocks of requests behind `request`, which have thin ones then; return how many."""
-        taken = 0
-        for victim in reversed(self._running):
-            if victim is request or taken == count:
-                break
-            taken += self.kv.thin.send_out([sequence.sequence_id for sequence in victim.sequences], count - taken)
-        return taken
-
-    def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
-        """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted."""
-        request = sequence.request
-        give = self._give if self.kv.holds_blocks(sequence) else self._begin
-        while not give(sequence, num_new, plan):
-            if len(request.sequences) > 1 and self._running[-1] is request:
-                # `_secure` has seen to one token each; one that was preempted and has more to compute waits for the
-                # others to end, if these go on.
-                if self._is_alone(request) and not any(s.sequence_id in plan.num_scheduled for s in request.sequences):
-                    self._infeasible(request, self.kv.num_blocks_for(sequence.num_tokens))
-                    return False
-                return True
-            victim = self._running.pop()
-            plan.starved = True
-            self._preempt(victim, plan)
-            if victim is request:
-                return False
-        return True
-
-    def _secure(self, request: Request, plan: Plan) -> bool:
-        """See to it that each sequence of `request` could take a block, preempting others; False if that failed.
-
-        Its sequences advance together or not at all, so this is settled before the first of them gets a token. A
-        request that has the pool to itself and still lacks blocks is ended.
-        """
-        needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(self.kv.windows)
-        while self.kv.pool.num_free < needed:
-            needed = self.kv.num_blocks_to_advance(request.sequences)  # exactly; the above is the most it can be
-            if self.kv.pool.num_free >= needed:
-                break
-            if self._is_alone(request):
-                self._infeasible(request, needed)
-                return False
-            victim = self._running.pop()
-            plan.starved = True
-            self._preempt(victim, plan)
-            if victim is request:
-                return False
-        return True
-
-    # ---- waiting requests ----
-
-    def _candidates(self) -> list[Request]:
-        """Return the waiting requests that may be next, in the order in which they are tried."""
-        window = self._first_waiting(WINDOW)
-        if self.policy.longest_prefix_first and len(window) > 1:
-            head = window[0]
-            if head.blocked_since is None:
-                head.blocked_since = self.clock()
-            if self.clock() - head.blocked_since < self.max_overtake_seconds:
-                window.sort(key=lambda request: -self.kv.find_prefix(request.sequences[0]).num_tokens)
-        return window
-
-    def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
-        """Admit waiting requests in order while there are seats, budget and blocks.
-
-        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
-        preempt others it is not overtaken: they would have to go again in the next step.
-        """
-        if not self._waiting or self._blocked == self._state():
+        self.requests.check_ids(request)
+        problem = self.planner.refusal(request)
+        if problem is not None:
+            self.requests.refuse(request, problem)
             return
-        blocked, all_tried = False, True
-        for request in self._candidates():
-            if plan.budget <= 0 or self._num_seats >= self.max_num_seqs:
-                return
-            if request.request_id in plan.left:
-                continue
-            if self.whole_prompts and request.sequences[0].num_tokens > plan.budget:
-                return  # it comes first in the next step
-            if shares is not None and shares.get(request.sequences[0].sequence_id) == 0:
-                all_tried = False
-                continue
-            outcome = self._admit(request, plan, shares)
-            if outcome is None:
-                continue
-            if not outcome:
-                blocked = True
-                now = self.clock()
-                if request.blocked_since is None:
-                    request.blocked_since = now
-                if self.policy.preempts or now - request.blocked_since >= self.max_overtake_seconds:
-                    break
-        if blocked and all_tried:
-            self._blocked = self._state()
+        request.max_total_tokens = min(request.num_prompt_tokens + request.max_tokens, self.admission.length_limit)
+        if request.beam_params is not None:
+            most = request.max_total_tokens - request.num_prompt_tokens
+            request.beam = BeamSearch(request.beam_params, stop_ids=request.stop_ids, max_tokens=most)
+        self.requests.add(request)
 
-    def _admit(self, request: Request, plan: Plan, shares: dict[str, int] | None) -> bool | None:
-        """Start or resume `request` if all its known tokens fit beside what others were promised.
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests, or single sequences of them, and free their blocks at once.
 
-        Returns whether it did; None if it is not its fault: it waits for the disk, or was ended.
+        Ids that are not live are ignored. Yields no output.
         """
-        if self._num_seats + request.num_seats > self.max_num_seqs:
+        aborted = set(request_ids)
+        for name in aborted:
+            request, sequence = self.requests.get(name), self.requests.find(name)
+            if request is not None:
+                self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
+            elif sequence is not None:
+                self._abort_sequence(sequence, name)
+        self.requests.outputs = [output for output in self.requests.outputs if output.sequence_id not in aborted]
+
+    def _abort_sequence(self, sequence: Sequence, sequence_id: str) -> None:
+        request = sequence.request
+        if request.forked:
+            self.requests.finish_sequence(sequence)
+            return
+        request.aborted_ids.add(sequence_id)
+        if request.aborted_ids.issuperset(request.sequence_ids):
+            self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def has_requests(self) -> bool:
+        """Whether anybody waits for an output: there are live requests, or refusals to be sent."""
+        return bool(len(self.requests) or self.requests.outputs)
+
+    def has_unfinished(self) -> bool:
+        """Whether there is work: outputs to come, or something that the worker must be told or must finish."""
+        owed = self.requests.finished_ids or self.kv.num_loading or self.kv.transfers
+        return bool(self.has_requests() or owed)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
+        return self.kv.reset_prefix_cache()
+
+    # ---- planning ----
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step, after those in flight."""
+        started = self.admission.clock()
+        self.kv.start_step()
+        plan = Plan(self.admission.max_num_batched_tokens, self._in_flight)
+        self.planner.plan(plan)
+        finished_ids, self.requests.finished_ids = self.requests.finished_ids, []
+        forks, self.requests.forks = self.requests.forks, []
+        # Nobody waits for the disk while a step is in flight: its own result comes first.
+        waits_for_loads = not self._in_flight and self.kv.num_loading > 0
+        output = plan.finish(finished_ids, forks, self.kv.take_transfers(), waits_for_loads=waits_for_loads)
+        self._stats.num_steps += output.total_num_scheduled_tokens > 0
+        self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
+        if not output.is_empty:
+            self._in_flight.append(StepInFlight(output, plan.scheduled, started, plan.computes_prompts))
+        return output
+
+    def propose(self, sequence_id: str, token_ids: list[int]) -> int:
+        """Let the next step verify drafts: tokens that may follow all those of a sequence, tentative ones included.
+
+        Only those are taken of a running sequence that is decoding, in place of earlier ones, and only as many as leave
+        room for the token that is sampled after them; returns how many. A step that lacks budget or blocks for them
+        gives them up.
+        """
+        sequence = self.requests.find(sequence_id)
+        if sequence is None:
+            return 0
+        request = sequence.request
+        sequence.drop_drafts()
+        if request.status is not RequestStatus.RUNNING or not request.samples_tokens or not request.forked:
+            return 0
+        if sequence.num_left != 1:
+            return 0
+        room = max(request.max_total_tokens - sequence.num_tokens - 1, 0)
+        sequence.draft_token_ids = token_ids[:room]
+        sequence.num_tentative_tokens += len(sequence.draft_token_ids)
+        return len(sequence.draft_token_ids)
+
+    def can_schedule_ahead(self) -> bool:
+        """Whether another step may be planned before the result of the last one planned is known.
+
+        Not if that computes nothing, nor if its result decides more than which expected tokens of a sequence become
+        final, and whether it ends.
+        """
+        step = self._in_flight.newest
+        if step.plan.forks or not step.plan.num_scheduled_tokens:
             return False
-        num_reserved = (request.num_seats - 1) * len(self.kv.windows)
-        if self._running:
-            num_reserved += plan.num_owed_blocks + self.watermark_blocks
-        if request.status is RequestStatus.SWAPPED:
-            return self._swap_in(request, plan, num_reserved)
-        first = request.sequences[0]
-        hit = self.kv.find_prefix(first)
-        if (hit.loads or hit.loading) and not request.loaded and (hit.loading or self._start_loading(request, hit)):
-            return None
-        most = min(plan.budget, self.chunk_limit)
-        if shares is not None:
-            most = min(most, shares.get(first.sequence_id, most))
-        num_new = self._begin(first, most, plan, num_reserved, hit)
-        if not num_new:
-            if self._is_alone(request):
-                self._infeasible(request, self.kv.num_blocks_for(first.num_tokens) + num_reserved)
-                return None
-            return False
-        self._waiting.remove(request)
-        self._run(request)
-        plan.num_owed_blocks += self._num_blocks_after(first, first.num_computed_tokens + num_new)
-        for sibling in request.sequences[1:]:
-            if plan.budget > 0 and not sibling.known and sibling.num_computed_tokens == 0:
-                self._begin(sibling, min(plan.budget, self.chunk_limit), plan)
+        for sequence, num_final in step.scheduled:
+            if self.requests.find(sequence.sequence_id) is sequence:
+                request = sequence.request
+                if request.owes_prompt_logprobs or (num_final and not request.is_plain):
+                    return False
         return True
+
+    def has_room_ahead(self) -> bool:
+        """See `Admission.has_room_ahead`."""
+        return self.admission.has_room_ahead()
+
+    def closing_plan(self) -> SchedulerOutput:
+        """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""
+        self.kv.store_all()
+        return Plan(0, self._in_flight).finish([], [], self.kv.take_transfers(), waits_for_loads=False)
+
+    # ---- results ----
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[SequenceOutput]:
+        """Process the result of `plan`, the oldest step in flight; return one output per sequence that has any.
+
+        Results of requests aborted meanwhile are dropped. An empty plan has no result; its outputs are those of
+        requests that ended otherwise. Raises `QuireError` if the model left out a token it owed.
+        """
+        outputs: list[SequenceOutput] = []
+        if not plan.is_empty:
+            self._process_step(self._in_flight.pop(plan), output, outputs)
+        if self.requests.outputs:
+            outputs, self.requests.outputs = self.requests.outputs + outputs, []
+        return outputs
+
+    def _process_step(self, step: StepInFlight, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
+        self.planner.processed(step)
+        if output.loaded:
+            self._finish_loads(output.loaded)
+        find, plan = self.requests.find, step.plan
+        for sequence, num_final in step.scheduled:
+            if find(sequence.sequence_id) is sequence:
+                self._process(sequence, num_final, plan, output, outputs)
+            else:
+                self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
+
+    def _finish_loads(self, loaded: dict[int, bool]) -> None:
+        for block_id, sound in loaded.items():
+            self._stats.disk_cache_hits += self.kv.block_size * sound
+            self.kv.finish_load(block_id, sound)
+            for request in self.requests.loading:
+                request.loading.discard(block_id)
+        for request in [request for request in self.requests.loading if not request.loading]:
+            self.requests.finish_loading(request)
+
+    def _process(
+        self,
+        sequence: Sequence,
+        num_final: int,
+        plan: SchedulerOutput,
+        output: ModelOutput,
+        outputs: list[SequenceOutput],
+    ) -> None:
+        """Apply one sequence's results, and append its output, if it has any, to `outputs`.
+
+        `num_final` tokens may have become final at most, see `StepInFlight`. The sequence may have been preempted since
+        the step was planned, and then waits with what it has.
+        """
+        request, sequence_id = sequence.request, sequence.sequence_id
+        if output.errors and sequence_id in output.errors:
+            self._fail(sequence, output.errors[sequence_id], outputs, refused=sequence_id in output.refused)
+            return
+        if not request.samples_tokens:
+            if num_final and request.beam is not None:
+                self._process_beam(sequence, output, outputs)
+            elif num_final:
+                self._process_pooled(sequence, output, outputs)
+            return
+        prompt_logprobs = None
+        if request.owes_prompt_logprobs and sequence_id in output.prompt_logprobs:
+            start = sequence.num_computed_tokens - plan.num_scheduled_tokens.get(sequence_id, 0)
+            prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
+        sampled = output.sampled_token_ids.get(sequence_id, [])
+        if bool(sampled) != (num_final > 0):
+            raise QuireError(f"the model returned {len(sampled)} tokens for {sequence!r}")
+        status = None
+        num_before, num_sampled = len(sequence.token_ids), len(sampled)
+        for token_id in sampled:
+            sequence.token_ids.append(token_id)
+            status = check_stop(sequence, token_id)
+            if status is not None:
+                break
+        num_taken = len(sequence.token_ids) - num_before
+        complete = status is not _STOPPED and num_taken == len(sampled) and sequence_id in output.completed
+        if complete:
+            status = _STOPPED  # also where it is as long as it may be: nothing is missing
+        if output.sampler_states and sequence_id in output.sampler_states:
+            sequence.sampler_state = output.sampler_states[sequence_id]
+        if request.aborted_ids and sequence_id in request.aborted_ids and sampled:
+            self.requests.finish_sequence(sequence)  # it was aborted, but the others needed it to compute their prompt
+            return
+        if num_taken or prompt_logprobs:
+            logprobs = output.logprobs.get(sequence_id) if output.logprobs else None
+            if num_taken < len(sampled):
+                sampled = sampled[:num_taken]
+                logprobs = logprobs[:num_taken] if logprobs is not None else None
+            entry = self._output(sequence, sampled)
+            entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
+            entry.sampler_state = sequence.sampler_state
+            if status is not None:
+                entry.finish_reason = status.finish_reason
+                entry.complete = complete and sampled[-1] not in request.stop_ids
+                if status is _STOPPED and not complete:
+                    entry.stop_reason = stop_reason(sequence)
+            outputs.append(entry)
+        if num_taken:
+            if num_sampled == num_final and status is None:
+                sequence.num_tentative_tokens -= num_final
+            else:
+                self._roll_back(sequence, num_before + min(num_sampled, num_final) - 1)
+            if sequence.num_computed_tokens > num_before:
+                self.kv.commit(sequence, num_before)
+        if status is not None:
+            self.requests.finish_sequence(sequence)
+
+    def _roll_back(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Give up the tentative tokens of `sequence`, and what is computed beyond `num_computed_tokens`.
+
+        Results of later steps in flight for it are void.
+        """
+        sequence.num_tentative_tokens = 0
+        sequence.draft_token_ids = []
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_computed_tokens)
+        self._stats.num_discarded_tokens += self._in_flight.discard(sequence)
+
+    def _process_pooled(self, sequence: Sequence, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
+        """Output what was pooled of a prompt, all of which is computed; that ends it."""
+        entry = self._output(sequence, [])
+        entry.pooled = output.pooled.get(sequence.sequence_id)
+        if entry.pooled is None:
+            raise QuireError(f"the model returned nothing for {sequence!r}")
+        entry.finish_reason = "stop"
+        outputs.append(entry)
+        self.requests.finish_sequence(sequence)
+
+    def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput], *, refused: bool) -> None:
+        """End `sequence`, and all that depends on it, with an error.
+
+        If its request is not `refused`, its logits were not finite, and its KV may be bad: nobody may find it.
+        """
+        request = sequence.request
+        if not refused and request.status is not RequestStatus.RUNNING:
+            self.kv.reset_prefix_cache()  # its blocks were given back with their hashes when it was preempted
+        if request.beam is not None or not request.forked:
+            for beam in request.sequences:
+                self.kv.free(beam, forget=not refused)
+            status = RequestStatus.FINISHED_IGNORED if refused else RequestStatus.FINISHED_ERROR
+            self.requests.finish(request, status, error)
+            return
+        entry = self._output(sequence, [])
+        entry.finish_reason, entry.error, entry.refused = "error", error, refused
+        outputs.append(entry)
+        self.requests.finish_sequence(sequence, corrupt=not refused)
+
+    def _new_prompt_logprobs(
+        self, request: Request, start: int, entries: list[TokenTopLogprobs]
+    ) -> list[TokenTopLogprobs] | None:
+        """Return those of `entries`, of the requested prompt positions from `start + 1` on, that were not sent.
+
+        A sequence preempted within its prompt computes its first positions twice.
+        """
+        start = max(start, request.prompt_logprobs_after)
+        fresh = entries[max(request.num_prompt_logprobs - start, 0) :]
+        request.num_prompt_logprobs += len(fresh)
+        return fresh or None
+
+    def _output(self, sequence: Sequence, new_token_ids: list[int], name: str | None = None) -> SequenceOutput:
+        """Return an output of `sequence`; the first one also says how it was admitted."""
+        request = sequence.request
+        entry = SequenceOutput(name or sequence.sequence_id, new_token_ids, num_preemptions=request.num_preemptions)
+        if not sequence.has_output:
+            sequence.has_output = True
+            entry.num_cached_tokens = request.num_cached_tokens
+            entry.first_scheduled_time = request.first_scheduled_time
+        return entry
+
+    # ---- beams ----
+
+    def _process_beam(self, sequence: Sequence, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
+        """Keep the candidates of one beam; once those of all are there, let the search choose how it goes on."""
+        request = sequence.request
+        assert request.beam is not None
+        found = output.candidates.get(sequence.sequence_id)
+        if found is None:
+            raise QuireError(f"the model returned no candidates for {sequence!r}")
+        sequence.candidates = found
+        candidates = [
+            (beam.candidates.token_ids[1:], beam.candidates.logprobs[1:])
+            for beam in request.sequences
+            if beam.candidates is not None
+        ]
+        if len(candidates) < len(request.sequences):
+            return
+        step = request.beam.advance(candidates)
+        if step.over:
+            beams = request.beam.beams()
+            entry = self._output(request.sequences[0], [], request.request_id)
+            entry.beams, entry.finish_reason = beams, beams[0].finish_reason
+            outputs.append(entry)
+            request.num_output_tokens = max(len(beam.token_ids) for beam in beams) * len(beams)
+            self.requests.finish(request, RequestStatus.FINISHED_STOPPED)
+        else:
+            self._place_beams(request, step.running)
+
+    def _place_beams(self, request: Request, running: list[tuple[int, int]]) -> None:
+        """Make the sequences of `request` those of `running` (parent, token): best children in place, others forked."""
+        parents = list(request.sequences)
+        placement = place(running, len(parents))
+        children: dict[int, Sequence] = {}
+        for parent, child in placement.forks:
+            source = parents[parent]
+            children[child] = self.requests.fork(source, self._new_id(request), source.seed, samples=False)
+        for parent, child in placement.in_place:
+            children[child] = parents[parent]
+        for parent in placement.ended:
+            self.requests.remove(parents[parent])
+        request.sequences = [children[child] for child in range(len(running))]
+        for beam, (_, token_id) in zip(request.sequences, running, strict=True):
+            beam.candidates = None
+            beam.token_ids.append(token_id)
+            beam.unsent_token_ids = [*beam.unsent_token_ids, token_id]
+
+    def _new_id(self, request: Request) -> str:
+        """Return an id for a further beam of `request` that no live sequence has."""
+        while True:
+            request.num_forks += 1
+            sequence_id = f"{request.request_id}#{request.num_forks}"
+            if self.requests.find(sequence_id) is None:
+                return sequence_id
+
+    # ---- observation ----
+
+    def stats(self) -> SchedulerStats:
+        """Return a snapshot; O(running)."""
+        stats, requests = self._stats, self.requests
+        stats.num_running = sum(len(request.sequences) for request in requests.running)
+        stats.num_waiting = len(requests.waiting) + len(requests.loading)
+        stats.num_swapped = requests.waiting.num_swapped
+        stats.num_free_blocks = self.kv.pool.num_free
+        stats.num_free_thin_blocks = self.kv.pool.num_free_thin
+        stats.num_free_host_blocks = self.kv.host.pool.num_free
+        stats.num_disk_blocks = len(self.kv.disk)
+        if self.admission.max_loras:
+            stats.running_adapters = _adapters(requests.running)
+            stats.waiting_adapters = _adapters([*requests.waiting, *requests.loading])
+        return copy(stats)
+
+    def restore_counters(self, before: SchedulerStats) -> None:
+        """Go on from the counters of a scheduler that this one replaces."""
+        for name in STATS_COUNTERS:
+            setattr(self._stats, name, getattr(before, name))
+
+    def note_step(self, seconds: float, host_gap: float) -> None:
+        """Count the time that a step took, and for how much of it the device waited for the host."""
+        self._stats.step_seconds += seconds
+        self._stats.host_gap_seconds += host_gap
+
+    def check_integrity(self) -> None:
+        """Raise `QuireError` on a broken invariant, between steps; costs O(blocks + requests)."""
+        self.requests.check_integrity(self.admission.max_num_seqs)
+        num_tables = 0
+        for request in self.requests.running:
+            for sequence in request.sequences:
+                num_slots = len(self.kv.block_ids(sequence.sequence_id)[0]) * self.kv.block_size
+                num_tables += num_slots > 0
+                if num_slots < sequence.num_computed_tokens:
+                    raise QuireError(f"{sequence!r} has {num_slots} slots")
+            if request.num_left == 0 and not self._in_flight:
+                raise QuireError(f"{request!r} has nothing to compute")
+        for request in self.requests:
+            for sequence in request.sequences:
+                num_drafts = len(sequence.draft_token_ids)
+                if sequence.num_tentative_tokens < num_drafts or (
+                    sequence.num_tentative_tokens > num_drafts and sequence not in self._in_flight
+                ):
+                    raise QuireError(f"{sequence!r} has {sequence.num_tentative_tokens} tentative tokens")
+        if self.kv.num_tables() != num_tables:
+            raise QuireError(f"{self.kv.num_tables()} block tables for {num_tables} running sequences")
+        self.kv.check_integrity()
+
+
+def _adapters(requests: Iterable[Request]) -> list[str]:
+    """Return the names of their LoRA adapters."""
+    return sorted({request.lora.lora_name for request in requests if request.lora is not None})
+
+
+def create_scheduler(
+    config: EngineConfig,
+    groups: list[KVCacheGroup],
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    clock: Callable[[], float],
+    num_thin_blocks: int = 0,
+    num_host_blocks: int = 0,
+    num_disk_records: int = 0,
+    stored: Iterable[tuple[int, bytes]] = (),
+    hasher: BlockHasher | None = None,
+    whole_prompts: bool = False,
+) -> Scheduler:
+    """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
+
+    The others are as for `KVCacheManager`, `Admission` and `UnifiedPlanner`. Raises `ConfigError` naming the option.
+    """
+    cache, options = config.cache, config.scheduler
+    kv = KVCacheManager(
+        num_blocks,
+        cache.block_size,
+        windows=[group.sliding_window for group in groups],
+        max_step_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=cache.enable_prefix_caching is not False,
+        prefix_match_unit=cache.prefix_match_unit,
+        merge_duplicates=options.scheduler == "prefill-first",
+        num_thin_blocks=num_thin_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_records=num_disk_records,
+        stored=stored,
+        hasher=hasher,
+    )
+    admission = Admission(
+        kv,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        policy=make_policy(options.scheduling_policy, ageing=options.priority_ageing, weights=options.tenant_weights),
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        watermark=options.watermark,
+        preemption_mode=options.preemption_mode,
+        clock=clock,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+    )
+    planner: Planner
+    if options.scheduler == "prefill-first":
+        planner = PrefillFirstPlanner(admission, delay_factor=options.delay_factor)
+    else:
+        planner = UnifiedPlanner(
+            admission, max_overtake_seconds=options.max_overtake_seconds, whole_prompts=whole_prompts
+        )
+    return Scheduler(planner)

@@ -1,6 +1,6 @@
-"""When a sequence ends by its own tokens: stop ids, `max_tokens`, the longest length, repetition.
+"""When a sequence ends by its final tokens: stop ids, `max_tokens`, the longest length, repetition.
 
-Stop strings are the front's.
+Stop strings are the frontend's concern.
 """
 
 from __future__ import annotations
@@ -9,30 +9,23 @@ from quire.sampling_options import RepetitionDetectionParams
 from quire.scheduler.request import RequestStatus, Sequence
 
 
-def check_stop(sequence: Sequence, token_id: int, length_limit: int) -> RequestStatus | None:
+def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
     """Return the finished status that `token_id`, just appended, brings about; None to go on.
 
     A stop id wins over a length reached with the same token, and both over a repetition; stop ids and repetitions count
-    only from the `min_tokens`-th output token on. `length_limit` is the most tokens, prompt included, that a sequence
-    may have.
+    only from the `min_tokens`-th output token on.
     """
     request = sequence.request
     num_tokens = len(sequence.token_ids)
     num_output_tokens = num_tokens - sequence.num_prompt_tokens
     if token_id in request.stop_ids and num_output_tokens >= request.min_tokens:
         return RequestStatus.FINISHED_STOPPED
-    if num_output_tokens >= request.max_tokens or num_tokens >= length_limit:
+    if num_tokens >= request.max_total_tokens:
         return RequestStatus.FINISHED_LENGTH
     detection = request.sampling_params.repetition_detection
     if detection is not None and _repeats(sequence, detection) and num_output_tokens >= request.min_tokens:
         return RequestStatus.FINISHED_REPETITION
     return None
-
-
-def ends_by_count(sequence: Sequence, length_limit: int) -> bool:
-    """Whether `sequence` ends with its next token, whatever that is. See `check_stop`."""
-    num_tokens = len(sequence.token_ids) + 1
-    return num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens or num_tokens >= length_limit
 
 
 def stop_reason(sequence: Sequence) -> int | None:
@@ -42,16 +35,16 @@ def stop_reason(sequence: Sequence) -> int | None:
 
 
 def _repeats(sequence: Sequence, detection: RepetitionDetectionParams) -> bool:
-    if sequence.repeats is None:
-        sequence.repeats = Repeats(detection, sequence.num_prompt_tokens)
-    return sequence.repeats.look(sequence.token_ids)
+    if sequence.repetitions is None:
+        sequence.repetitions = RepetitionDetector(detection, sequence.num_prompt_tokens)
+    return sequence.repetitions.update(sequence.token_ids)
 
 
-class Repeats:
-    """Watches one output for a pattern over and over, see `RepetitionDetectionParams`.
+class RepetitionDetector:
+    """Finds patterns repeated at the end of one output, see `RepetitionDetectionParams`.
 
-    For each size s it knows how many tokens up to the last one equal the token s before them, so that a new token costs
-    one comparison for each size.
+    For each size s it counts how many tokens up to the last one equal the token s before them, so that a new token
+    costs one comparison for each size.
     """
 
     __slots__ = ("_count", "_high", "_low", "_runs", "_seen", "_start")
@@ -64,8 +57,8 @@ class Repeats:
         self._seen = start
         self._runs = [0] * (self._high + 1)
 
-    def look(self, token_ids: list[int]) -> bool:
-        """Take in what was appended to `token_ids`; return whether they now end with a pattern over and over."""
+    def update(self, token_ids: list[int]) -> bool:
+        """Process what was appended to `token_ids`; return whether they now end with a repeated pattern."""
         found = False
         for place in range(self._seen, len(token_ids)):
             token, runs, found = token_ids[place], self._runs, False

@@ -5,19 +5,19 @@ The parts that need no requests are in `kvcache.view`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.errors import echo
 from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks, map_blocks
-from quire.scheduler.base import BaseScheduler
 from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.scheduler import Scheduler
 
 QUEUES = ("running", "waiting", "swapped", "loading")
 
 
 def describe(
-    scheduler: BaseScheduler, *, tier: str = "device", start: int = 0, limit: int = 1024, tokens: bool = False
+    scheduler: Scheduler, *, tier: str = "device", start: int = 0, limit: int = 1024, tokens: bool = False
 ) -> dict[str, Any]:
     """Return sizes, states and waste of the pools, hit rates, the queues, and some blocks of a tier, one by one.
 
@@ -25,7 +25,7 @@ def describe(
         tier, start, tokens: see `describe_blocks`. limit: most blocks, and most requests of each queue, that are told.
     """
     kv, stats = scheduler.kv, scheduler.stats()
-    requests = scheduler.live_requests()
+    requests = scheduler.requests
     num_computed = {s.sequence_id: s.num_computed_tokens for request in requests for s in request.sequences}
     return {
         "num_steps": stats.num_steps,
@@ -47,7 +47,7 @@ def describe(
     }
 
 
-def describe_map(scheduler: BaseScheduler, *, cells: int, limit: int = 1024) -> dict[str, Any]:
+def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict[str, Any]:
     """Return what is drawn again and again: the queues, and a map of each tier that has blocks.
 
     `requests` are those told of, at most `limit` of each queue, with the name of their queue and their tenant; the maps
@@ -60,7 +60,7 @@ def describe_map(scheduler: BaseScheduler, *, cells: int, limit: int = 1024) -> 
     counts = dict.fromkeys(QUEUES, 0)
     rows: list[dict[str, Any]] = []
     request_of: dict[str, int] = {}
-    for request in scheduler.live_requests():
+    for request in scheduler.requests:
         queue = _queue(request)
         counts[queue] += 1
         if counts[queue] <= limit:
@@ -77,7 +77,7 @@ def describe_map(scheduler: BaseScheduler, *, cells: int, limit: int = 1024) -> 
     }
 
 
-def _summarize_request(scheduler: BaseScheduler, request: Request, queue: str) -> dict[str, Any]:
+def _summarize_request(scheduler: Scheduler, request: Request, queue: str) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "tenant": request.tenant,
@@ -94,7 +94,7 @@ def _summarize_request(scheduler: BaseScheduler, request: Request, queue: str) -
     }
 
 
-def _describe_queues(scheduler: BaseScheduler, requests: list[Request], limit: int) -> dict[str, Any]:
+def _describe_queues(scheduler: Scheduler, requests: Iterable[Request], limit: int) -> dict[str, Any]:
     queues: dict[str, Any] = {name: {"num_requests": 0, "requests": []} for name in QUEUES}
     for request in requests:
         queue = queues[_queue(request)]
@@ -110,7 +110,7 @@ def _queue(request: Request) -> str:
     return "waiting" if request.status is RequestStatus.PREEMPTED else name
 
 
-def _describe_request(scheduler: BaseScheduler, request: Request) -> dict[str, Any]:
+def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.num_prompt_tokens,

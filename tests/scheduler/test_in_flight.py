@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.scheduler.prefill_first import PrefillFirstScheduler
-from quire.scheduler.scheduler import Scheduler
-from quire.step import UNKNOWN_TOKEN
+from quire.scheduler.prefill_first import PrefillFirstPlanner
+from quire.scheduler.unified import UnifiedPlanner
 
-SCHEDULERS = [Scheduler, PrefillFirstScheduler]
+SCHEDULERS = [UnifiedPlanner, PrefillFirstPlanner]
 
 
 def both(run, kind, requests, **options):
@@ -59,13 +58,14 @@ def test_blocks_are_named_when_their_last_token_is_known(run, request_of):
     assert names[0] == names[1] == 7
 
 
-def test_no_name_holds_an_unknown_token(run, request_of):
+def test_no_block_hash_covers_a_token_that_is_not_final(run, request_of):
     one = run(ahead=True, block_size=1)
     one.add(request_of("a", 3, 12))
     for _ in range(6):
         one.step()
-        named = [block for block in one.scheduler.kv.pool.blocks if block.block_hash is not None]
-        assert all(UNKNOWN_TOKEN not in block.token_ids for block in named)
+        hashed = [block for block in one.scheduler.kv.pool.blocks if block.block_hash is not None]
+        sequence = one.requests["a"].sequences[0]
+        assert len(hashed) == min(len(sequence.token_ids), sequence.num_computed_tokens)
     assert one.num_ahead == 5
     one.finish()
 
@@ -154,7 +154,7 @@ def test_steps_that_decide_more_are_waited_for(run, request_of, options):
     plan = one.step()
     name = "a-0" if "n" in options else "a"
     assert plan.num_scheduled_tokens == {name: 6}
-    assert one.flying is None and len(one.tokens[name]) >= 1
+    assert not one.in_flight and len(one.tokens[name]) >= 1
     one.finish()
 
 

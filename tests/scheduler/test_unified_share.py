@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scheduler.share import share_tokens
+from quire.scheduler.unified import share_tokens
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,446 @@
+"""`Admission`: gives sequences their next tokens, and moves requests in and out of the running ones.
+
+The planners (`unified`, `prefill_first`) decide which request is next and how many tokens it may compute; what that
+takes of the block manager, of the queues and of the plan is done here. Nothing is kept here but limits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from quire.errors import ConfigError, echo
+from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.prefix_cache import PrefixHit
+from quire.scheduler.in_flight import InFlight
+from quire.scheduler.live import LiveRequests
+from quire.scheduler.policy import Policy
+from quire.scheduler.request import Request, RequestStatus, Sequence
+from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, SchedulerStats
+
+ADAPTER_WINDOWS = 8  # so many times as many requests are looked at, where some wait for room for their adapter
+ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+
+
+class Plan:
+    """A `SchedulerOutput` in the making.
+
+    Attributes:
+        budget: tokens that may still be scheduled.
+        in_flight: the steps before this one whose results are not known.
+        scheduled: the sequences it computes, see `StepInFlight`.
+        computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
+        num_promised_blocks: what sequences that were given tokens need for the rest of theirs.
+        num_streamed: thin blocks that decodes brought from the host, or were brought back for some that wait.
+        out_of_blocks: whether running requests were preempted for want of blocks.
+        preempted_request_ids: of requests that were preempted in this step; they are not resumed in it.
+    """
+
+    __slots__ = (
+        "_max_tokens",
+        "budget",
+        "computes_prompts",
+        "continuing",
+        "forked",
+        "in_flight",
+        "new_sequences",
+        "num_promised_blocks",
+        "num_scheduled",
+        "num_streamed",
+        "out_of_blocks",
+        "preempted_request_ids",
+        "preempted_sequence_ids",
+        "scheduled",
+    )
+
+    def __init__(self, budget: int, in_flight: InFlight) -> None:
+        self.budget = self._max_tokens = budget
+        self.in_flight = in_flight
+        self.num_promised_blocks = self.num_streamed = 0
+        self.out_of_blocks = self.computes_prompts = False
+        self.new_sequences: list[NewSequenceData] = []
+        self.continuing: list[ContinuingSequenceData] = []
+        self.num_scheduled: dict[str, int] = {}
+        self.scheduled: list[tuple[Sequence, int]] = []
+        self.forked: list[tuple[Sequence, int]] = []
+        self.preempted_request_ids: set[str] = set()
+        self.preempted_sequence_ids: list[str] = []
+
+    def finish(
+        self, finished_ids: list[str], forks: list[ForkData], transfers: list[BlockTransfer], *, waits_for_loads: bool
+    ) -> SchedulerOutput:
+        """Return the plan as the worker gets it; it waits for loads only if there is nothing to compute."""
+        self.scheduled += self.forked
+        return SchedulerOutput(
+            new_sequences=self.new_sequences,
+            continuing=self.continuing,
+            num_scheduled_tokens=self.num_scheduled,
+            total_num_scheduled_tokens=self._max_tokens - self.budget,
+            finished_sequence_ids=finished_ids,
+            preempted_sequence_ids=self.preempted_sequence_ids,
+            forks=forks,
+            transfers=transfers,
+            wait_for_loads=waits_for_loads and not self.num_scheduled,
+        )
+
+
+class Admission:
+    """What planners do to requests.
+
+    Args:
+        kv: the block manager.
+        max_model_len: most tokens of one sequence, prompt and output.
+        max_num_seqs: most sequences running. max_num_batched_tokens: most tokens computed in a step.
+        policy: the order in which requests are served.
+        long_prefill_token_threshold: most tokens one sequence may take of a step's budget; 0 for all of it.
+        watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
+        preemption_mode: "recompute", "swap", or "auto": swap requests of several sequences, whose KV costs more to
+            compute again than that of one (Kwon et al. 2023, section 4.5).
+        clock: seconds.
+        max_loras: most LoRA adapters that running requests may have; 0 where there are none.
+
+    Attributes:
+        requests: the live requests. stats: counters, which the scheduler owns.
+        max_tokens_per_sequence: most tokens one sequence may take of a step's budget.
+
+    Raises `ConfigError` naming the option.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy | None = None,
+        long_prefill_token_threshold: int = 0,
+        watermark: float = 0.01,
+        preemption_mode: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+        max_loras: int = 0,
+    ) -> None:
+        for name, value, low in (
+            ("max_model_len", max_model_len, 1),
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
+        ):
+            if value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {echo(value)}", param=name)
+        if not 0.0 <= watermark < 1.0:
+            raise ConfigError(f"watermark must be at least 0 and below 1, got {echo(watermark)}", param="watermark")
+        if preemption_mode not in PREEMPTION_MODES:
+            allowed = ", ".join(PREEMPTION_MODES)
+            raise ConfigError(
+                f"preemption_mode must be one of {allowed}, got {echo(preemption_mode)}", param="preemption_mode"
+            )
+        self.kv = kv
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.max_tokens_per_sequence = long_prefill_token_threshold or max_num_batched_tokens
+        self.watermark_blocks = int(watermark * kv.pool.num_blocks)
+        # The last token needs no slot, but a sequence that goes on does: one token beyond the pool, and it must end.
+        self.length_limit = min(max_model_len, kv.longest_sequence(max_model_len) + 1)
+        self.policy = policy or Policy()
+        self.preemption_mode = preemption_mode
+        self.clock = clock
+        self.max_loras = max_loras
+        self.requests = LiveRequests(kv, self.policy, clock)
+        self.stats = SchedulerStats()
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
+        num_tokens = request.num_prompt_tokens + (request.pooling is None)
+        if num_tokens > self.max_model_len:
+            more = "; with one token to generate that exceeds" if request.pooling is None else ", which exceeds"
+            return (
+                f"the prompt has {request.num_prompt_tokens} tokens{more} the "
+                f"context of {self.max_model_len} tokens (--max-model-len)"
+            )
+        if not self.kv.can_ever_fit(num_tokens):
+            needed = self.kv.num_blocks_for(num_tokens)
+            return (
+                f"the prompt and one token more need {needed} KV blocks, but the whole pool has "
+                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens, which hold {self.length_limit - 1} "
+                f"tokens; --num-gpu-blocks-override {needed} would be enough"
+            )
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if request.num_sequences > most:
+            return (
+                f"the request has {request.num_sequences} sequences side by side, but max_num_seqs is "
+                f"{self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}, so that {most} would "
+                f"fit; --max-num-seqs {max(self.max_num_seqs, request.num_sequences)} --max-num-batched-tokens "
+                f"{max(self.max_num_batched_tokens, request.num_sequences)} would be enough"
+            )
+        return None
+
+    # ---- tokens ----
+
+    def give(
+        self, sequence: Sequence, num_new: int, plan: Plan, hit: PrefixHit | None = None, num_reserved: int = 0
+    ) -> bool:
+        """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted; False if there are no slots.
+
+        They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
+        them are given up. `num_reserved` blocks must remain free.
+        """
+        request, drafts = sequence.request, sequence.draft_token_ids
+        start = sequence.num_computed_tokens
+        if hit is not None:
+            start += hit.num_tokens
+        if drafts:
+            num_excess = sequence.num_tokens - start - num_new
+            if num_excess > 0:
+                sequence.drop_drafts(max(len(drafts) - num_excess, 0))
+        allocation = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
+        if allocation is None:
+            return False
+        sequence_id = sequence.sequence_id
+        if sequence.on_worker:
+            new_block_ids, replaced = allocation
+            plan.continuing.append(
+                ContinuingSequenceData(sequence_id, new_block_ids, start, replaced, sequence.unsent_token_ids, drafts)
+            )
+        else:
+            plan.new_sequences.append(self._describe(sequence, start))
+        if sequence.unsent_token_ids:
+            sequence.unsent_token_ids = []
+        plan.num_scheduled[sequence_id] = num_new
+        plan.budget -= num_new
+        sequence.num_computed_tokens = start + num_new
+        num_final = 0
+        if sequence.num_computed_tokens == sequence.num_tokens:
+            num_final = 1 + len(drafts)
+            if request.samples_tokens:
+                if sequence.num_tokens + 1 < request.max_total_tokens:
+                    sequence.num_tentative_tokens += 1
+                if not request.forked:
+                    self._fork_samples(sequence, plan)
+        if drafts:
+            sequence.draft_token_ids = []
+        plan.scheduled.append((sequence, num_final))
+        return True
+
+    def begin(
+        self, sequence: Sequence, most: int, plan: Plan, num_reserved: int | None = None, hit: PrefixHit | None = None
+    ) -> int:
+        """Let a sequence without blocks begin: with what is cached of it, and up to `most` tokens to compute.
+
+        Returns how many, 0 if there are no slots. `num_reserved` blocks, and those for the rest of its tokens, must
+        remain free; with None none need. `hit` is fresh from `find_prefix`, if that was called already.
+        """
+        hit = hit or self.kv.find_prefix(sequence)
+        num_new = min(sequence.num_tokens - hit.num_tokens, most)
+        reserved = 0
+        if num_reserved is not None:
+            reserved = num_reserved + self.num_blocks_after(sequence, hit.num_tokens + num_new)
+        if not self.give(sequence, num_new, plan, hit, reserved):
+            return 0
+        request, num_host_tokens = sequence.request, hit.num_host_tokens(self.kv.block_size)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+            request.num_host_tokens = num_host_tokens
+            self.stats.prefix_cache_queries += len(sequence.token_ids)
+            self.stats.prefix_cache_hits += hit.num_tokens
+        self.stats.host_cache_hits += num_host_tokens
+        return num_new
+
+    def num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that the tokens of `sequence` need beyond those for its first `num_tokens`."""
+        return self.kv.num_blocks_for(sequence.num_tokens) - self.kv.num_blocks_for(num_tokens)
+
+    def _describe(self, sequence: Sequence, num_computed_tokens: int) -> NewSequenceData:
+        request = sequence.request
+        sequence.on_worker = True
+        return NewSequenceData(
+            sequence.sequence_id,
+            request.spec,
+            self.kv.block_ids(sequence.sequence_id),
+            num_computed_tokens,
+            output_token_ids=sequence.token_ids[request.num_prompt_tokens :],
+            seed=sequence.seed,
+            num_candidates=0 if request.beam is None else request.beam.num_candidates,
+            sampler_state=sequence.sampler_state,
+            draft_token_ids=sequence.draft_token_ids,
+        )
+
+    def _fork_samples(self, parent: Sequence, plan: Plan) -> None:
+        """The prompt ends in this step: the other samples begin, sharing its blocks, and draw their first tokens."""
+        request = parent.request
+        request.forked = True
+        for sequence_id, seed in zip(request.sequence_ids[1:], request.seeds[1:], strict=True):
+            if sequence_id in request.aborted_ids:
+                self.requests.skip_fork(request, sequence_id)
+                continue
+            child = self.requests.fork(parent, sequence_id, seed, samples=True)
+            request.sequences.append(child)
+            plan.forked.append((child, 1))
+
+    # ---- requests ----
+
+    def first_waiting(self, count: int) -> list[Request]:
+        """Return the first `count` waiting requests, without those whose adapter there is no room for.
+
+        These are overtaken by others for a while, but no longer: a stream of requests for the adapters that run would
+        keep them waiting for ever.
+        """
+        waiting = self.requests.waiting
+        if not self.max_loras:
+            return waiting.first(count)
+        adapters = self._running_adapters()
+        found: list[Request] = []
+        for request in waiting.first(count * ADAPTER_WINDOWS):
+            if len(found) == count:
+                break
+            if request.lora is not None and request.spec.lora_int_id not in adapters:
+                if len(adapters) == self.max_loras:
+                    if self.blocked_for(request) >= ADAPTER_PATIENCE_SECONDS:
+                        break
+                    continue
+                adapters.add(request.spec.lora_int_id)
+            found.append(request)
+        return found
+
+    def blocked_for(self, request: Request) -> float:
+        """Return for how many seconds a waiting request has not fitted; it does not fit now."""
+        now = self.clock()
+        if request.blocked_since is None:
+            request.blocked_since = now
+        return now - request.blocked_since
+
+    def _running_adapters(self) -> set[int]:
+        return {request.spec.lora_int_id for request in self.requests.running if request.lora is not None}
+
+    def adapter_fits(self, request: Request) -> bool:
+        """Whether a waiting request could have its adapter beside those of the running ones."""
+        if request.lora is None:
+            return True
+        running = self._running_adapters()
+        return request.spec.lora_int_id in running or len(running) < self.max_loras
+
+    def state(self) -> tuple[int, int, int]:
+        """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
+        return self.kv.pool.num_released, self.requests.num_added, self.requests.num_running_sequences
+
+    def is_alone(self, request: Request) -> bool:
+        """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
+        held = self.kv.num_held(request.sequences)
+        return self.requests.running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
+
+    def may_resume(self, request: Request, plan: Plan) -> bool:
+        """Whether a waiting request may run in this step; not one that was preempted in it, or while in flight."""
+        if request.request_id in plan.preempted_request_ids:
+            return False
+        return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
+
+    def preempt(self, request: Request, plan: Plan, *, may_swap: bool = True) -> None:
+        """Take the blocks of a running request, none of whose sequences is in the plan, and put it back in line."""
+        if may_swap and self._prefers_swap(request) and self.kv.swap_out(request.sequences):
+            status = RequestStatus.SWAPPED
+            self.stats.num_swapped_out += 1
+        else:
+            status = RequestStatus.PREEMPTED
+            for sequence in request.sequences:
+                self.kv.free(sequence)
+                sequence.num_computed_tokens = 0
+                sequence.candidates = None
+        for sequence in request.sequences:
+            sequence.drop_drafts()
+        plan.preempted_sequence_ids += self.requests.preempt(request, status)
+        plan.preempted_request_ids.add(request.request_id)
+        request.num_expected_tokens = None
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+
+    def _prefers_swap(self, request: Request) -> bool:
+        """Whether `request` is to be swapped rather than computed again; what was pooled of its tokens is not kept."""
+        if request.pooling is not None:
+            return False
+        return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
+
+    def can_swap_in(self, request: Request, num_reserved: int) -> bool | None:
+        """Return whether a swapped request fits now (True), later (False), or never (None)."""
+        needed = self.kv.num_blocks_to_swap_in(request.sequences)
+        if needed > self.kv.pool.num_blocks:
+            return None
+        return needed + num_reserved <= self.kv.pool.num_free
+
+    def swap_in(self, request: Request, plan: Plan, num_reserved: int) -> bool | None:
+        """Bring back a swapped request, if there is room for it and for a token of each of its sequences.
+
+        Returns whether it runs; None if it was ended because it never fits.
+        """
+        fits = self.can_swap_in(request, num_reserved if self.requests.running else 0)
+        if fits is None:
+            self.finish_infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
+            return None
+        unfinished = [sequence for sequence in request.sequences if sequence.num_left]
+        if not fits or plan.budget < len(unfinished):
+            return False
+        self.kv.swap_in(request.sequences)
+        self.requests.admit(request)
+        for number, sequence in enumerate(unfinished, 1):
+            num_behind = len(unfinished) - number
+            most = min(plan.budget - num_behind, self.max_tokens_per_sequence)
+            self.give(sequence, min(sequence.num_left, most), plan)
+        return True
+
+    def waits_for_disk(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a waiting request does better to wait for blocks on disk; begins to read them if nobody does.
+
+        That is tried once for each request.
+        """
+        if request.loaded or not (hit.loads or hit.loading):
+            return False
+        if hit.loading:
+            return True
+        request.loaded = True
+        # Those who run must be able to go on meanwhile: a block each, and some to grow.
+        num_reserved = 0
+        if self.requests.running:
+            num_reserved = self.requests.num_running_sequences * len(self.kv.windows) + self.watermark_blocks
+        request.loading = set(self.kv.start_loads(hit, num_reserved))
+        if not request.loading:
+            return False
+        request.num_disk_tokens = len(request.loading) // len(self.kv.windows) * self.kv.block_size
+        self.requests.start_loading(request)
+        return True
+
+    def finish_infeasible(self, request: Request, num_more: int) -> None:
+        """End a request whose sequences, side by side, do not fit even alone; they would need `num_more` blocks."""
+        held = self.kv.num_held(request.sequences)
+        self.requests.finish(
+            request,
+            RequestStatus.FINISHED_IGNORED,
+            f"the {request.num_sequences} sequences of this request need {held + num_more} KV blocks side by side, but "
+            f"the whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer "
+            f"sequences or tokens; --num-gpu-blocks-override {held + num_more} lets them go on",
+        )
+
+    def has_room_ahead(self) -> bool:
+        """Whether every running sequence has blocks for a further step, beside those in flight.
+
+        If not, a request would be preempted or ended for want of blocks that the steps in flight may set free.
+        """
+        kv, requests, budget = self.kv, self.requests, self.max_num_batched_tokens
+        num_groups, num_free, size = len(kv.windows), kv.pool.num_free, kv.block_size
+        num_running = requests.num_running_sequences
+        if kv.num_tables() == num_running and num_groups * (budget // size + 2 * num_running) <= num_free:
+            return True
+        needed = 0
+        for request in requests.running:
+            # The last block of one that shares it is copied before a write.
+            shares = request.num_sequences > 1 or len(request.sequence_ids) > 1
+            for sequence in request.sequences:
+                end = max(len(sequence.token_ids) + 1, sequence.num_tokens)
+                if not kv.holds_blocks(sequence):
+                    needed += kv.num_blocks_for(end) + num_groups
+                    continue
+                start = sequence.num_computed_tokens
+                end = start + min(max(end - start, 1), budget)
+                needed += num_groups * (-(-end // size) - -(-start // size) + shares)
+        return needed <= num_free

@@ -1,0 +1,76 @@
+"""Steps in flight: planned, and their results not processed yet.
+
+A token that is computed in such a step counts as computed, and a token that it samples as a tentative one of its
+sequence (`Sequence.num_tentative_tokens`): the next step may begin with it, since its value is on the device. A device
+computes its steps in order, so the blocks of a sequence that has ended meanwhile can be given to others at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from quire.errors import QuireError
+from quire.scheduler.request import Sequence
+from quire.step import SchedulerOutput
+
+
+class StepInFlight:
+    """One step.
+
+    Attributes:
+        plan: what it computes. started: when it was planned, in seconds of the scheduler's clock.
+        computes_prompts: as the planner says (`Plan.computes_prompts`).
+        scheduled: its sequences, with the most tokens that may become final for each by its result: the number of
+            drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
+    """
+
+    __slots__ = ("computes_prompts", "plan", "scheduled", "started")
+
+    def __init__(
+        self, plan: SchedulerOutput, scheduled: list[tuple[Sequence, int]], started: float, computes_prompts: bool
+    ) -> None:
+        self.plan, self.scheduled = plan, scheduled
+        self.started, self.computes_prompts = started, computes_prompts
+
+
+class InFlight:
+    """The steps in flight, any number, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps)
+
+    @property
+    def newest(self) -> StepInFlight:
+        """The step planned last."""
+        return self._steps[-1]
+
+    def append(self, step: StepInFlight) -> None:
+        """Note that a step was planned."""
+        self._steps.append(step)
+
+    def pop(self, plan: SchedulerOutput) -> StepInFlight:
+        """Return the oldest step, of which this is the plan, and remove it. Raises `QuireError` if it is another's."""
+        if not self._steps or self._steps[0].plan is not plan:
+            raise QuireError("results must be processed in the order in which their steps were planned")
+        return self._steps.popleft()
+
+    def __contains__(self, sequence: object) -> bool:
+        """Whether a step that is in flight computes tokens of this sequence."""
+        return any(scheduled is sequence for step in self._steps for scheduled, _ in step.scheduled)
+
+    def discard(self, sequence: Sequence) -> int:
+        """Take a sequence out of all steps in flight, whose results for it are void; return the tokens scheduled."""
+        num_discarded = 0
+        for step in self._steps:
+            kept = [entry for entry in step.scheduled if entry[0] is not sequence]
+            if len(kept) < len(step.scheduled):
+                step.scheduled = kept
+                num_discarded += step.plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
+        return num_discarded

@@ -1,0 +1,223 @@
+"""`LiveRequests`: the requests that have not finished, and the moves between their queues that their states ask for.
+
+Who moves when is decided elsewhere: `admission`, the planners, and `scheduler` for what the model's output ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
+
+from quire.errors import QuireError, RequestError, echo
+from quire.kvcache.manager import KVCacheManager
+from quire.scheduler.policy import Policy
+from quire.scheduler.queue import BY_ORDER, RequestQueue
+from quire.scheduler.request import Request, RequestStatus, Sequence
+from quire.step import ForkData, SequenceOutput
+
+
+class LiveRequests:
+    """Every live request, by id and in the one queue that its status names.
+
+    Attributes:
+        waiting: new, preempted and swapped requests. running: sorted like those. loading: in any order.
+        num_running_sequences: how many sequences the running requests may have side by side.
+        num_added: how many requests were ever added.
+        outputs: of requests that ended otherwise than by the model's output; to be sent with the next ones.
+        finished_ids, forks: what the worker is to be told of sequences with the next plan.
+    """
+
+    def __init__(self, kv: KVCacheManager, policy: Policy, clock: Callable[[], float]) -> None:
+        self._kv, self._policy, self._clock = kv, policy, clock
+        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []
+        self.loading: list[Request] = []
+        self.num_running_sequences = 0
+        self.num_added = 0
+        self.outputs: list[SequenceOutput] = []
+        self.finished_ids: list[str] = []
+        self.forks: list[ForkData] = []
+
+    # ---- lookup ----
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the running, then the waiting, then the loading requests, each kind in order."""
+        yield from self.running
+        yield from self.waiting
+        yield from self.loading
+
+    def find(self, sequence_id: str) -> Sequence | None:
+        """Return a live sequence, or None; while the prompt is computed, all samples of a request are the first."""
+        return self._sequences.get(sequence_id)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of this id was added and has not ended."""
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        """Return a live request, or None."""
+        return self._requests.get(request_id)
+
+    def ids_of(self, sequence_ids: Iterable[str]) -> list[str]:
+        """Return the ids of the requests that those of these sequences belong to which are live, each once."""
+        found = [self._sequences[name] for name in sequence_ids if name in self._sequences]
+        return list(dict.fromkeys(sequence.request.request_id for sequence in found))
+
+    def check_ids(self, request: Request) -> None:
+        """Raise `RequestError` if a live request, or sequence, has the id of this one or of one of its sequences."""
+        if request.request_id in self._requests or any(name in self._sequences for name in request.sequence_ids):
+            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
+
+    # ---- from one state to another ----
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        request.order_key = self._policy.key(request, self.num_added)
+        self.num_added += 1
+        self._requests[request.request_id] = request
+        for sequence_id in request.sequence_ids:  # those to come answer to their ids already
+            self._sequences[sequence_id] = request.sequences[0]
+        if request.forked:  # it had begun in another engine
+            self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
+        self.waiting.push(request)
+
+    def refuse(self, request: Request, error: str) -> None:
+        """Answer a request that was not added with an error."""
+        request.transition(RequestStatus.FINISHED_IGNORED)
+        self._output_errors(request.sequence_ids, error, refused=True)
+
+    def admit(self, request: Request) -> None:
+        """Move a waiting request to the running ones."""
+        self.waiting.remove(request)
+        request.transition(RequestStatus.RUNNING)
+        request.blocked_since = None
+        self.num_running_sequences += request.num_sequences
+        insort(self.running, request, key=BY_ORDER)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._clock()
+        self._policy.admitted(request)
+
+    def preempt(self, request: Request, status: RequestStatus) -> list[str]:
+        """Move a running request back to the waiting ones; return the ids of the sequences that leave the worker.
+
+        What becomes of its KV is the caller's concern; `status` says it.
+        """
+        self._leave_queue(request)
+        request.transition(status)
+        self.waiting.push(request)
+        return [sequence.sequence_id for sequence in request.sequences if self._leave_worker(sequence)]
+
+    def start_loading(self, request: Request) -> None:
+        """Move a waiting request to those for which blocks are read from disk."""
+        self.waiting.remove(request)
+        request.transition(RequestStatus.LOADING)
+        self.loading.append(request)
+
+    def finish_loading(self, request: Request) -> None:
+        """Move a request whose blocks were read back to the waiting ones."""
+        self.loading.remove(request)
+        request.transition(RequestStatus.WAITING)
+        self.waiting.push(request)
+
+    def fork(self, parent: Sequence, sequence_id: str, seed: int, *, samples: bool) -> Sequence:
+        """Return a new live sequence that shares all blocks of `parent`; for `samples` see `ForkData`.
+
+        The caller puts it among the sequences of its request.
+        """
+        child = parent.fork(sequence_id, seed)
+        self._kv.fork(parent, child)
+        self._sequences[sequence_id] = child
+        if parent.on_worker:  # one that was swapped in with nothing to compute is not; its copy will be sent in full
+            child.on_worker = True
+            self.forks.append(ForkData(parent.sequence_id, sequence_id, seed, samples=samples))
+        return child
+
+    def skip_fork(self, request: Request, sequence_id: str) -> None:
+        """A sequence that was aborted before it began is not forked after all."""
+        del self._sequences[sequence_id]
+        if request.status is RequestStatus.RUNNING:
+            self.num_running_sequences -= 1
+
+    def finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        """End `request` and free all it has; with `error` that is the output of each of its sequences."""
+        self._leave_queue(request)
+        if error is not None:
+            names = [sequence.sequence_id for sequence in request.sequences]
+            if request.beam is not None:
+                names = [request.request_id]
+            elif not request.forked:
+                names = [name for name in request.sequence_ids if name not in request.aborted_ids]
+            self._output_errors(names, error, refused=status is RequestStatus.FINISHED_IGNORED)
+        for sequence in request.sequences:
+            self.remove(sequence)
+        for name in request.sequence_ids:
+            self._sequences.pop(name, None)
+        request.sequences.clear()
+        request.forked = True
+        request.transition(status)
+        del self._requests[request.request_id]
+        self._policy.ended(request)
+
+    def finish_sequence(self, sequence: Sequence, *, corrupt: bool = False) -> None:
+        """End one sequence, and its request with the last one."""
+        request = sequence.request
+        if request.status is RequestStatus.RUNNING and request.beam is None:
+            self.num_running_sequences -= 1
+        request.sequences.remove(sequence)
+        self.remove(sequence, corrupt=corrupt)
+        if not request.sequences:
+            self.finish(request, RequestStatus.FINISHED_STOPPED)
+
+    def remove(self, sequence: Sequence, *, corrupt: bool = False) -> None:
+        """Free the blocks of `sequence` and forget it; with `corrupt` nobody may find their content any more."""
+        sequence.request.num_output_tokens += len(sequence.token_ids) - sequence.num_prompt_tokens
+        self._sequences.pop(sequence.sequence_id, None)
+        self._kv.free(sequence, forget=corrupt)
+        if self._leave_worker(sequence):
+            self.finished_ids.append(sequence.sequence_id)
+
+    def _leave_queue(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.num_running_sequences -= request.num_sequences
+        elif request.status is RequestStatus.LOADING:
+            self.loading.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _leave_worker(self, sequence: Sequence) -> bool:
+        """Return whether the worker must be told that `sequence` leaves it; it need not for a fork not sent yet."""
+        was_on_worker, sequence.on_worker = sequence.on_worker, False
+        kept = [fork for fork in self.forks if fork.sequence_id != sequence.sequence_id]
+        was_on_worker &= len(kept) == len(self.forks)
+        self.forks = kept
+        return was_on_worker
+
+    def _output_errors(self, sequence_ids: Iterable[str], error: str, *, refused: bool) -> None:
+        for name in sequence_ids:
+            self.outputs.append(SequenceOutput(name, [], finish_reason="error", error=error, refused=refused))
+
+    def check_integrity(self, max_num_seqs: int) -> None:
+        """Raise `QuireError` if a request is not where its status says, or sequences were miscounted."""
+        running, waiting = self.running, list(self.waiting)
+        if sorted(running, key=BY_ORDER) != running or sorted(waiting, key=BY_ORDER) != waiting:
+            raise QuireError("running or waiting requests are out of order")
+        everyone = list(self)
+        if {id(r) for r in everyone} != {id(r) for r in self._requests.values()} or len(everyone) != len(self):
+            raise QuireError("live requests are not the running, waiting and loading ones")
+        total = sum(request.num_sequences for request in running)
+        if total != self.num_running_sequences or total > max_num_seqs:
+            raise QuireError(f"{self.num_running_sequences} running sequences counted, {total} found")
+        for request in running:
+            if request.status is not RequestStatus.RUNNING or not request.sequences:
+                raise QuireError(f"{request!r} is among the running ones")
+        for request in waiting:
+            if request.status is not RequestStatus.SWAPPED and any(s.num_computed_tokens for s in request.sequences):
+                raise QuireError(f"{request!r} waits with tokens computed")
+        if any(s.on_worker for request in (*waiting, *self.loading) for s in request.sequences):
+            raise QuireError("the worker has sequences that do not run")

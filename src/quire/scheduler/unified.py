@@ -1,0 +1,387 @@
+"""`UnifiedPlanner`: how many tokens of which sequences the next step computes; the default.
+
+One token budget a step, shared by prefill chunks and decodes alike: a sequence is given some of the tokens it has not
+computed yet. Running requests come first, in policy order, then waiting ones. When blocks run out, the last running
+request is preempted: it gives everything back and later computes its tokens again, helped by the prefix cache, or has
+its blocks swapped to the host and back.
+
+Prompts share the budget: of those under way and those that wait, the shortest go first, and a fourth is kept for the
+oldest (`share_tokens`). So a long prompt neither keeps others waiting nor is it kept waiting itself.
+
+Why it cannot livelock: running requests are kept in policy order and served in that order, only the last one is ever
+preempted, and none is admitted in a step that preempted for want of blocks. So the first one always advances, and one
+that could outgrow the whole pool is ended before it does.
+
+Cost is linear in the sequences scheduled and independent of the number waiting and of how many tokens each has.
+"""
+
+from __future__ import annotations
+
+from quire.scheduler.admission import Admission, Plan
+from quire.scheduler.in_flight import StepInFlight
+from quire.scheduler.request import Request, RequestStatus, Sequence
+
+STREAMED_TOKENS = 1024  # a step computes for longer than it takes to bring them: see docs/memory.md
+WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
+
+# Of a step's budget, prompts too long for a step get one part in LONG_PROMPT_SHARE, but LONG_PROMPT_MIN tokens at
+# least: smaller steps spend their time on reading weights.
+LONG_PROMPT_SHARE = 4
+LONG_PROMPT_MIN = 256
+
+OLDEST_SHARE = 4  # a fourth of the prompts' budget is kept for the oldest
+UNFINISHED_SHARE = 16  # one that cannot end in the step gets a sixteenth of it at least
+
+
+class UnifiedPlanner:
+    """Plans steps under one token budget.
+
+    Args:
+        max_overtake_seconds: for so long may a waiting request that does not fit be overtaken by others that do.
+        streamed_tokens: most tokens whose thin blocks a step brings from the host for decodes.
+        whole_prompts: prompts are computed in one step, since their tokens see those that follow; none is longer.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        max_overtake_seconds: float = 0.0,
+        streamed_tokens: int = STREAMED_TOKENS,
+        whole_prompts: bool = False,
+    ) -> None:
+        self.admission = admission
+        self.max_overtake_seconds = max_overtake_seconds
+        self.whole_prompts = whole_prompts
+        self._kv, self._requests = admission.kv, admission.requests
+        self.streamed_blocks = streamed_tokens // admission.kv.block_size
+        self._long_prompt_tokens = admission.long_prefill_token_threshold or max(
+            admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
+        )
+        self._blocked: tuple[int, int, int] | None = None  # `Admission.state` in which nothing waiting fitted
+
+    def refusal(self, request: Request) -> str | None:
+        """See `Planner`."""
+        return self.admission.refusal(request)
+
+    def processed(self, step: StepInFlight) -> None:
+        """See `Planner`; how long steps take makes no difference."""
+
+    def plan(self, plan: Plan) -> None:
+        """Fill `plan`: running requests first, then waiting ones."""
+        if self.admission.policy.preempts:
+            self._make_room(plan)
+        shares = None if self.whole_prompts else self._share(plan)
+        self._schedule_running(plan, shares)
+        if not plan.out_of_blocks:
+            self._schedule_waiting(plan, shares)
+
+    # ---- shares ----
+
+    def _share(self, plan: Plan) -> dict[str, int] | None:
+        """Return how many tokens each prompt may compute, by sequence id; None if there is enough for all.
+
+        Of waiting requests those count that could begin in this step.
+        """
+        num_decode_tokens = 0
+        prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
+        for request in self._requests.running:
+            for sequence in request.sequences:
+                num_left = sequence.num_left
+                if num_left > 1 and not sequence.draft_token_ids:
+                    prompts.append((sequence.sequence_id, num_left))
+                else:
+                    num_decode_tokens += num_left
+        budget = max(plan.budget - num_decode_tokens, 1)
+        num_running = len(prompts)
+        if self._requests.waiting and self._blocked != self.admission.state():
+            num_sequences = self._requests.num_running_sequences
+            for request in self._candidates():
+                num_sequences += request.num_sequences
+                if num_sequences > self.admission.max_num_seqs:
+                    break
+                if request.status is not RequestStatus.SWAPPED:
+                    first = request.sequences[0]
+                    prompts.append((first.sequence_id, first.num_tokens))
+        if sum(num_left for _, num_left in prompts) <= budget:
+            return None
+        # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
+        for index in range(num_running, len(prompts)):
+            name, num_left = prompts[index]
+            prompts[index] = (name, max(num_left - self._expected_hit(name), 1))
+        shares = share_tokens(
+            budget,
+            [num_left for _, num_left in prompts],
+            self.admission.max_tokens_per_sequence,
+            self._long_prompt_tokens,
+        )
+        return {name: share for (name, _), share in zip(prompts, shares, strict=True)}
+
+    def _expected_hit(self, sequence_id: str) -> int:
+        """Return how many tokens the cache held of a waiting sequence at the first look-up: an estimate."""
+        sequence = self._requests.find(sequence_id)
+        assert sequence is not None
+        request = sequence.request
+        if request.num_expected_tokens is None:
+            request.num_expected_tokens = self._kv.find_prefix(sequence).num_tokens
+        return request.num_expected_tokens
+
+    # ---- running requests ----
+
+    def _make_room(self, plan: Plan) -> None:
+        """Preempt running requests of lower rank than the first waiting one, while that does not fit."""
+        head, running = self._requests.waiting.peek(), self._requests.running
+        while head is not None and running and running[-1].priority > head.priority and not self._fits(head):
+            self.admission.preempt(running[-1], plan)
+
+    def _fits(self, request: Request) -> bool:
+        admission, kv = self.admission, self._kv
+        if not admission.adapter_fits(request):
+            # Others give way for that if it helps: those that stay must leave room for its adapter.
+            staying = [r for r in self._requests.running if r.lora and r.priority <= request.priority]
+            return len({r.spec.lora_int_id for r in staying}) >= admission.max_loras
+        if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
+            return False
+        if request.status is RequestStatus.SWAPPED:
+            return admission.can_swap_in(request, admission.watermark_blocks) is not False
+        first = request.sequences[0]
+        num_cached = kv.find_prefix(first).num_tokens // kv.block_size
+        return kv.num_blocks_for(first.num_tokens) - num_cached + admission.watermark_blocks <= kv.pool.num_free
+
+    def _schedule_running(self, plan: Plan, shares: dict[str, int] | None) -> None:
+        """Give every running sequence its next tokens, preempting from the end while blocks are missing.
+
+        A prompt, and drafts, leave one token of the budget to each sequence behind, so that decodes never wait.
+        """
+        admission, kv, running = self.admission, self._kv, self._requests.running
+        num_behind = sum(len(request.sequences) for request in running)
+        index = 0
+        while index < len(running) and plan.budget > 0:
+            request = running[index]
+            index += 1
+            if kv.thin.in_use and not self._is_at_hand(request, plan):
+                num_behind -= len(request.sequences)
+                continue
+            if len(request.sequences) > 1 and not self._secure(request, plan):
+                index -= 1  # it was preempted or ended
+                continue
+            for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
+                num_behind -= 1
+                num_left = num_new = sequence.num_left
+                if num_left == 0 or plan.budget <= 0:
+                    continue
+                if num_left > 1:
+                    num_new = min(num_left, admission.max_tokens_per_sequence, max(plan.budget - num_behind, 1))
+                    if shares is not None:
+                        num_new = min(num_new, shares.get(sequence.sequence_id, num_new))
+                    if num_new == 0:
+                        plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
+                        continue
+                if not (sequence.on_worker and admission.give(sequence, num_new, plan)) and not self._continue(
+                    sequence, num_new, plan
+                ):
+                    return
+                if num_new < num_left:
+                    plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
+
+    def _is_at_hand(self, request: Request, plan: Plan) -> bool:
+        """Whether `request` may go on in this step for all the thin blocks that it has.
+
+        Prompts may: while they are computed there is time to bring what is on the host. Decodes would keep all others
+        waiting for it in every step. So they get whole blocks in place of thin ones as these become free, in order and
+        some in each step, and wait until no more are left than all others can do with beside those. A few they take
+        from the last in line, who get thin ones. Only the first in a step never waits: where nobody goes before it,
+        nobody may ever give it the blocks.
+        """
+        if any(not sequence.is_decoding or not self._kv.holds_blocks(sequence) for sequence in request.sequences):
+            return True
+        is_first = not plan.num_scheduled
+        room = max(0, self.streamed_blocks - plan.num_streamed)
+        most = self._kv.pool.num_blocks if is_first else room
+        names = [sequence.sequence_id for sequence in request.sequences]
+        left, moved = self._kv.thin.bring_back(names, most, self.admission.watermark_blocks)
+        if 0 < left <= room - moved:
+            taken = self._take_from_the_last(request, left)
+            left, more = self._kv.thin.bring_back(names, taken, 0)
+            moved += more
+        plan.num_streamed += moved
+        if not is_first and left > room - moved:
+            return False
+        plan.num_streamed += left
+        return True
+
+    def _take_from_the_last(self, request: Request, count: int) -> int:
+        """Free up to `count` whole blocks of requests behind `request`, which have thin ones then; return how many."""
+        taken = 0
+        for victim in reversed(self._requests.running):
+            if victim is request or taken == count:
+                break
+            taken += self._kv.thin.send_out([sequence.sequence_id for sequence in victim.sequences], count - taken)
+        return taken
+
+    def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
+        """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted.
+
+        Nobody is preempted for the sake of drafts: these are given up first.
+        """
+        request, admission, running = sequence.request, self.admission, self._requests.running
+        give = admission.give if self._kv.holds_blocks(sequence) else admission.begin
+        while not give(sequence, num_new, plan):
+            if sequence.draft_token_ids:
+                sequence.drop_drafts()
+                num_new = min(num_new, sequence.num_left)
+                continue
+            if len(request.sequences) > 1 and running[-1] is request:
+                # `_secure` has seen to one token each; one that was preempted and has more to compute waits for the
+                # others to end, if these go on.
+                if admission.is_alone(request) and not any(
+                    s.sequence_id in plan.num_scheduled for s in request.sequences
+                ):
+                    admission.finish_infeasible(request, self._kv.num_blocks_for(sequence.num_tokens))
+                    return False
+                return True
+            if not self._preempt_last(request, plan):
+                return False
+        return True
+
+    def _secure(self, request: Request, plan: Plan) -> bool:
+        """See to it that each sequence of `request` could take a block, preempting others; False if that failed.
+
+        Its sequences advance together or not at all, so this is decided before the first of them gets a token. A
+        request that has the pool to itself and still lacks blocks is ended.
+        """
+        kv = self._kv
+        needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(kv.windows)
+        while kv.pool.num_free < needed:
+            needed = kv.num_blocks_to_advance(request.sequences)  # exactly; the above is the most it can be
+            if kv.pool.num_free >= needed:
+                break
+            if self.admission.is_alone(request):
+                self.admission.finish_infeasible(request, needed)
+                return False
+            if not self._preempt_last(request, plan):
+                return False
+        return True
+
+    def _preempt_last(self, request: Request, plan: Plan) -> bool:
+        """Preempt the last running request for want of blocks; return whether it was another than `request`."""
+        victim = self._requests.running[-1]
+        plan.out_of_blocks = True
+        self.admission.preempt(victim, plan)
+        return victim is not request
+
+    # ---- waiting requests ----
+
+    def _candidates(self) -> list[Request]:
+        """Return the waiting requests that may be next, in the order in which they are tried."""
+        window = self.admission.first_waiting(WINDOW)
+        by_prefix = self.admission.policy.longest_prefix_first and len(window) > 1
+        if by_prefix and self.admission.blocked_for(window[0]) < self.max_overtake_seconds:
+            window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
+        return window
+
+    def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
+        """Admit waiting requests in order while there are slots, budget and blocks.
+
+        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
+        preempt others it is not overtaken: they would have to go again in the next step.
+        """
+        admission = self.admission
+        if not self._requests.waiting or self._blocked == admission.state():
+            return
+        blocked, all_tried = False, True
+        for request in self._candidates():
+            if plan.budget <= 0 or self._requests.num_running_sequences >= admission.max_num_seqs:
+                return
+            if not admission.may_resume(request, plan):
+                continue
+            if self.whole_prompts and request.sequences[0].num_tokens > plan.budget:
+                return  # it comes first in the next step
+            if shares is not None and shares.get(request.sequences[0].sequence_id) == 0:
+                all_tried = False
+                continue
+            outcome = self._admit(request, plan, shares)
+            if outcome is None:
+                continue
+            if not outcome:
+                blocked = True
+                waited = admission.blocked_for(request)
+                if admission.policy.preempts or waited >= self.max_overtake_seconds:
+                    break
+        if blocked and all_tried:
+            self._blocked = admission.state()
+
+    def _admit(self, request: Request, plan: Plan, shares: dict[str, int] | None) -> bool | None:
+        """Start or resume `request` if all its known tokens fit beside what others were promised.
+
+        Returns whether it did; None if that is no reason to block others: it waits for the disk, or was ended.
+        """
+        admission, kv = self.admission, self._kv
+        if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
+            return False
+        num_reserved = (request.num_sequences - 1) * len(kv.windows)
+        if self._requests.running:
+            num_reserved += plan.num_promised_blocks + admission.watermark_blocks
+        if request.status is RequestStatus.SWAPPED:
+            return admission.swap_in(request, plan, num_reserved)
+        first = request.sequences[0]
+        hit = kv.find_prefix(first)
+        if admission.waits_for_disk(request, hit):
+            return None
+        num_tokens = first.num_tokens
+        most = min(plan.budget, admission.max_tokens_per_sequence)
+        if shares is not None:
+            most = min(most, shares.get(first.sequence_id, most))
+        if not admission.begin(first, most, plan, num_reserved, hit):
+            if admission.is_alone(request):
+                admission.finish_infeasible(request, kv.num_blocks_for(num_tokens) + num_reserved)
+                return None
+            return False
+        self._requests.admit(request)
+        if first.num_computed_tokens < num_tokens:
+            plan.num_promised_blocks += admission.num_blocks_after(first, first.num_computed_tokens)
+        for sibling in request.sequences[1:]:
+            if plan.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
+                admission.begin(sibling, min(plan.budget, admission.max_tokens_per_sequence), plan)
+        return True
+
+
+def share_tokens(budget: int, wanted: list[int], most: int, long_chunk: int) -> list[int]:
+    """Return how many of `budget` tokens each prompt may compute that lacks `wanted` tokens, at most `most`.
+
+    The prompts are in order of age, the oldest first.
+
+    The shortest go first, so that a short prompt does not wait behind a long one. Two things bound this:
+
+    - A fourth is kept for the oldest, so that every prompt is done in the end, however many short ones come.
+    - What does not end in this step makes those wait that do. So it gets a third of their tokens (or a sixteenth of the
+      budget, if that is more). Prompts longer than the budget that nobody waits beside get `long_chunk` tokens
+      together, so that the step is over soon for whoever comes meanwhile. Steps are shorter then, not emptier: no
+      work is lost.
+    """
+    shares = [0] * len(wanted)
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    kept = min(wanted[0], most, -(-budget // OLDEST_SHARE))
+    num_ending = 0
+    for index in order:
+        kept = 0 if index == 0 else kept
+        if wanted[index] > min(most, budget - kept - num_ending):
+            break
+        shares[index] = wanted[index]
+        num_ending += wanted[index]
+    if num_ending:
+        left = min(budget - num_ending, max(num_ending // (OLDEST_SHARE - 1), budget // UNFINISHED_SHARE, 1))
+    elif wanted[order[0]] > budget:
+        left = min(budget, long_chunk)
+    else:
+        left = budget
+    unfinished = [index for index in order if not shares[index]]
+    if 0 in unfinished:
+        part = left if num_ending or len(unfinished) == 1 else -(-left // OLDEST_SHARE)
+        shares[0] = min(wanted[0], most, part)
+        left -= shares[0]
+    for index in unfinished:
+        extra = min(min(wanted[index], most) - shares[index], left)
+        shares[index] += extra
+        left -= extra
+    return shares
