@@ -70,12 +70,12 @@ class Variant:
             max_tokens=512, max_num_seqs=8, max_blocks=BLOCKS, lora=self.slots,
         )  # fmt: skip
 
-    def seconds(self, inputs: StepInputs, last: np.ndarray, adapters: int) -> float:
+    def seconds(self, inputs: StepInputs, adapters: int) -> float:
         """Run a step whose sequences have so many adapters in turn; 0: none."""
         count = len(inputs.seq_lens)
         slots = np.arange(count) % adapters if adapters else np.full(count, -1)
         started = time.perf_counter()
-        self.graphs.run(inputs, last, adapter_slots=None if self.slots is None else slots)
+        self.graphs.run(inputs, adapter_slots=None if self.slots is None else slots)
         return time.perf_counter() - started
 
 
@@ -93,14 +93,14 @@ def adapter(slots: LoRASlots, rank: int, seed: int) -> dict[str, LoRAChange]:
     }
 
 
-def layout(sequences: int, tokens: int) -> tuple[StepInputs, np.ndarray]:
-    """Return a step of sequences that end at the context, in blocks of their own, and the rows that are sampled."""
+def layout(sequences: int, tokens: int) -> StepInputs:
+    """Return a step of sequences that end at the context, in blocks of their own, each sampled."""
     context = max(CONTEXT, tokens)
     width = -(-context // BLOCK_SIZE)
     tables = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
     positions = np.tile(np.arange(context - tokens, context), sequences)
     blocks = tables[np.repeat(np.arange(sequences), tokens), positions // BLOCK_SIZE].astype(np.int64)
-    inputs = StepInputs(
+    return StepInputs(
         sequence_ids=[],
         rows=np.arange(sequences),
         num_scheduled=np.full(sequences, tokens),
@@ -110,9 +110,9 @@ def layout(sequences: int, tokens: int) -> tuple[StepInputs, np.ndarray]:
         seq_lens=np.full(sequences, context, np.int32),
         block_tables=tables[None],
         slot_mapping=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
-        sampled=np.ones(sequences, bool),
+        num_logits=np.ones(sequences, np.int64),
+        logits_indices=np.arange(1, sequences + 1) * tokens - 1,
     )
-    return inputs, np.arange(1, sequences + 1) * tokens - 1
 
 
 def main() -> None:
@@ -132,12 +132,12 @@ def main() -> None:
     print_header(f"LoRA adapters of rank {args.rank}, {args.quantization or args.dtype}")
     rows = []
     for title, (sequences, tokens) in STEPS.items():
-        inputs, last = layout(sequences, tokens)
+        inputs = layout(sequences, tokens)
         choices = [(off, 0), *[(on, count) for count in (0, 1, ADAPTERS) if count <= max(1, sequences)]]
         taken: list[list[float]] = [[] for _ in choices]
         for number in range(args.repeat + 1):
             for place, (variant, count) in enumerate(choices):
-                seconds = variant.seconds(inputs, last, count)
+                seconds = variant.seconds(inputs, count)
                 if number:  # the first run records
                     taken[place].append(seconds)
         base, *others = (float(np.median(times)) for times in taken)

@@ -54,8 +54,7 @@ def main() -> None:
     programs: list[Program] = []
     remember(programs)
     for step in args.steps.split(","):
-        inputs, last = layout(*(int(part) for part in step.split("x")))
-        graphs.run(inputs, last)
+        graphs.run(layout(*(int(part) for part in step.split("x"))))
         profile(step, programs[-1])
 
 
@@ -70,13 +69,13 @@ def remember(programs: list[Program]) -> None:
     Program.__init__ = noting  # type: ignore[method-assign]
 
 
-def layout(sequences: int, tokens: int, context: int) -> tuple[StepInputs, np.ndarray]:
-    """Return a step of random tokens in random blocks, and the rows that are sampled."""
+def layout(sequences: int, tokens: int, context: int) -> StepInputs:
+    """Return a step of random tokens in random blocks, each sequence sampled."""
     rng = np.random.default_rng(0)
     tables = rng.permutation(BLOCKS)[: sequences * -(-context // BLOCK_SIZE)].reshape(sequences, -1).astype(np.int32)
     positions = np.tile(np.arange(context - tokens, context), sequences)
     blocks = tables[np.repeat(np.arange(sequences), tokens), positions // BLOCK_SIZE].astype(np.int64)
-    inputs = StepInputs(
+    return StepInputs(
         sequence_ids=[],
         rows=np.arange(sequences),
         num_scheduled=np.full(sequences, tokens),
@@ -86,9 +85,9 @@ def layout(sequences: int, tokens: int, context: int) -> tuple[StepInputs, np.nd
         seq_lens=np.full(sequences, context, np.int32),
         block_tables=tables[None],
         slot_mapping=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
-        sampled=np.ones(sequences, bool),
+        num_logits=np.ones(sequences, np.int64),
+        logits_indices=np.arange(1, sequences + 1) * tokens - 1,
     )
-    return inputs, np.arange(1, sequences + 1) * tokens - 1
 
 
 def profile(step: str, program: Program, repeat: int = 7) -> None:

@@ -76,6 +76,9 @@ class ContinuingSequenceData(msgspec.Struct):
     `new_block_ids` are appended to its block tables, one list for each group of layers (or no list at all: nothing
     new); `replaced_blocks` are entries (group, index, block id) that changed, since the block was shared and is about
     to be written. `new_token_ids` are tokens appended to it that the worker did not sample itself.
+
+    `draft_token_ids` follow all of its tokens and are computed in this step, if the worker verifies them: those that
+    equal what would have been sampled become final, with one token more.
     """
 
     sequence_id: str

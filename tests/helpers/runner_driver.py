@@ -151,13 +151,24 @@ class RunnerDriver:
         return ForkData(parent, name, seed, samples)
 
     def step(
-        self, counts: dict[str, int], forks: list[ForkData] | None = None, branches: dict[str, list[str]] | None = None
+        self,
+        counts: dict[str, int],
+        forks: list[ForkData] | None = None,
+        branches: dict[str, list[str]] | None = None,
+        drafts: dict[str, list[int]] | None = None,
     ) -> ModelOutput:
-        """Run one step; `branches` names forks of scheduled parents that sample with them, by parent."""
-        output = self.runner.execute(self._plan(counts, forks or [], branches or {}))
+        """Run one step.
+
+        `branches` names forks of scheduled parents that sample with them, by parent; `drafts` are tokens to verify,
+        which `counts` do not count.
+        """
+        drafts = drafts or {}
+        scheduled = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
+        output = self.runner.execute(self._plan(scheduled, forks or [], branches or {}, drafts))
         self._planned(counts)
         for name, tokens in output.sampled_token_ids.items():
             self.sequences[name].tokens += tokens
+            self.sequences[name].computed += len(tokens) - 1
         return output
 
     def submit(self, counts: dict[str, int]) -> Pending:
@@ -166,13 +177,22 @@ class RunnerDriver:
         self._planned(counts)
         return pending
 
-    def _plan(self, counts: dict[str, int], forks: list[ForkData], branches: dict[str, list[str]]) -> SchedulerOutput:
+    def _plan(
+        self,
+        counts: dict[str, int],
+        forks: list[ForkData],
+        branches: dict[str, list[str]],
+        drafts: dict[str, list[int]] | None = None,
+    ) -> SchedulerOutput:
         transfers: list[tuple[int, int, int]] = []
         news, continuing = [], []
         for name, count in counts.items():
             new, data = self._schedule(name, count, transfers)
             news += [] if new is None else [new]
             continuing += [] if data is None else [data]
+            target = new or data
+            assert target is not None
+            target.draft_token_ids = (drafts or {}).get(name, [])
         drawing = [
             self.fork(parent, name, seed=number, samples=True)
             for parent, names in branches.items()

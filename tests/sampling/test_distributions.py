@@ -13,9 +13,10 @@ from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.interpreter import repair_interpreter
-from quire.sampling.extras import Extras
-from quire.sampling.sampler import Bitmask, Sampled, Sampler, SamplingBatch
+from quire.sampling.metadata import Bitmask, SamplingMetadata
+from quire.sampling.sampler import Sampler, SamplerOutput
 from quire.sampling_params import SamplingParams
+from tests.helpers.sampling_rows import metadata_of
 from tests.helpers.sampling_truth import chi_square, distribution
 from tests.kernels.gpu.common import DEVICE
 
@@ -65,17 +66,10 @@ def logits_of() -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def extras_of(params: SamplingParams, state: float | None = None) -> Extras | None:
-    return Extras.of(
-        params,
-        token_ids=PROMPT + OUTPUT,
-        num_prompt_tokens=len(PROMPT),
-        stop_ids=STOP_IDS,
-        bad_words_ids=[],
-        vocab_size=VOCAB,
-        dry_breakers=BREAKERS,
-        sampler_state=state,
-    )
+def metadata(params: SamplingParams, seeds: np.ndarray, state: float | None = None) -> SamplingMetadata:
+    """The options of a row for each seed."""
+    rest = {"stop_ids": STOP_IDS, "dry_breakers": BREAKERS, "sampler_state": state}
+    return metadata_of([params] * len(seeds), VOCAB, prompt=PROMPT, outputs=[OUTPUT] * len(seeds), seeds=seeds, **rest)
 
 
 def sample(
@@ -86,22 +80,12 @@ def sample(
     logits: np.ndarray | None = None,
     state: float | None = None,
     mask: Bitmask | None = None,
-) -> Sampled:
+) -> SamplerOutput:
     """Sample one token for each seed, all from the same logits."""
     backend, rows = BACKENDS[device], len(seeds)
     source = logits_of() if logits is None else logits
-    extras = extras_of(params, state)
-    batch = SamplingBatch(
-        temperature=np.full(rows, 0.0 if params.greedy else params.temperature, dtype=np.float32),
-        top_k=np.full(rows, max(params.top_k, 0)),
-        top_p=np.full(rows, params.top_p, dtype=np.float32),
-        min_p=np.full(rows, params.min_p, dtype=np.float32),
-        seeds=seeds,
-        positions=np.full(rows, len(PROMPT) + len(OUTPUT)),
-        extras=[None if extras is None else extras.fork() for _ in range(rows)],
-        output_ids=[np.array(OUTPUT, dtype=np.int32)] * rows,
-        mask=mask,
-    )
+    batch = metadata(params, seeds, state)
+    batch.bitmask = mask
     return Sampler(backend).sample(backend.from_numpy(np.tile(source, (rows, 1))), batch)
 
 
@@ -245,17 +229,7 @@ def test_logits_that_are_not_finite_spoil_no_other_row(name: str) -> None:
     good = sample(params, np.array([5])).token_ids[0]
     logits = np.tile(logits_of(), (4, 1))
     logits[0, 3], logits[1, :], logits[3, 4] = np.nan, -np.inf, np.inf
-    extras = extras_of(params)
-    batch = SamplingBatch(
-        temperature=np.full(4, 0.0 if params.greedy else params.temperature, dtype=np.float32),
-        top_k=np.full(4, max(params.top_k, 0)),
-        top_p=np.full(4, params.top_p, dtype=np.float32),
-        min_p=np.full(4, params.min_p, dtype=np.float32),
-        seeds=np.full(4, 5),
-        positions=np.full(4, len(PROMPT) + len(OUTPUT)),
-        extras=[None if extras is None else extras.fork() for _ in range(4)],
-        output_ids=[np.array(OUTPUT, dtype=np.int32)] * 4,
-    )
+    batch = metadata(params, np.full(4, 5))
     assert Sampler(backend).sample(backend.from_numpy(logits), batch).token_ids[2] == good
 
 
@@ -264,17 +238,7 @@ def test_a_vocabulary_of_one(device: str) -> None:
     backend = BACKENDS[device]
     for name in ("typical_p", "top_n_sigma", "xtc", "dry", "dynatemp", "mirostat_1", "mirostat_2"):
         params = SamplingParams(**SETTINGS[name])
-        extras = Extras.of(params, token_ids=[0] * 9, num_prompt_tokens=4, stop_ids=[], bad_words_ids=[], vocab_size=1)
-        batch = SamplingBatch(
-            temperature=np.ones(1, dtype=np.float32),
-            top_k=np.zeros(1, dtype=np.int64),
-            top_p=np.ones(1, dtype=np.float32),
-            min_p=np.zeros(1, dtype=np.float32),
-            seeds=np.zeros(1, dtype=np.int64),
-            positions=np.array([9]),
-            extras=[extras],
-            output_ids=[np.zeros(5, dtype=np.int32)],
-        )
+        batch = metadata_of([params], 1, prompt=[0] * 4, outputs=[[0] * 5])
         sampled = Sampler(backend).sample(backend.from_numpy(np.array([[2.5]], dtype=np.float32)), batch)
         assert (sampled.token_ids.tolist(), sampled.errors) == ([0], {})
 

@@ -13,10 +13,11 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kernels.create import create_backend
-from quire.sampling.extras import Extras
+from quire.sampling.metadata import SequenceState
 from quire.sampling.processors import load_processors, registered_names
-from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
+from quire.sampling.sampler import Sampler, SamplerOutput
 from quire.sampling_params import SamplingParams
+from tests.helpers.sampling_rows import metadata_of, new_sequence
 
 VOCAB = 12
 
@@ -70,30 +71,9 @@ FACTORIES = {
 }
 
 
-def sample(rows: list[SamplingParams], device: str = "cpu") -> Sampled:
+def sample(rows: list[SamplingParams], device: str = "cpu") -> SamplerOutput:
     backend = create_backend(device, "float32", "float32", 1)
-    output = [5, 6]
-    batch = SamplingBatch(
-        temperature=np.zeros(len(rows), dtype=np.float32),
-        top_k=np.zeros(len(rows), dtype=np.int64),
-        top_p=np.ones(len(rows), dtype=np.float32),
-        min_p=np.zeros(len(rows), dtype=np.float32),
-        seeds=np.zeros(len(rows), dtype=np.int64),
-        positions=np.full(len(rows), 5),
-        extras=[
-            Extras.of(
-                params,
-                token_ids=[1, 2, 3, *output],
-                num_prompt_tokens=3,
-                stop_ids=[],
-                bad_words_ids=[],
-                vocab_size=VOCAB,
-                factories=FACTORIES,
-            )
-            for params in rows
-        ],
-        output_ids=[np.array(output, dtype=np.int32)] * len(rows),
-    )
+    batch = metadata_of(rows, VOCAB, prompt=[1, 2, 3], outputs=[[5, 6]] * len(rows), factories=FACTORIES)
     logits = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (len(rows), 1))
     return Sampler(backend).sample(backend.from_numpy(logits), batch)
 
@@ -161,19 +141,11 @@ def test_forks_have_processors_of_their_own() -> None:
         made.append(prompt_ids)
         return lambda output_ids, logits: logits
 
-    extras = Extras.of(
-        asking("counting"),
-        token_ids=[1, 2, 3],
-        num_prompt_tokens=2,
-        stop_ids=[],
-        bad_words_ids=[],
-        vocab_size=VOCAB,
-        factories={"counting": counting},
-    )
-    assert extras is not None and extras.processors is not None
-    twin = extras.fork()
+    state = SequenceState.of(new_sequence(asking("counting"), [1, 2], [3]), VOCAB, {"counting": counting})
+    assert state is not None and state.processors is not None
+    twin = state.fork()
     assert twin is not None and twin.processors is not None
-    for processors in (extras.processors, twin.processors, extras.processors):
+    for processors in (state.processors, twin.processors, state.processors):
         processors.apply(np.zeros(0, dtype=np.int32), np.zeros(VOCAB, dtype=np.float32))
     assert made == [[1, 2], [1, 2]]
 

@@ -7,22 +7,11 @@ import pytest
 
 from quire.kernels.create import create_backend
 from quire.kernels.flying import LateTokens
-from quire.sampling.extras import Extras
-from quire.sampling.sampler import Sampled, Sampler, SamplingBatch
+from quire.sampling.sampler import Sampler, SamplerOutput
 from quire.sampling_params import SamplingParams
+from tests.helpers.sampling_rows import metadata_of
 
 VOCAB = 50
-
-
-def extras_of(params: SamplingParams, output: list[int], stop_ids: list[int], bad: list[list[int]]) -> Extras | None:
-    return Extras.of(
-        params,
-        token_ids=[1, 2, 3, *output],
-        num_prompt_tokens=3,
-        stop_ids=stop_ids,
-        bad_words_ids=bad,
-        vocab_size=VOCAB,
-    )
 
 
 def run(
@@ -34,18 +23,16 @@ def run(
     bad: list[list[int]] | None = None,
     device: str = "reference",
     positions: np.ndarray | None = None,
-) -> Sampled:
+) -> SamplerOutput:
     backend = create_backend(device, "float32", "float32", 1)
-    outputs = outputs or [[] for _ in rows]
-    batch = SamplingBatch(
-        temperature=np.array([0.0 if p.greedy else p.temperature for p in rows], dtype=np.float32),
-        top_k=np.array([max(p.top_k, 0) for p in rows]),
-        top_p=np.array([p.top_p for p in rows], dtype=np.float32),
-        min_p=np.array([p.min_p for p in rows], dtype=np.float32),
-        seeds=np.array([p.seed or 0 for p in rows]),
+    batch = metadata_of(
+        rows,
+        VOCAB,
+        prompt=[1, 2, 3],
+        outputs=outputs or [[] for _ in rows],
         positions=np.arange(len(rows)) + 3 if positions is None else positions,
-        extras=[extras_of(p, out, stop_ids or [], bad or []) for p, out in zip(rows, outputs, strict=True)],
-        output_ids=[np.array(out, dtype=np.int32) for out in outputs],
+        stop_ids=stop_ids or [],
+        bad_words_ids=bad or [],
     )
     return Sampler(backend).sample(backend.from_numpy(logits.astype(np.float32)), batch)
 
@@ -102,17 +89,10 @@ def test_a_last_token_that_only_the_device_knows_counts_as_one_that_is_known(dev
     places = np.array([3, 1, 4, 7, 5, 9, 2, 6])
     held = np.zeros(10, np.int64)
     held[places] = lasts
-    batch = SamplingBatch(
-        temperature=np.zeros(8, np.float32),
-        top_k=np.zeros(8, np.int64),
-        top_p=np.ones(8, np.float32),
-        min_p=np.zeros(8, np.float32),
-        seeds=np.zeros(8, np.int64),
-        positions=np.arange(8) + 3,
-        extras=[extras_of(params, [3], [49], bad) for params in rows],
-        output_ids=[np.array([3, 12], np.int32)] * 8,
-        late=LateTokens(put(held), places),
-    )
+    batch = metadata_of(rows, VOCAB, prompt=[1, 2, 3], outputs=[[3]] * 8, stop_ids=[49], bad_words_ids=bad)
+    batch.positions = np.arange(8) + 3
+    batch.output_ids = [np.array([3, 12], np.int32)] * 8
+    batch.late = LateTokens(put(held), places)
     sampled = Sampler(backend).sample(put(logits.copy()), batch)
     assert sampled.token_ids.tolist() == known.token_ids.tolist() and sampled.logprobs == known.logprobs
     assert sampled.token_ids[[0, 4]].tolist() == [46, 49]
@@ -173,16 +153,7 @@ def test_the_same_seed_and_position_draw_the_same_token_in_any_batch() -> None:
     backend = create_backend("reference", "float32", "float32", 1)
     alone = []
     for row in range(6):
-        batch = SamplingBatch(
-            temperature=np.ones(1, np.float32),
-            top_k=np.zeros(1, np.int64),
-            top_p=np.full(1, 0.9, np.float32),
-            min_p=np.zeros(1, np.float32),
-            seeds=np.array([row]),
-            positions=np.array([row + 3]),
-            extras=[None],
-            output_ids=[np.zeros(0, np.int32)],
-        )
+        batch = metadata_of([params[row]], VOCAB, prompt=[1] * (row + 3), outputs=[[]])
         row_logits = backend.from_numpy(logits[row : row + 1].astype(np.float32))
         alone.append(int(Sampler(backend).sample(row_logits, batch).token_ids[0]))
     assert together.tolist() == alone

@@ -20,12 +20,12 @@ def follow(budget: ThinkingBudget, tokens: list[int]) -> list[int]:
     """Feed `tokens`, and whatever is forced; return all that was generated."""
     said = []
     for token in tokens:
-        while forced := budget.forced():
+        while forced := budget.forced_tokens():
             said += forced
             for each in forced:
-                budget.take(each)
+                budget.accept(each)
         said.append(token)
-        budget.take(token)
+        budget.accept(token)
     return said
 
 
@@ -72,9 +72,9 @@ def test_budgets_hold_and_can_be_rebuilt(
     for at in (cut, len(said)):
         rebuilt, followed = ThinkingBudget(given_data, said[:at]), ThinkingBudget(given_data)
         for token in said[:at]:
-            followed.take(token)
+            followed.accept(token)
         fork = followed.fork()
-        assert rebuilt.forced() == followed.forced() == fork.forced()
+        assert rebuilt.forced_tokens() == followed.forced_tokens() == fork.forced_tokens()
         assert rebuilt.over == followed.over == fork.over
         twins.append(fork)
     opening = (

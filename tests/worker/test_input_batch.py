@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import numpy as np
-
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
@@ -45,8 +43,8 @@ def test_inputs_of_a_ragged_step() -> None:
     assert inputs.cu_query_lens.tolist() == [0, 2, 3]
     assert inputs.seq_lens.tolist() == [5, 1]
     assert inputs.block_tables[0, 0].tolist() == [7, 2]
-    assert inputs.sampled.tolist() == [True, True]
-    assert batch.inputs({"a": 1}).sampled.tolist() == [False]
+    assert inputs.num_logits.tolist() == [1, 1] and inputs.logits_indices.tolist() == [1, 2]
+    assert batch.inputs({"a": 1}).num_logits.tolist() == [0]
 
 
 def test_each_group_of_layers_has_its_own_blocks() -> None:
@@ -74,7 +72,7 @@ def test_a_fork_that_samples_gets_what_its_parent_brings_or_gains_in_the_step() 
         row = batch.row_of[name]
         assert batch.token_ids[row, : batch.num_tokens[row]].tolist() == tokens
         assert batch.block_tables[0, row, : len(blocks)].tolist() == blocks
-        assert (batch.num_blocks[0, row], batch.seeds[row]) == (len(blocks), 9)
+        assert (batch.num_blocks[0, row], batch.sampling.seeds[row]) == (len(blocks), 9)
 
 
 def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
@@ -86,15 +84,15 @@ def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
     batch.update(step_of(new_sequences=[new]))
     batch.update(step_of(forks=[ForkData("a", "b", seed=2)]))
     rows = parent, child = [batch.row_of[name] for name in "ab"]
-    for column in (batch.temperature, batch.top_k, batch.top_p, batch.min_p):
+    for column in (batch.sampling.temperature, batch.sampling.top_k, batch.sampling.top_p, batch.sampling.min_p):
         assert column[parent] == column[child] != 0
-    assert batch.seeds[rows].tolist() == [1, 2]
-    batch.append(np.array([parent]), np.array([33]))
-    ours, theirs = (batch.extras[row] for row in rows)
+    assert batch.sampling.seeds[rows].tolist() == [1, 2]
+    batch.append_tokens(parent, [33])
+    ours, theirs = (batch.sampling.sequences[row] for row in rows)
     assert ours is not None and theirs is not None
-    assert ours.seen is not None and theirs.seen is not None
-    assert (ours.seen.ids.tolist(), ours.seen.counts.tolist()) == ([1, 2, 33], [0, 0, 1])
-    assert (theirs.seen.ids.tolist(), theirs.seen.counts.tolist()) == ([1, 2], [0, 0])
+    assert ours.counts is not None and theirs.counts is not None
+    assert (ours.counts.ids.tolist(), ours.counts.counts.tolist()) == ([1, 2, 33], [0, 0, 1])
+    assert (theirs.counts.ids.tolist(), theirs.counts.counts.tolist()) == ([1, 2], [0, 0])
     assert (ours.num_prompt_logprobs, theirs.num_prompt_logprobs) == (2, None)
 
 
@@ -212,8 +210,8 @@ class Traffic:
             assert batch.output_ids(at).tolist() == row.output
             for group, table in enumerate(row.tables):
                 assert batch.block_tables[group, at, : batch.num_blocks[group, at]].tolist() == table
-            assert batch.seeds[at] == row.seed
-            seen = batch.extras[at].seen  # type: ignore[union-attr]
+            assert batch.sampling.seeds[at] == row.seed
+            seen = batch.sampling.sequences[at].counts  # type: ignore[union-attr]
             assert seen is not None and len(set(seen.ids.tolist())) == len(seen.ids)
             output = Counter(row.output)
             found = dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True))
@@ -234,15 +232,15 @@ class Traffic:
                 assert inputs.block_tables[group, index, :width].tolist() == table[:width]
             row.computed += count
             assert inputs.seq_lens[index] == row.computed
-            assert inputs.sampled[index] == (row.computed == len(row.tokens))
+            assert inputs.num_logits[index] == (row.computed == len(row.tokens))
             at += count
-            if inputs.sampled[index] and not row.is_beam:
+            if inputs.num_logits[index] and not row.is_beam:
                 self.sample(name)
         assert at == len(inputs.input_ids)
 
     def sample(self, name: str) -> None:
         token = self.rng.randrange(100)
-        self.batch.append(np.array([self.batch.row_of[name]]), np.array([token]))
+        self.batch.append_tokens(self.batch.row_of[name], [token])
         self.rows[name].output.append(token)
 
 

@@ -271,6 +271,69 @@ def test_a_third_step_knows_what_the_first_has_sampled(folders: dict[str, Path])
         assert (found.sampled_token_ids, found.logprobs) == (expected.sampled_token_ids, expected.logprobs)
 
 
+def test_a_row_that_another_sequence_has_taken_keeps_its_tokens(folders: dict[str, Path]) -> None:
+    """The first one's token arrives after the second one, of the same name, was added in its row."""
+    driver, other = make(folders["plain"]), make(folders["plain"])
+    driver.add("a", PROMPT, PLAIN)
+    first = driver.submit({"a": len(PROMPT)})
+    driver.end("a")
+    driver._known.clear()  # as after a preemption
+    prompt = [*PROMPT[::-1], 12]
+    for one in (driver, other):
+        one.add("a", prompt, PLAIN)
+    driver.submit({"a": 5})
+    assert first.overlaps and first.result().sampled_token_ids.keys() == {"a"}
+    other.step({"a": 5})
+    for count in (len(prompt) - 5, 1, 1):
+        pending = driver.submit({"a": count})
+        assert pending.result().sampled_token_ids == other.step({"a": count}).sampled_token_ids
+
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, logit_bias={7: 2.0}, logprobs=2)
+
+
+@pytest.mark.parametrize("folder", ["plain", "windowed"])
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_drafts_change_no_bit_whether_right_or_wrong(folders: dict[str, Path], folder: str, device: str) -> None:
+    rng = random.Random(7)
+    rows = {"greedy": GREEDY, "sampled": SAMPLED, "penalized": FANCY}
+    alone = make(folders[folder], device)
+    for seed, (name, params) in enumerate(rows.items()):
+        alone.add(name, PROMPT[seed:], params, seed=seed)
+    counts = {name: len(PROMPT) - seed for seed, name in enumerate(rows)}
+    logprobs = {name: alone.step({name: counts[name]}).logprobs[name] for name in rows}
+    for name, decoded in run(alone, list(rows), [], 40).items():
+        logprobs[name] = logprobs[name] + decoded
+
+    driver = make(folders[folder], device)
+    for seed, (name, params) in enumerate(rows.items()):
+        driver.add(name, PROMPT[seed:], params, seed=seed)
+    confirmed = dict.fromkeys(rows, 0)
+    found: dict[str, list[TokenTopLogprobs]] = {name: [] for name in rows}
+    while min(map(len, found.values())) < 30:
+        ready = [name for name in rows if len(found[name]) < 36 and rng.random() < 0.8]
+        scheduled = {name: 1 if found[name] else counts[name] for name in ready}
+        drafts = {}
+        for name in scheduled:
+            done = len(driver.sequences[name].tokens)
+            right = alone.sequences[name].tokens[done : done + rng.randint(0, 4)]
+            if right and rng.random() < 0.5:
+                right[rng.randrange(len(right))] += 1
+            drafts[name] = [token % 160 for token in right]
+        output = driver.step(scheduled, drafts=drafts)
+        assert output.errors == {}
+        for name, entries in output.logprobs.items():
+            found[name] += entries
+            assert len(entries) == len(output.sampled_token_ids[name])
+            confirmed[name] += len(entries) - 1
+    for name in rows:
+        tokens = driver.sequences[name].tokens
+        assert tokens == alone.sequences[name].tokens[: len(tokens)]
+        assert found[name] == logprobs[name][: len(found[name])]
+    assert min(confirmed["greedy"], confirmed["sampled"]) > 5
+    assert confirmed["penalized"] == 0, "drafts are not verified where logits depend on earlier tokens"
+
+
 def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) -> None:
     driver = make(folders["plain"])
     driver.add("a", PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=1))

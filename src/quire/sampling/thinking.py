@@ -23,7 +23,7 @@ class ThinkingBudget:
         self._recent: list[int] = []  # the last tokens, of those the ones since it was opened
         self.over = not data.end_ids or not (data.open or data.start_ids)
         for token_id in output_ids:
-            self.take(token_id)
+            self.accept(token_id)
 
     def fork(self) -> ThinkingBudget:
         """Return the same for a copy of the sequence."""
@@ -31,7 +31,7 @@ class ThinkingBudget:
         twin._recent = self._recent.copy()
         return twin
 
-    def take(self, token_id: int) -> None:
+    def accept(self, token_id: int) -> None:
         """Note a generated token."""
         if self.over:
             return
@@ -45,7 +45,7 @@ class ThinkingBudget:
             self._open = True
             self._recent.clear()
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return what must come next to end it, if the budget is used up; none otherwise.
 
         What has been generated of its end counts as that.

@@ -188,7 +188,7 @@ class ChatCompletion(Generation):
         for completion in output.outputs:
             watch = self._reasoning[completion.index]
             for token_id in completion.token_ids:
-                watch.take(token_id)
+                watch.accept(token_id)
         self.usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning)
 
     async def news(self) -> AsyncGenerator[list[ChoiceNews], None]:

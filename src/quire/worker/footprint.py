@@ -183,8 +183,7 @@ class Footprint:
         groups = 1 + max((cache.group for cache in caches), default=0)
         pools = self._info.pooling is not None  # then all hidden states may be asked for
         for count in dict.fromkeys((tokens, rows)):
-            last = np.broadcast_to(np.int64(0), 0 if pools else rows)
-            graphs.run(_inputs(count, rows, groups), last, all_hidden=pools, adapter_slots=slots)
+            graphs.run(_inputs(count, rows, groups, 0 if pools else rows), all_hidden=pools, adapter_slots=slots)
         if self._gpu:
             return StepBytes(
                 activations=backend.arena.touched,
@@ -219,8 +218,8 @@ class Footprint:
         found = []
         for rows in (0, 1):
             backend.reset()
-            inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0))
-            graphs.run(inputs, np.broadcast_to(np.int64(0), rows), adapter_slots=slots)
+            inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0), rows)
+            graphs.run(inputs, adapter_slots=slots)
             found.append(backend.work(self.weights))
         token, both = found
         beside = {(mixture.number, mixture.chosen): mixture.num_bytes for mixture in token.mixtures}
@@ -259,15 +258,14 @@ class Footprint:
     def _batch_bytes(self, config: EngineConfig, groups: int) -> int:
         length = config.model.max_model_len
         assert length is not None
-        batch = InputBatch(
+        # Its arrays are zeros: the system has not yet given memory for them.
+        return InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=length,
             block_size=config.cache.block_size,
             vocab_size=self._model.vocab_size,
             num_groups=groups,
-        )
-        # Its arrays are zeros: the system has not yet given memory for them.
-        return sum(array.nbytes for array in vars(batch).values() if isinstance(array, np.ndarray))
+        ).nbytes
 
 
 class _Shapes:
@@ -351,8 +349,8 @@ def _disk_bytes(checkpoint: TensorSource, names: list[str]) -> Mapping[str, int]
     return found
 
 
-def _inputs(tokens: int, sequences: int, groups: int) -> StepInputs:
-    """Return the inputs of a step, of which only the lengths are looked at."""
+def _inputs(tokens: int, sequences: int, groups: int, rows: int) -> StepInputs:
+    """Return the inputs of a step with so many rows of logits, of which only the lengths are looked at."""
     per_token, per_sequence = np.broadcast_to(np.int64(0), tokens), np.broadcast_to(np.int64(0), sequences)
     num_scheduled = np.ones(sequences, np.int64)
     num_scheduled[0] += tokens - sequences
@@ -366,7 +364,8 @@ def _inputs(tokens: int, sequences: int, groups: int) -> StepInputs:
         seq_lens=per_sequence,
         block_tables=np.broadcast_to(np.int64(0), (groups, sequences, 1)),
         slot_mapping=np.broadcast_to(np.int64(0), (groups, tokens)),
-        sampled=per_sequence,
+        num_logits=per_sequence,
+        logits_indices=np.broadcast_to(np.int64(0), rows),
     )
 
 

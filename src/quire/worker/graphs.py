@@ -103,22 +103,21 @@ class StepGraphs:
     def run(
         self,
         inputs: StepInputs,
-        sampled_rows: np.ndarray,
         *,
         all_hidden: bool = False,
         token_types: np.ndarray | None = None,
         adapter_slots: np.ndarray | None = None,
     ) -> StepResult:
-        """Compute a step: logits of its rows `sampled_rows` int64 [R], and hidden states of all rows if asked for.
+        """Compute a step: logits of its `logits_indices`, and with `all_hidden` the hidden states of all tokens.
 
         `token_types` int64 [T] where the model has them; `adapter_slots` int64 [S], -1 for none, with `lora`. The
         result is overwritten by the next step.
         """
-        tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(sampled_rows)
+        tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(inputs.logits_indices)
         size = self._size(tokens, sequences, rows)
         if self._begin_stream(inputs):
             size = StepShape(tokens, sequences, rows, "no")
-        adapted = self._stage(inputs, sampled_rows, size, token_types, adapter_slots)
+        adapted = self._stage(inputs, size, token_types, adapter_slots)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
         self.began = self._backend.mark()
         hidden, logits, finite = self._compute((size, all_hidden, adapted), sequences, lengths)
@@ -139,8 +138,8 @@ class StepGraphs:
         if batch is None:
             return False
         size = self._size(batch, batch, batch)
-        nothing = np.zeros(0, np.int64)
-        self._stage(_no_inputs(self._num_groups), nothing, size, None, None if self._lora is None else nothing)
+        inputs = dummy_inputs(self._num_groups, 0, 0, self._max_num_seqs)
+        self._stage(inputs, size, None, None if self._lora is None else inputs.rows)
         for _ in range(RECORDED_AFTER):
             self._compute((size, False, False), 0, None)
         self._rehearsals.done(size)
@@ -159,11 +158,10 @@ class StepGraphs:
         decodes = [(batch, batch) for batch in (1, 2, 4, 16, 32, 64, most) if batch <= min(most, limit)]
         prompts = [(tokens, 1) for tokens in (WARM_UP_TOKENS, 100, 1000, limit) if 1 < tokens <= limit]
         for tokens, sequences in dict.fromkeys([*decodes, *prompts]):
-            inputs = _made_up(self._num_groups, tokens, sequences, self._max_num_seqs)
+            inputs = dummy_inputs(self._num_groups, tokens, sequences, self._max_num_seqs)
             size = self._size(tokens, sequences, sequences)
-            rows = inputs.cu_query_lens[1:].astype(np.int64) - 1
             slots = None if self._lora is None else np.full(sequences, -1, np.int64)
-            self._stage(inputs, rows, size, np.zeros(tokens, np.int64), slots)
+            self._stage(inputs, size, np.zeros(tokens, np.int64), slots)
             whole = size.recorded == "whole"
             lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
             shape = size, False, False
@@ -208,7 +206,6 @@ class StepGraphs:
     def _stage(
         self,
         inputs: StepInputs,
-        sampled_rows: np.ndarray,
         size: StepShape,
         token_types: np.ndarray | None,
         adapter_slots: np.ndarray | None,
@@ -220,7 +217,7 @@ class StepGraphs:
             slots = np.full(size.tokens, -1, np.int64)
             slots[: len(input_ids)] = np.repeat(adapter_slots, inputs.num_scheduled)
             row_slots = np.full(size.rows, -1, np.int64)
-            row_slots[: len(sampled_rows)] = slots[sampled_rows]
+            row_slots[: len(inputs.logits_indices)] = slots[inputs.logits_indices]
             input_ids = self._lora.write(input_ids, slots, row_slots, put)
             adapted = bool((adapter_slots >= 0).any())
         if inputs.sources is None:
@@ -233,7 +230,7 @@ class StepGraphs:
         put(self._cu_query_lens, inputs.cu_query_lens, size.sequences + 1, int(inputs.cu_query_lens[-1]))
         put(self._seq_lens, inputs.seq_lens, size.sequences)
         put(self._block_tables, inputs.block_tables)
-        put(self._sampled_rows, sampled_rows, size.rows)
+        put(self._sampled_rows, inputs.logits_indices, size.rows)
         if self._token_types is not None and token_types is not None:
             put(self._token_types, token_types, size.tokens)
         if self._state_rows is not None:
@@ -347,9 +344,9 @@ class Rehearsals:
         return None
 
 
-def _made_up(num_groups: int, tokens: int, sequences: int, row: int) -> StepInputs:
-    """Return the inputs of a step of which nothing is kept, its tokens shared out among sequences."""
-    counts = np.full(sequences, tokens // sequences)
+def dummy_inputs(num_groups: int, tokens: int, sequences: int, row: int) -> StepInputs:
+    """Return the inputs of a step that writes nothing, its tokens divided among sequences of the batch's row `row`."""
+    counts = np.full(sequences, tokens // max(sequences, 1))
     return StepInputs(
         sequence_ids=[],
         rows=np.full(sequences, row, np.int64),
@@ -360,22 +357,6 @@ def _made_up(num_groups: int, tokens: int, sequences: int, row: int) -> StepInpu
         seq_lens=counts,
         block_tables=np.zeros((num_groups, sequences, 1), np.int32),
         slot_mapping=np.full((num_groups, tokens), -1, np.int64),
-        sampled=np.ones(sequences, bool),
-    )
-
-
-def _no_inputs(num_groups: int) -> StepInputs:
-    """Return the inputs of a step without sequences."""
-    nothing = np.zeros(0, np.int64)
-    return StepInputs(
-        sequence_ids=[],
-        rows=nothing,
-        num_scheduled=nothing,
-        input_ids=nothing,
-        positions=nothing,
-        cu_query_lens=np.zeros(1, np.int32),
-        seq_lens=nothing,
-        block_tables=np.zeros((num_groups, 0, 0), np.int32),
-        slot_mapping=np.zeros((num_groups, 0), np.int64),
-        sampled=nothing.astype(bool),
+        num_logits=np.ones(sequences, np.int64),
+        logits_indices=np.cumsum(counts) - 1,
     )

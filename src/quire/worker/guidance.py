@@ -1,120 +1,213 @@
-"""What stands above sampling: grammars, and budgets of reasoning. `Guide` is one sequence's, `Guidance` a step's.
+"""What constrains sampling from outside: grammars (structured output) and budgets of reasoning.
 
-A guide masks what its sequence may say next, hears of each token, and appends tokens that have no alternative without
-the model being asked (jump-forward, Zheng et al. 2023, "SGLang", section 4): they are computed in the next step,
-together, like a piece of a prompt.
+`Constraint` is one sequence's position in its grammar, `Guide` what one sequence must follow, `Guidance` the guides of
+a step. A guide masks the next token, is told each token that was sampled, and appends tokens that have no alternative
+without asking the model (jump-forward, Zheng et al. 2023, "SGLang", section 4): they are computed together in the next
+step, like a chunk of a prompt.
+
+Bitmasks depend on final tokens only, so they are computed while the model runs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from llguidance import LLExecutor, LLMatcher
 
-from quire.sampling.constraint import Constraint, MaskWriter
+from quire.kernels.backend import Array, Backend, TopLogprobs
 from quire.sampling.grammars import GrammarStore
-from quire.sampling.sampler import Bitmask
+from quire.sampling.metadata import Bitmask
 from quire.sampling.thinking import ThinkingBudget
 from quire.step import ModelOutput, NewSequenceData
+from quire.structured.lark import GRAMMAR_FAILED, first_line
+
+MAX_THREADS = 8  # they run beside the model, which has use for all cores
+
+
+class Constraint:
+    """A sequence's position in its grammar."""
+
+    __slots__ = ("matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def fork(self) -> Constraint:
+        """Return an independent copy."""
+        return Constraint(self.matcher.deep_copy())
+
+    def accept(self, token_ids: list[int]) -> None:
+        """Append tokens. Those that the grammar or its limits do not allow are an `error`."""
+        if token_ids:
+            self.matcher.consume_tokens(token_ids)
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on, or None."""
+        if not self.matcher.is_error():
+            return None
+        return f"{GRAMMAR_FAILED}{first_line(self.matcher.get_error())}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text satisfies the grammar and only its end may follow."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    def allows(self, token_ids: list[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return self.matcher.validate_tokens(token_ids) == len(token_ids)
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must come next: the only possible text, as the tokenizer would spell it.
+
+        Its last tokens, which could merge with what follows, are left out.
+        """
+        return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+
+
+class BitmaskWriter:
+    """Writes the bitmasks of up to `max_rows` constraints at a time into `bits`, int32 [max_rows, ceil(V / 32)]."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        # One more than the vocabulary: for texts without end, see `GrammarVocabulary`.
+        self.bits = np.zeros((max_rows, vocab_size // 32 + 1), dtype=np.int32)
+        self._executor: LLExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def start(self, constraints: Sequence[tuple[Constraint, int]]) -> None:
+        """Begin to write the bitmask of each constraint into its row of `bits`. `wait` must follow."""
+        if not constraints:
+            return
+        if self._executor is None or self._thread is None:
+            self._executor = LLExecutor(max(1, min((os.cpu_count() or 1) // 4, MAX_THREADS)))
+            self._thread = ThreadPoolExecutor(1, "quire-masks")
+        width = 4 * self.bits.shape[1]
+        matchers = [(constraint.matcher, row) for constraint, row in constraints]
+        self._running = self._thread.submit(
+            self._executor.unsafe_compute_mask_ptr, matchers, self.bits.ctypes.data, width, len(self.bits)
+        )
+
+    def wait(self) -> None:
+        """Return when the bitmasks are written."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def masked_logprobs(backend: Backend, logits: Array, bitmask: Bitmask, k: int) -> TopLogprobs:
+    """Return the k most likely tokens that `bitmask` allows in each row, with their unmasked log-probabilities.
+
+    `logits` float32 [R, V] are overwritten. The best one stands for the sampled token. Where fewer are allowed, the
+    rest have -inf.
+    """
+    raw = backend.take_rows(logits, backend.from_numpy(np.arange(logits.shape[0], dtype=np.int64)))
+    backend.apply_bitmask(logits, bitmask.rows, bitmask.bits)
+    best = backend.greedy(logits)
+    top = backend.top_logprobs(logits, best, k)
+    unmasked = backend.top_logprobs(raw, best, 0)
+    shift = unmasked.logprobs[:, :1] - top.logprobs[:, :1]  # the mask has made all allowed ones more likely by this
+    return TopLogprobs(top.token_ids, top.logprobs + shift, unmasked.ranks)
 
 
 class Guide:
-    """What one sequence must keep to: a grammar, or a budget of reasoning, or both.
+    """What one sequence must follow: a grammar, a budget of reasoning, or both.
 
-    Attributes:
-        jumps: whether tokens without alternative may be appended without asking the model. Not where each token's
-            log-probability is wanted, other options may bar it, or the sequence is a beam.
-        min_tokens: so many generated tokens must come before the end, if the grammar has anything else to offer.
+    Args:
+        jump_forward: whether tokens without alternative may be appended without asking the model. Not where each
+            token's log-probability is requested, other options may ban it, or the sequence is a beam.
+        min_tokens: the end is banned before so many generated tokens, if the grammar allows anything else.
     """
 
-    __slots__ = ("_stop_ids", "_vocab_size", "constraint", "jumps", "min_tokens", "thinking")
+    __slots__ = ("_jump_forward", "_stop_ids", "_vocab_size", "constraint", "min_tokens", "thinking")
 
     def __init__(
         self,
         constraint: Constraint | None,
         thinking: ThinkingBudget | None,
         *,
-        jumps: bool,
+        jump_forward: bool,
         vocab_size: int,
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
         self.constraint = constraint
         self.thinking = thinking
-        self.jumps = jumps
         self.min_tokens = min_tokens
+        self._jump_forward = jump_forward
         self._vocab_size = vocab_size
         self._stop_ids = frozenset(stop_ids)
 
     def fork(self) -> Guide:
-        """Return the same for a copy of the sequence."""
+        """Return an independent copy."""
         return Guide(
             None if self.constraint is None else self.constraint.fork(),
             None if self.thinking is None else self.thinking.fork(),
-            jumps=self.jumps,
+            jump_forward=self._jump_forward,
             vocab_size=self._vocab_size,
             stop_ids=tuple(self._stop_ids),
             min_tokens=self.min_tokens,
         )
 
-    def take(self, token_ids: list[int]) -> None:
-        """Note tokens that were appended to the sequence."""
+    def accept(self, token_ids: list[int]) -> None:
+        """Append tokens of the sequence."""
         if self.constraint is not None:
-            self.constraint.take(token_ids)
+            self.constraint.accept(token_ids)
         if self.thinking is not None:
             for token_id in token_ids:
-                self.thinking.take(token_id)
+                self.thinking.accept(token_id)
 
-    def due(self) -> int | None:
-        """Return the only token that may come next because the reasoning must end, or None."""
-        ending = self._ending()
-        return ending[0] if ending else None
-
-    def go_on(self, token_id: int, room: int) -> list[int]:
-        """Note a sampled token; return those, up to `room`, that follow without alternative. They are noted, too."""
-        self.take([token_id])
-        followed: list[int] = []
-        while self.jumps and len(followed) < room:
-            forced = self._forced()[: room - len(followed)]
+    def advance(self, token_id: int, room: int) -> list[int]:
+        """Accept a sampled token; return those, up to `room`, that must follow. They are accepted, too."""
+        self.accept([token_id])
+        appended: list[int] = []
+        while self._jump_forward and len(appended) < room:
+            forced = self._forced_tokens()[: room - len(appended)]
             if not forced:
                 break
-            self.take(forced)
+            self.accept(forced)
             if self.constraint is not None and self.constraint.error is not None:
                 break
-            followed += forced
-        return followed
+            appended += forced
+        return appended
 
-    def _ending(self) -> list[int]:
-        """Return what must be appended to end the reasoning: nothing before the budget is used up.
+    def end_of_thinking(self) -> list[int]:
+        """Return the tokens that must come next to end the reasoning: none before the budget is used up.
 
-        A grammar may want something else first, such as the rest of a character.
+        A grammar may require something else first, such as the rest of a character.
         """
         if self.thinking is None:
             return []
-        ending = self.thinking.forced()
-        if ending and self.constraint is not None and not self.constraint.allows(ending):
+        end = self.thinking.forced_tokens()
+        if end and self.constraint is not None and not self.constraint.allows(end):
             return []
-        return ending
+        return end
 
-    def _forced(self) -> list[int]:
-        ending = self._ending()
-        if ending:
-            return ending
-        if self.constraint is None:
-            return []
-        forced = self.constraint.forced()
+    def _forced_tokens(self) -> list[int]:
+        end = self.end_of_thinking()
+        if end or self.constraint is None:
+            return end
+        forced = self.constraint.forced_tokens()
         if self.thinking is not None and not self.thinking.over:
             forced = forced[:1]  # any of them may use up the budget
-        for place, token_id in enumerate(forced):
-            # How a sequence ends is the scheduler's business; and a grammar may name tokens that there are not.
+        for index, token_id in enumerate(forced):
+            # How a sequence ends is decided by the scheduler; and a grammar may name tokens that do not exist.
             if token_id in self._stop_ids or token_id >= self._vocab_size:
-                return forced[:place]
+                return forced[:index]
         return forced
 
 
 class Rows(Protocol):
-    """What `Guidance` needs of a batch; see `InputBatch`."""
+    """The part of `InputBatch` that `Guidance` reads and appends to."""
 
     guides: list[Guide | None]
     row_of: dict[str, int]
@@ -122,17 +215,17 @@ class Rows(Protocol):
     num_prompt_tokens: np.ndarray
 
     def room(self, row: int) -> int:
-        """Return how many tokens a row can take."""
+        """Return how many tokens a row has room for."""
 
-    def add_tokens(self, row: int, tokens: list[int]) -> None:
+    def append_tokens(self, row: int, token_ids: list[int]) -> None:
         """Append tokens that were not sampled."""
 
 
 class Guidance:
-    """The guides of a batch at work: in each step `start`, then the model, then `finish`, `mask`, and `go_on`.
+    """The guides of a batch: in each step `start`, then the model, then `finish`, `bitmask`, and `advance`.
 
     Args:
-        grammars: None where nobody asks for any.
+        grammars: None where no sequence has any.
         jump_forward: whether guides may append tokens without asking the model.
     """
 
@@ -141,59 +234,60 @@ class Guidance:
     ) -> None:
         self._grammars = grammars
         self._jump_forward = jump_forward
-        self._writer = MaskWriter(max_num_seqs, vocab_size)
+        self._writer = BitmaskWriter(max_num_seqs, vocab_size)
         self._vocab_size = vocab_size
-        self._ends = np.zeros(0, dtype=np.int64)  # of each mask, see `Bitmask`
-        self._places: dict[int, int] = {}  # of the masks of this step, by row of the batch
+        self._end_ids = np.zeros(0, dtype=np.int64)  # of each bitmask, see `Bitmask`
+        self._index_of: dict[int, int] = {}  # of the bitmasks of this step, by row of the batch
 
     def guide_of(self, new: NewSequenceData) -> Guide | None:
-        """Return the guide of a sequence that has come as far as `new` says; None if it needs none."""
-        request = new.request
+        """Return the guide of a sequence, advanced by its output so far; None if it needs none."""
+        request, output_ids = new.request, new.output_token_ids
         if request.grammar is None and request.thinking is None:
             return None
         constraint = None
         if request.grammar is not None:
-            assert self._grammars is not None, "this worker was given no store of grammars"
+            assert self._grammars is not None, "this worker has no grammar store"
             constraint = Constraint(self._grammars.start(request.grammar))
-            constraint.take(new.output_token_ids)
+            constraint.accept(output_ids)
         params = request.sampling_params
-        may_bar = params.allowed_token_ids is not None or bool(request.bad_words_ids) or bool(params.logits_processors)
-        scored = params.logprobs is not None or params.logprob_token_ids is not None
+        may_ban = params.allowed_token_ids is not None or bool(request.bad_words_ids) or bool(params.logits_processors)
+        with_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         return Guide(
             constraint,
-            None if request.thinking is None else ThinkingBudget(request.thinking, new.output_token_ids),
-            jumps=self._jump_forward and not scored and not new.num_candidates and not may_bar,
+            None if request.thinking is None else ThinkingBudget(request.thinking, output_ids),
+            jump_forward=self._jump_forward and not (with_logprobs or new.num_candidates or may_ban),
             vocab_size=self._vocab_size,
             stop_ids=request.stop_ids,
             min_tokens=params.min_tokens,
         )
 
     def start(self, rows: list[int], batch: Rows) -> None:
-        """Begin to compute the masks of the rows that are sampled in this step."""
-        self._places = {}
-        writing: list[tuple[Constraint, int]] = []
+        """Begin to compute the bitmasks of the rows that are sampled in this step."""
+        self._index_of = {}
+        constraints: list[tuple[Constraint, int]] = []
         for row in rows:
             guide = batch.guides[row]
             if guide is None:
                 continue
-            token_id = guide.due()
-            if token_id is None and guide.constraint is None:
+            end = guide.end_of_thinking()
+            if not end and guide.constraint is None:
                 continue
-            place = self._places[row] = len(self._places)
-            if token_id is not None:
-                self._writer.bits[place] = 0
-                _set(self._writer.bits[place], token_id)
+            index = self._index_of[row] = len(self._index_of)
+            if end:
+                self._writer.bits[index] = 0
+                _set(self._writer.bits[index], end[0])
             elif guide.constraint is not None:
-                writing.append((guide.constraint, place))
-        self._writer.start(writing)
+                constraints.append((guide.constraint, index))
+        self._writer.start(constraints)
 
     def finish(self, rows: np.ndarray, batch: Rows) -> dict[int, str]:
-        """Wait for the masks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
+        """Wait for the bitmasks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
         self._writer.wait()
-        bits = self._writer.bits[: len(self._places)]
-        self._ends = np.full(len(bits), -1, dtype=np.int64)
-        for token_id in [] if self._grammars is None else self._grammars.end_ids[:1]:
-            self._ends[_has(bits, token_id)] = token_id
+        bits = self._writer.bits[: len(self._index_of)]
+        all_end_ids = [] if self._grammars is None else self._grammars.end_ids
+        self._end_ids = np.full(len(bits), -1, dtype=np.int64)
+        for token_id in all_end_ids[:1]:
+            self._end_ids[_has(bits, token_id)] = token_id
         errors: dict[int, str] = {}
         for index, row in enumerate(rows.tolist()):
             guide = batch.guides[row]
@@ -203,56 +297,47 @@ class Guidance:
             if error is not None:
                 errors[index] = error
             elif guide.min_tokens and batch.num_tokens[row] - batch.num_prompt_tokens[row] < guide.min_tokens:
-                self._bar_end(bits[self._places[row]])
+                own = bits[self._index_of[row]]
+                without_end = own.copy()
+                for token_id in all_end_ids:
+                    _clear(without_end, token_id)
+                if without_end.any():
+                    own[:] = without_end
         return errors
 
-    def _bar_end(self, bits: np.ndarray) -> None:
-        """Clear the bits of tokens that end the text, unless there is no other."""
-        without = bits.copy()
-        for token_id in [] if self._grammars is None else self._grammars.end_ids:
-            _clear(without, token_id)
-        if without.any():
-            bits[:] = without
-
-    def mask(self, rows: np.ndarray) -> Bitmask | None:
-        """Return the mask of those of `rows`, int64 [R] of the batch, that have one."""
-        masked = [(index, self._places[row]) for index, row in enumerate(rows.tolist()) if row in self._places]
+    def bitmask(self, rows: np.ndarray) -> Bitmask | None:
+        """Return the bitmasks of those of `rows`, int64 [R] of the batch, that have one."""
+        masked = [(index, self._index_of[row]) for index, row in enumerate(rows.tolist()) if row in self._index_of]
         if not masked:
             return None
-        indices, places = np.array(masked, dtype=np.int64).T
-        return Bitmask(indices, self._writer.bits[places], self._ends[places])
+        indices, own = np.array(masked, dtype=np.int64).T
+        return Bitmask(indices, self._writer.bits[own], self._end_ids[own])
 
-    def go_on(self, sequence_ids: list[str], batch: Rows, output: ModelOutput) -> None:
-        """Note what was sampled for these sequences, as `output` and the batch have it, and append what must follow.
+    def advance(self, sequence_ids: Sequence[str], batch: Rows, output: ModelOutput) -> None:
+        """Accept the tokens that `output` has for these sequences, and append those that must follow to both.
 
-        What there is to say of a sequence is put into `output`: that it is complete, or cannot go on.
+        Sequences whose grammar is complete, or cannot go on, are named in `output`.
         """
         for sequence_id in sequence_ids:
             row = batch.row_of[sequence_id]
             guide, sampled = batch.guides[row], output.sampled_token_ids.get(sequence_id)
             if guide is None or sampled is None:
                 continue
-            followed = guide.go_on(sampled[0], batch.room(row))
-            if followed:
-                batch.add_tokens(row, followed)
-                sampled += followed
+            appended = guide.advance(sampled[0], batch.room(row))
+            if appended:
+                batch.append_tokens(row, appended)
+                sampled += appended
             if guide.constraint is not None:
                 error = guide.constraint.error
                 if error is not None:
-                    refuse(output, sequence_id, error)
+                    output.errors[sequence_id] = error
+                    output.refused.append(sequence_id)
                 elif guide.constraint.complete:
                     output.completed.append(sequence_id)
 
     def close(self) -> None:
         """End threads."""
         self._writer.close()
-
-
-def refuse(output: ModelOutput, sequence_id: str, error: str, *, at_fault: bool = True) -> None:
-    """Note that a sequence cannot go on, and whether its request is at fault."""
-    output.errors[sequence_id] = error
-    if at_fault:
-        output.refused.append(sequence_id)
 
 
 def _has(bits: np.ndarray, token_id: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The worker's persistent rows: one per sequence it knows, kept up to date by each step's changes.
+"""`InputBatch`: the persistent batch, a row for each sequence, and `StepInputs`: the model's inputs that it builds.
 
-Arrays are allocated once; a step only touches the rows it schedules. Rows are addressed by index; free rows are reused.
-Building a step's inputs is vectorized numpy: the only Python loop is over the sequences scheduled, never over tokens.
+Arrays are allocated once; a step only touches the rows it schedules, and free rows are reused. Building a step's inputs
+is vectorized numpy: the only Python loop is over the scheduled sequences, never over tokens.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.sampling.extras import Extras
+from quire.sampling.metadata import SamplingStates
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
 
 if TYPE_CHECKING:
-    from quire.worker.guidance import Guide  # planning lays out batches, too, and needs no grammars
+    from quire.worker.guidance import Guide  # memory planning builds batches, too, without grammars
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's inputs as host arrays. T tokens, S sequences, G groups of layers; see
-    `kernels.backend.AttentionMetadata` for meanings.
+    """The inputs of one step as host arrays: T tokens, S sequences, R rows of logits, G groups of layers.
 
-    `input_ids` int32 and `positions` int64 [T]; `rows` int64 [S] are batch rows; `num_scheduled` int64 [S];
-    `block_tables` int32 [G, S, blocks] and `slot_mapping` int64 [G, T] are those of each group; `sampled` bool [S]
-    marks sequences whose last token is computed in this step, so that a new one can be sampled.
-
-    With `sources` int64 [T] the ids are not all known here: where it is below the number of rows, it is the row whose
-    last token, on the device, takes the place of an id. Elsewhere it is the number of rows plus the id's own index.
+    Attributes:
+        rows: int64 [S], rows of the batch. num_scheduled: int64 [S], tokens of each sequence in this step.
+        input_ids: int32 [T]. positions: int64 [T].
+        cu_query_lens, seq_lens, block_tables [G, S, blocks], slot_mapping [G, T]: see `AttentionMetadata`.
+        num_logits: int64 [S], rows of logits of each sequence: 0 unless its last token is computed in this step,
+            otherwise 1 and one more for each draft token that is verified.
+        logits_indices: int64 [R], the tokens whose logits are computed, in the order of the sequences.
+        sources: int64 [T]; None where the host knows all ids. Below the number of rows of the batch: the row whose last
+            sampled token, on the device, is this id; from there on: that number plus the id's own index.
     """
 
     sequence_ids: list[str]
@@ -42,16 +44,24 @@ class StepInputs:
     seq_lens: np.ndarray
     block_tables: np.ndarray
     slot_mapping: np.ndarray
-    sampled: np.ndarray
+    num_logits: np.ndarray
+    logits_indices: np.ndarray
     sources: np.ndarray | None = None
 
 
 class InputBatch:
     """Rows of up to `max_num_seqs` sequences of up to `max_model_len` tokens, with `num_groups` block tables each.
 
-    A block table keeps the entries of blocks that were given back, since no query sees their positions again.
-    `num_beams` counts the rows for which nothing is sampled (`NewSequenceData.num_candidates`), `num_guided` those with
-    one of the `guides` that `guide_of` makes for new sequences. `processors` are those of logits, by name.
+    A block table keeps the entries of blocks that were freed, since no query reads their positions again.
+
+    Args:
+        guide_of: returns the guide of a new sequence, if it needs one. processors: logits processors by name.
+
+    Attributes:
+        token_ids: int32 [max_num_seqs, max_model_len + 1]: `num_tokens` of each row, then its draft tokens.
+        num_drafts: draft tokens of each row that this step verifies. Those of rows whose logits depend on earlier
+            tokens by more than the model (penalties, grammars, beams) are computed but not verified.
+        num_beams, num_guided: rows for which nothing is sampled (`NewSequenceData.num_candidates`), and with a guide.
     """
 
     def __init__(
@@ -67,35 +77,32 @@ class InputBatch:
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
-        self.vocab_size = vocab_size
         # Zeroed memory is committed when first written, so unused rows and lengths cost nothing.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self.adapters = np.zeros(max_num_seqs, dtype=np.int64)  # numbers of LoRA adapters, 0 for none
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
-        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
-        self.extras: list[Extras | None] = [None] * max_num_seqs
+        self.sampling = SamplingStates(max_num_seqs, vocab_size, processors)
         self.guides: list[Guide | None] = [None] * max_num_seqs
         self.num_beams = 0
         self.num_guided = 0
         self._guide_of = guide_of
-        self._processors = processors
-        # Of tokens that were sampled but are on the device only: their position, -1 where the last one is known here.
-        self.unknown = np.full(max_num_seqs, -1, dtype=np.int64)
-        self.births = np.zeros(max_num_seqs, dtype=np.int64)  # grows with each sequence that takes the row
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [*vars(self).values(), *vars(self.sampling).values()]
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
     def update(self, step: SchedulerOutput) -> None:
-        """Apply the step's changes: sequences that left, split, came, and grew."""
+        """Apply the step's changes: sequences that left, forked, came, and grew."""
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             self._remove(sequence_id)
         for fork in step.forks:
@@ -113,43 +120,25 @@ class InputBatch:
         row = self.row_of.pop(sequence_id, None)
         if row is not None:  # a request can end before its first step
             self.num_beams -= bool(self.num_candidates[row])
-            self.extras[row] = None
+            self.sampling.remove(row)
             self._set_guide(row, None)
             self._free_rows.append(row)
 
     def _add(self, new: NewSequenceData) -> None:
-        row = self._free_rows.pop()
-        self.row_of[new.sequence_id] = row
-        self.births[row] += 1
-        self.unknown[row] = -1
-        request, token_ids = new.request, new.token_ids
-        params = request.sampling_params
+        row = self.row_of[new.sequence_id] = self._free_rows.pop()
+        token_ids = new.token_ids
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_candidates[row] = new.num_candidates
-        self.adapters[row] = request.lora_int_id
+        self.adapters[row] = new.request.lora_int_id
         self.num_beams += bool(new.num_candidates)
         self.num_blocks[:, row] = 0
         self._add_blocks(row, new.block_ids)
-        self.temperature[row] = 0.0 if params.greedy else params.temperature
-        self.top_k[row] = max(params.top_k, 0)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seeds[row] = new.seed
-        self.extras[row] = Extras.of(
-            params,
-            token_ids=token_ids,
-            num_prompt_tokens=new.num_prompt_tokens,
-            stop_ids=request.stop_ids,
-            bad_words_ids=request.bad_words_ids,
-            vocab_size=self.vocab_size,
-            dry_breakers=request.dry_breakers,
-            sampler_state=new.sampler_state,
-            factories=self._processors,
-        )
+        self.sampling.add(row, new)
         self._set_guide(row, self._guide_of(new))
+        self._set_drafts(row, new.draft_token_ids)
 
     def _set_guide(self, row: int, guide: Guide | None) -> None:
         self.num_guided += (guide is not None) - (self.guides[row] is not None)
@@ -158,28 +147,21 @@ class InputBatch:
     def _fork(self, fork: ForkData) -> None:
         parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
         self.row_of[fork.sequence_id] = row
-        self.births[row] += 1
-        self.unknown[row] = -1
         for column in (
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.num_candidates,
             self.adapters,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
         ):
             column[row] = column[parent]
+        self.num_drafts[row] = 0
         tokens = self.num_tokens[parent]
         self.token_ids[row, :tokens] = self.token_ids[parent, :tokens]
         self.num_blocks[:, row] = self.num_blocks[:, parent]
         blocks = self.num_blocks[:, parent].max()
         self.block_tables[:, row, :blocks] = self.block_tables[:, parent, :blocks]
-        self.seeds[row] = fork.seed
-        extras = self.extras[parent]
-        self.extras[row] = None if extras is None else extras.fork()
+        self.sampling.fork(parent, row, fork.seed)
         guide = self.guides[parent]
         if guide is not None:
             self._set_guide(row, guide.fork())
@@ -196,8 +178,9 @@ class InputBatch:
         if continuing.new_token_ids:
             guide = self.guides[row]
             if guide is not None:
-                guide.take(continuing.new_token_ids)
-            self.add_tokens(row, continuing.new_token_ids)
+                guide.accept(continuing.new_token_ids)
+            self.append_tokens(row, continuing.new_token_ids)
+        self._set_drafts(row, continuing.draft_token_ids)
 
     def _add_blocks(self, row: int, block_ids: list[list[int]]) -> None:
         """Append to the block table of each group."""
@@ -208,16 +191,16 @@ class InputBatch:
                 self.block_tables[group, row, start:stop] = ids
                 self.num_blocks[group, row] = stop
 
-    def add_tokens(self, row: int, tokens: list[int]) -> None:
-        """Append tokens that were not sampled here. Those that its guide has not given must be told to it, too."""
+    def _set_drafts(self, row: int, draft_token_ids: list[int]) -> None:
+        """Write draft tokens behind the others; they are verified where the host can do so afterwards."""
+        if not draft_token_ids:
+            self.num_drafts[row] = 0
+            return
         start = self.num_tokens[row]
-        stop = start + len(tokens)
-        self.token_ids[row, start:stop] = tokens
-        self.num_tokens[row] = stop
-        extras = self.extras[row]
-        if extras is not None:
-            for token in tokens:
-                extras.count(token)
+        self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
+        state = self.sampling.sequences[row]
+        verified = self.guides[row] is None and not self.num_candidates[row] and not (state and state.uses_history)
+        self.num_drafts[row] = len(draft_token_ids) if verified else 0
 
     def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
         """Lay out the scheduled tokens of all sequences one after the other."""
@@ -235,6 +218,14 @@ class InputBatch:
             positions = np.arange(len(sequence)) + (starts - cu_query_lens[:-1])[sequence]
         width = -(-int(seq_lens.max()) // self.block_size)
         blocks = positions // self.block_size
+        last = cu_query_lens[:-1] + self.num_tokens[rows] - 1 - starts  # tokens of sequences, if they are computed
+        num_logits = (seq_lens >= self.num_tokens[rows]).astype(np.int64)
+        if self.num_drafts[rows].any():
+            num_logits += self._num_verified(rows, num_logits)
+        logits_indices = np.repeat(last, num_logits)
+        if len(logits_indices) > np.count_nonzero(num_logits):
+            offsets = np.cumsum(num_logits) - num_logits
+            logits_indices += np.arange(len(logits_indices)) - np.repeat(offsets, num_logits)
         return StepInputs(
             sequence_ids=sequence_ids,
             rows=rows,
@@ -245,54 +236,44 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self.block_tables[:, rows, :width],
             slot_mapping=(self.block_tables[:, token_rows, blocks] - blocks) * self.block_size + positions,
-            sampled=seq_lens == self.num_tokens[rows],
+            num_logits=num_logits,
+            logits_indices=logits_indices,
         )
 
+    def _num_verified(self, rows: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+        """Return how many drafts of `rows` int64 [S] are verified, where `sampled` int64 [S] is 1.
+
+        Memory is planned for `max_num_seqs` rows of logits. Drafts beyond that are left out, the last rows' first.
+        """
+        drafts = self.num_drafts[rows] * sampled
+        room = len(self.num_drafts) - int(sampled.sum())
+        return np.clip(room - (np.cumsum(drafts) - drafts), 0, drafts)
+
     def room(self, row: int) -> int:
-        """Return how many tokens a row can take."""
+        """Return how many tokens a row has room for."""
         return self.token_ids.shape[1] - int(self.num_tokens[row])
 
     def output_ids(self, row: int) -> np.ndarray:
         """Return a view of the tokens generated so far in this row."""
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Add one sampled token to each of these rows."""
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
-        self._count(rows, tokens)
+    def append_tokens(self, row: int, token_ids: list[int]) -> None:
+        """Append tokens of which the row's guide, if it has one, knows already."""
+        start = self.num_tokens[row]
+        stop = start + len(token_ids)
+        self.token_ids[row, start:stop] = token_ids
+        self.num_tokens[row] = stop
+        for token_id in token_ids:
+            self.sampling.append(row, token_id)
 
-    def _count(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Let the extras of rows know of a sampled token each."""
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            extras = self.extras[row]
-            if extras is not None:
-                extras.count(token)
-
-    def source_of_ids(self, inputs: StepInputs) -> np.ndarray | None:
-        """Return `StepInputs.sources` of a step; None where all its ids are known here."""
-        late = inputs.sampled & (self.unknown[inputs.rows] >= 0)
-        if not late.any():
-            return None
-        sources = np.arange(len(inputs.input_ids)) + len(self.unknown)
-        sources[inputs.cu_query_lens[1:][late] - 1] = inputs.rows[late]
-        return sources
-
-    def append_unknown(self, rows: np.ndarray) -> np.ndarray:
-        """Add to each of these rows a token that the device knows; return the tokens' positions int64."""
+    def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
+        """Append to each of `rows` int64 [n] a token that only the device knows; return the tokens' positions [n]."""
         positions = self.num_tokens[rows]
-        self.unknown[rows] = positions
         self.num_tokens[rows] += 1
         return positions
 
-    def fill(self, rows: np.ndarray, births: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Take down what tokens of `append_unknown` are, in rows that still have the sequence of these `births`."""
-        same = self.births[rows] == births
-        rows, positions, tokens = rows[same], positions[same], tokens[same]
-        self.token_ids[rows, positions] = tokens
-        self.unknown[rows[self.unknown[rows] == positions]] = -1
-        self._count(rows, tokens)
-
-    def late_places(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows int64 among `rows` whose last token is on the device only; -1 in the place of the others."""
-        return np.where(self.unknown[rows] >= 0, rows, -1)
+    def fill_placeholders(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """Write the tokens of `append_placeholders` once the host knows them."""
+        self.token_ids[rows, positions] = token_ids
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            self.sampling.append(row, token_id)

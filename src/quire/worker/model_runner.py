@@ -1,4 +1,4 @@
-"""Runs one step on one device: input batch -> model -> sampler -> `ModelOutput`.
+"""`ModelRunner`: executes steps on one device. Inputs (`input_batch.py`), forward (`graphs.py`), logits to tokens.
 
 Only what is common to every model belongs here. What a sequence may compute is the scheduler's business; how an op is
 computed, the backend's.
@@ -6,7 +6,7 @@ computed, the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,10 @@ from quire.kernels.flying import LateTokens
 from quire.kernels.layer_stream import LayerStream
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
-from quire.sampling.constraint import masked_logprobs
 from quire.sampling.grammars import GrammarStore
+from quire.sampling.metadata import NO_TOKENS, Bitmask, SamplingMetadata
 from quire.sampling.processors import LogitsProcessorFactory
-from quire.sampling.sampler import REFUSALS, Bitmask, Sampled, Sampler, SamplingBatch, pack_logprobs
+from quire.sampling.sampler import REQUEST_ERRORS, PendingSample, Sampler, SamplerOutput, pack_logprobs
 from quire.step import (
     Done,
     ForkData,
@@ -32,27 +32,80 @@ from quire.step import (
 )
 from quire.worker.disk_store import DiskStore
 from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, StepGraphs
-from quire.worker.guidance import Guidance, refuse
-from quire.worker.in_flight import NOT_FINITE, FlyingStep, PostponedStep, Tokens
+from quire.worker.guidance import Guidance, masked_logprobs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
 from quire.worker.states import SequenceStates
 from quire.worker.transfers import BlockTransfers
 
-NO_IDS = np.zeros(0, dtype=np.int32)
+NOT_FINITE = "the model produced logits that are not finite"
 
 
 @dataclass(slots=True)
-class _Ends:
-    """Sequences whose last known token was computed: R of them, rows `rows` int64 [R] of the batch.
+class LogitsRows:
+    """R rows of logits [R, V], and for each: its sequence, row of the batch int64 [R], and draft tokens before it.
 
-    `logits` [R, V] are of the tokens to come; `finite` bool [R], see `Backend.rows_finite`.
+    `num_drafts` int64 [R] is 0 for the row after a sequence's last token, i for the row after its i-th draft token.
+    `finite` bool [R] of the backend, see `Backend.rows_finite`.
     """
 
     sequence_ids: list[str]
     rows: np.ndarray
+    num_drafts: np.ndarray
     logits: Array
-    finite: np.ndarray
+    finite: Array
+
+    def take(self, backend: Backend, indices: np.ndarray) -> LogitsRows:
+        """Return those at `indices` int64 [n], in this order; one may be taken more than once."""
+        places = backend.from_numpy(indices)
+        return LogitsRows(
+            [self.sequence_ids[index] for index in indices.tolist()],
+            self.rows[indices],
+            self.num_drafts[indices],
+            backend.take_rows(self.logits, places),
+            self.finite[places],
+        )
+
+
+class StepInFlight:
+    """One step from its submission to its result; see `step.Pending`.
+
+    Attributes:
+        plan, output: what was submitted, and what is known of its result.
+        overlaps: whether it is launched when it is submitted; otherwise the host has a part in it, and it is computed
+            when its result is taken, after the steps before it.
+        sequence_ids, rows, positions, num_drafts: of the rows of logits that tokens are sampled from, see `LogitsRows`;
+            the tokens' positions in their sequences.
+        drafts: int32 [R], the draft token before each row with `num_drafts`; None where no row has any.
+        valid: bool [R], False for rows of the batch that the sequence has left since.
+        sample: the tokens on the device; None before the launch, or where the step samples nothing.
+        host_gap: waits for the step to end and returns `ModelOutput.host_gap`.
+    """
+
+    def __init__(self, finish: Callable[[StepInFlight], None], plan: SchedulerOutput, output: ModelOutput) -> None:
+        self._finish = finish
+        self.plan, self.output = plan, output
+        self.overlaps = False
+        self.launched = self.finished = False
+        self.sequence_ids: list[str] = []
+        self.rows = self.positions = self.num_drafts = np.zeros(0, dtype=np.int64)
+        self.drafts: np.ndarray | None = None
+        self.valid = np.zeros(0, dtype=bool)
+        self.sample: PendingSample | None = None
+        self.host_gap: Callable[[], float] = float
+
+    def invalidate(self, sequence_ids: Collection[str]) -> None:
+        """Note that sequences have left the batch, so that their rows may be others' now."""
+        for index, sequence_id in enumerate(self.sequence_ids):
+            if sequence_id in sequence_ids:
+                self.valid[index] = False
+
+    def result(self) -> ModelOutput:
+        """See `Pending`."""
+        if not self.finished:
+            self._finish(self)
+            self.finished = True
+        return self.output
 
 
 def new_cache(backend: Backend, layer: LayerKVSpec, num_blocks: int, block_size: int) -> KVCache:
@@ -131,7 +184,7 @@ class ModelRunner:
             lora=None if adapters is None else adapters.slots,
             stream=self.stream,
         )
-        self._flying: list[FlyingStep] = []
+        self._in_flight: list[StepInFlight] = []  # oldest first; all but the last one have been launched
         self._ended = backend.mark()  # when the last step had been computed
 
     def _new_caches(self, indices: list[int], num_blocks: int, block_size: int) -> list[KVCache]:
@@ -161,256 +214,263 @@ class ModelRunner:
         found = [caches[layer] for layer in sorted(caches)]
         return found + [LayerCache(layer.cache, 0, layer) for layer in (self.stream.layers if self.stream else ())]
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Apply the step's changes, compute its tokens, and sample where a sequence's last token was computed."""
-        output = self._take_in(step)
-        return self._compute(step, output) if step.num_scheduled_tokens else output
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        """Run a step and return its result."""
+        return self.submit(plan).result()
 
-    def submit(self, step: SchedulerOutput) -> Pending:
-        """Like `execute`, without waiting for the device: tokens stay there, and the next step begins with them.
+    def submit(self, plan: SchedulerOutput) -> Pending:
+        """Apply the step's changes and begin to compute it.
 
-        What the host has a part in is computed when its result is wanted, after what was begun before.
+        Sampled tokens stay on the device, and the next step starts from them there, unless the host has a part in one
+        of the two.
         """
-        output = self._take_in(step)
-        if not step.num_scheduled_tokens:
-            return Done(output)
-        for flying in self._flying[:-1]:
-            flying.result()  # so that of each sequence one token is late at most
-        inputs = self.batch.inputs(step.num_scheduled_tokens)
-        if self._needs_host(inputs, step.forks):
-            return PostponedStep(lambda: self._compute(step, output))
-        flying = self._fly(inputs, output)
-        self._flying = [*(other for other in self._flying if not other.landed), flying]
-        return flying
-
-    def _take_in(self, step: SchedulerOutput) -> ModelOutput:
-        """Apply the step's changes; return what is to be filled in."""
-        output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(step))
-        self.batch.update(step)
+        leaving = {*plan.finished_sequence_ids, *plan.preempted_sequence_ids}
+        for earlier in self._in_flight if leaving else ():
+            earlier.invalidate(leaving)
+        output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(plan))
+        self.batch.update(plan)
         if self.pooler is not None:
-            self.pooler.apply(step)
-        self.states.fork(step.forks, self.batch.row_of, samples=False)
-        return output
+            self.pooler.apply(plan)
+        self.states.fork(plan.forks, self.batch.row_of, samples=False)
+        if not plan.num_scheduled_tokens:
+            return Done(output)
+        while len(self._in_flight) > 1 or (self._in_flight and not self._in_flight[0].launched):
+            self._in_flight[0].result()  # so that the host knows all tokens of a sequence but one
+        inputs = self.batch.inputs(plan.num_scheduled_tokens)
+        step = StepInFlight(self._finish, plan, output)
+        step.overlaps = not self._needs_host(inputs, plan.forks)
+        if step.overlaps or not self._in_flight:
+            self._launch(step, inputs)
+        self._in_flight.append(step)
+        return step
 
     def _needs_host(self, inputs: StepInputs, forks: list[ForkData]) -> bool:
         """Whether the host must see logits or tokens of this step, or the tokens before it, to compute it.
 
-        Of options that go by tokens so far, some know what to do with one that is on the device, see `LateTokens`; ids
-        that an adapter adds to the vocabulary are looked up on the host.
+        Of options that depend on earlier tokens, some can take the last one from the device, see `LateTokens`; ids that
+        an adapter adds to the vocabulary are looked up on the host, and draft tokens are verified there.
         """
         batch = self.batch
         if self.pooler is not None or any(fork.samples for fork in forks):
             return True
         if self.adapters is not None and self.adapters.slots.extra_vocab:
             return True
-        sampled = inputs.sampled.tolist()
-        for row, draws in zip(inputs.rows.tolist(), sampled, strict=True):
-            extras = batch.extras[row]
-            if extras is not None and ((draws and extras.needs_host) or self._is_scored(row)):
+        for row, num_logits in zip(inputs.rows.tolist(), inputs.num_logits.tolist(), strict=True):
+            state = batch.sampling.sequences[row]
+            if state is not None and ((num_logits and state.needs_host) or self._scores_prompt(row)):
                 return True
-            if draws and (batch.guides[row] is not None or batch.num_candidates[row]):
+            if num_logits and (num_logits > 1 or batch.guides[row] is not None or batch.num_candidates[row]):
                 return True
         return False
 
-    def _is_scored(self, row: int) -> bool:
-        """Whether log-probabilities of its prompt are wanted that only this step, or a later one, can tell."""
-        batch, extras = self.batch, self.batch.extras[row]
-        wanted = extras is not None and extras.num_prompt_logprobs is not None
-        return wanted and bool(batch.num_computed_tokens[row] < batch.num_prompt_tokens[row] - 1)
+    def _scores_prompt(self, row: int) -> bool:
+        """Whether log-probabilities of the row's prompt are requested that this step, or a later one, computes."""
+        batch, state = self.batch, self.batch.sampling.sequences[row]
+        requested = state is not None and state.num_prompt_logprobs is not None
+        return requested and bool(batch.num_computed_tokens[row] < batch.num_prompt_tokens[row] - 1)
 
-    def _fly(self, inputs: StepInputs, output: ModelOutput) -> FlyingStep:
-        """Launch a step in which the host has no part."""
-        batch = self.batch
-        chosen = np.flatnonzero(inputs.sampled)
-        last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
-        slots = None if self.adapters is None else self.adapters.slots_of(batch.adapters[inputs.rows])
-        inputs.sources = batch.source_of_ids(inputs)
-        _, logits, finite = self.graphs.run(inputs, last, adapter_slots=slots)
-        rows = inputs.rows[chosen]
-        drawn = self._draw(rows, logits, finite)
-        tokens = Tokens(
-            [inputs.sequence_ids[index] for index in chosen.tolist()],
-            rows,
-            batch.births[rows],
-            batch.append_unknown(rows),
-        )
-        return FlyingStep(output, batch, tokens, drawn, self._gap())
-
-    def _draw(self, rows: np.ndarray, logits: Array | None, finite: Array) -> Callable[[], Sampled]:
-        """Have a token drawn for each of `rows`, and kept on the device; return what waits for it."""
-        backend, kept = self.backend, self.graphs.last_tokens
-        if logits is None:
-            ended = backend.fetch(kept[:1])
-            return lambda: Sampled(ended(), {})
-
-        def keep(tokens: Array) -> Array:
-            return backend.keep_tokens(kept, backend.from_numpy(rows), tokens, finite)
-
-        options = self._options(rows)
-        if any(options.extras):
-            options.late = LateTokens(kept, self.batch.late_places(rows))
-            return self.sampler.start(logits, options, keep).finish
-        fetched = backend.fetch(keep(self.sampler.draw(logits, options)))
-        return lambda: Sampled(fetched(), {})
-
-    def _gap(self) -> Callable[[], float]:
-        """Note that a step was launched; return what says how long the device had to wait for it."""
+    def _launch(self, step: StepInFlight, inputs: StepInputs) -> None:
+        """Compute a step up to its samples, which the device may still be working on afterwards."""
+        step.launched = True
+        if self.pooler is not None:
+            self._pool(inputs, step.output)
+        else:
+            self._generate(step, inputs)
         before, began, backend = self._ended, self.graphs.began, self.backend
         self._ended = backend.mark()
-        return lambda: max(0.0, backend.seconds_between(before, began))
-
-    def _options(self, rows: np.ndarray) -> SamplingBatch:
-        """Return the options of rows, but for their grammars, and their tokens where options go by them."""
-        batch, extras = self.batch, [self.batch.extras[row] for row in rows.tolist()]
-        return SamplingBatch(
-            temperature=batch.temperature[rows],
-            top_k=batch.top_k[rows],
-            top_p=batch.top_p[rows],
-            min_p=batch.min_p[rows],
-            seeds=batch.seeds[rows],
-            positions=batch.num_tokens[rows],
-            extras=extras,
-            output_ids=[NO_IDS if own is None else batch.output_ids(row) for own, row in zip(extras, rows)],
-        )
-
-    def _compute(self, step: SchedulerOutput, output: ModelOutput) -> ModelOutput:
-        """Compute a step whose changes were applied, after all that are in flight; return `output` with its results."""
-        for flying in self._flying:
-            flying.result()
-        self._flying = []
-        inputs = self.batch.inputs(step.num_scheduled_tokens)
-        if self.pooler is not None:
-            self._pool(inputs, output)
-        else:
-            self._generate(step, inputs, output)
-        output.host_gap = self._gap()()
-        return output
-
-    def _generate(self, step: SchedulerOutput, inputs: StepInputs, output: ModelOutput) -> None:
-        """Compute logits, and sample where a sequence's last token was computed."""
-        chosen = np.flatnonzero(inputs.sampled)
-        last = inputs.cu_query_lens[1:][chosen].astype(np.int64) - 1
-        scored = any(self._is_scored(row) for row in inputs.rows.tolist())
-        if self.batch.num_guided:
-            forked = [self.batch.row_of[fork.sequence_id] for fork in step.forks if fork.samples]
-            self.guidance.start([*inputs.rows[chosen].tolist(), *forked], self.batch)
-        slots = None if self.adapters is None else self.adapters.slots_of(self.batch.adapters[inputs.rows])
-        hidden, logits, finite = self.graphs.run(inputs, last, all_hidden=scored, adapter_slots=slots)
-        self.states.fork(step.forks, self.batch.row_of, samples=True)
-        if scored:
-            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs, slots)
-        if logits is not None:
-            sequence_ids = [inputs.sequence_ids[index] for index in chosen.tolist()]
-            ends = _Ends(sequence_ids, inputs.rows[chosen], logits, self.backend.to_numpy(finite))
-            self._go_on(ends, step.forks, output)
+        step.host_gap = lambda: max(0.0, backend.seconds_between(before, began))
 
     def _pool(self, inputs: StepInputs, output: ModelOutput) -> None:
-        """Compute hidden states in the place of logits, and make of them what was asked for."""
+        """Compute hidden states instead of logits, and pool them."""
         assert self.pooler is not None
-        rows, everything = self.pooler.rows(inputs)
+        inputs.logits_indices, everything = self.pooler.rows(inputs)
         types = self.pooler.token_types(inputs)
-        hidden, _, _ = self.graphs.run(inputs, rows, all_hidden=everything, token_types=types)
+        hidden, _, _ = self.graphs.run(inputs, all_hidden=everything, token_types=types)
         self.pooler.take(inputs, hidden, output)
 
-    def close(self) -> None:
-        """Finish what is on its way to the disk."""
-        self.transfers.close()
-        self.guidance.close()
-
-    def _go_on(self, ends: _Ends, forks: list[ForkData], output: ModelOutput) -> None:
-        """Put a new token of each sequence into `output`: the beams' candidates, and what the others drew."""
-        drawing = [fork for fork in forks if fork.samples]
-        if drawing:
-            ends = self._with_forks(ends, drawing)
-        if not ends.finite.all():
-            for index in np.flatnonzero(~ends.finite).tolist():
-                output.errors[ends.sequence_ids[index]] = NOT_FINITE
-        if self.batch.num_guided:
-            for index, error in self.guidance.finish(ends.rows, self.batch).items():
-                ends.finite[index] = False
-                refuse(output, ends.sequence_ids[index], error)
-        if self.batch.num_beams:
-            beams = self.batch.num_candidates[ends.rows] > 0
-            self._offer(self._only(ends, np.flatnonzero(beams & ends.finite)), output)
-            ends = self._only(ends, np.flatnonzero(~beams))
-        if ends.sequence_ids:
-            self._sample(ends, output)
-
-    def _with_forks(self, ends: _Ends, forks: list[ForkData]) -> _Ends:
-        """Add sequences that draw from their parents' logits."""
-        place_of = {sequence_id: place for place, sequence_id in enumerate(ends.sequence_ids)}
-        parents = [place_of[fork.parent_id] for fork in forks]
-        whole = self._only(ends, np.array([*range(len(place_of)), *parents], dtype=np.int64))
-        for place, fork in enumerate(forks, start=len(place_of)):
-            whole.sequence_ids[place] = fork.sequence_id
-            whole.rows[place] = self.batch.row_of[fork.sequence_id]
-        return whole
-
-    def _only(self, ends: _Ends, places: np.ndarray) -> _Ends:
-        """Return those at `places` int64 [n], in this order; one may be taken more than once."""
-        return _Ends(
-            [ends.sequence_ids[place] for place in places.tolist()],
-            ends.rows[places],
-            self.backend.take_rows(ends.logits, self.backend.from_numpy(places)),
-            ends.finite[places],
-        )
-
-    def _offer(self, beams: _Ends, output: ModelOutput) -> None:
-        """Put the most likely next tokens of beams into `output`, by the model's own distribution."""
-        if not beams.sequence_ids:
+    def _generate(self, step: StepInFlight, inputs: StepInputs) -> None:
+        """Compute logits, and launch the samples of sequences whose last token is computed."""
+        batch, output = self.batch, step.output
+        forks = [fork for fork in step.plan.forks if fork.samples]
+        on_device = self._tokens_on_device(inputs)
+        scores_prompts = not step.overlaps and any(self._scores_prompt(row) for row in inputs.rows.tolist())
+        sampled = np.flatnonzero(inputs.num_logits)
+        if batch.num_guided:
+            forked = [batch.row_of[fork.sequence_id] for fork in forks]
+            self.guidance.start([*inputs.rows[sampled].tolist(), *forked], batch)
+        slots = None if self.adapters is None else self.adapters.slots_of(batch.adapters[inputs.rows])
+        hidden, logits, finite = self.graphs.run(inputs, all_hidden=scores_prompts, adapter_slots=slots)
+        self.states.fork(step.plan.forks, batch.row_of, samples=True)
+        if scores_prompts:
+            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs, slots)
+        if logits is None:
+            step.sample = PendingSample(self.backend.fetch(self.graphs.last_tokens[:1]))  # anything that comes after it
             return
+        of_rows = np.repeat(sampled, inputs.num_logits[sampled])
+        rows = LogitsRows(
+            [inputs.sequence_ids[index] for index in of_rows.tolist()],
+            inputs.rows[of_rows],
+            inputs.logits_indices - inputs.logits_indices[np.searchsorted(of_rows, of_rows)],
+            logits,
+            finite,
+        )
+        if forks:
+            rows = self._with_forks(rows, forks)
+        if batch.num_guided:
+            for index, error in self.guidance.finish(rows.rows, batch).items():
+                _refuse(output, rows.sequence_ids[index], error)
+        if batch.num_beams:
+            rows = self._without_beams(rows, output)
+        if rows.sequence_ids:
+            self._sample(step, rows, on_device)
+
+    def _tokens_on_device(self, inputs: StepInputs) -> np.ndarray | None:
+        """Return which rows of the batch have a last token that only the device knows, bool; None for none.
+
+        Inputs that are such tokens are marked in `inputs.sources`.
+        """
+        found: np.ndarray | None = None
+        for earlier in self._in_flight:
+            rows = earlier.rows[earlier.valid]
+            if rows.size:
+                found = np.zeros(len(self.batch.num_tokens), dtype=bool)
+                found[rows] = True
+        if found is None:
+            return None
+        unknown = (inputs.num_logits > 0) & found[inputs.rows]
+        if unknown.any():
+            inputs.sources = np.arange(len(inputs.input_ids)) + len(found)
+            inputs.sources[inputs.cu_query_lens[1:][unknown] - 1] = inputs.rows[unknown]
+        return found
+
+    def _with_forks(self, rows: LogitsRows, forks: list[ForkData]) -> LogitsRows:
+        """Add sequences that sample from their parents' logits."""
+        index_of: dict[str, int] = {}
+        for index, sequence_id in enumerate(rows.sequence_ids):
+            index_of.setdefault(sequence_id, index)
+        parents = [index_of[fork.parent_id] for fork in forks]
+        number = len(rows.sequence_ids)
+        found = rows.take(self.backend, np.array([*range(number), *parents], dtype=np.int64))
+        for index, fork in enumerate(forks, start=number):
+            found.sequence_ids[index] = fork.sequence_id
+            found.rows[index] = self.batch.row_of[fork.sequence_id]
+        return found
+
+    def _without_beams(self, rows: LogitsRows, output: ModelOutput) -> LogitsRows:
+        """Put the most likely next tokens of beams into `output`; return the rows of other sequences."""
+        is_beam = self.batch.num_candidates[rows.rows] > 0
+        beams = np.flatnonzero(is_beam)
+        finite = self.backend.to_numpy(rows.finite)[beams]
+        for index in beams[~finite].tolist():
+            output.errors.setdefault(rows.sequence_ids[index], NOT_FINITE)
+        beams = np.array([i for i in beams[finite].tolist() if rows.sequence_ids[i] not in output.errors], np.int64)
+        if beams.size:
+            self._candidates(rows.take(self.backend, beams), output)
+        return rows.take(self.backend, np.flatnonzero(~is_beam))
+
+    def _candidates(self, beams: LogitsRows, output: ModelOutput) -> None:
         numbers = np.minimum(self.batch.num_candidates[beams.rows], self.model.vocab_size).tolist()
-        mask = self._mask(beams.rows)
-        if mask is None:
+        bitmask = self._bitmask(beams.rows)
+        if bitmask is None:
             best = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
         else:
-            best = masked_logprobs(self.backend, beams.logits, mask, max(numbers))
+            best = masked_logprobs(self.backend, beams.logits, bitmask, max(numbers))
         top = best.fetch(self.backend)()
-        for place, (sequence_id, number) in enumerate(zip(beams.sequence_ids, numbers, strict=True)):
-            output.candidates[sequence_id] = pack_logprobs(top, place, number)
+        for index, (sequence_id, number) in enumerate(zip(beams.sequence_ids, numbers, strict=True)):
+            output.candidates[sequence_id] = pack_logprobs(top, index, number)
 
-    def _mask(self, rows: np.ndarray) -> Bitmask | None:
-        return self.guidance.mask(rows) if self.batch.num_guided else None
+    def _bitmask(self, rows: np.ndarray) -> Bitmask | None:
+        return self.guidance.bitmask(rows) if self.batch.num_guided else None
 
-    def _sample(self, ends: _Ends, output: ModelOutput) -> None:
-        """Draw a token for each sequence, and append it where logits are finite."""
-        batch, rows = self.batch, ends.rows
-        extras = [batch.extras[row] for row in rows.tolist()]
-        temperature = batch.temperature[rows]
-        mask = self._mask(rows)
-        if mask is None and not any(extras) and not temperature.any():
-            sampled = Sampled(self.backend.to_numpy(self.backend.greedy(ends.logits)), {})
-        else:
-            options = self._options(rows)
-            options.mask = mask
-            sampled = self.sampler.sample(ends.logits, options)
-            for index, error in sampled.errors.items():
-                if ends.finite[index]:
-                    ends.finite[index] = False
-                    refuse(output, ends.sequence_ids[index], error, at_fault=error in REFUSALS)
-        batch.append(rows[ends.finite], sampled.token_ids[ends.finite])
-        tokens, finite = sampled.token_ids.tolist(), ends.finite.tolist()
-        for place, sequence_id in enumerate(ends.sequence_ids):
-            if finite[place]:
-                output.sampled_token_ids[sequence_id] = [tokens[place]]
-                if place in sampled.logprobs:
-                    output.logprobs[sequence_id] = [sampled.logprobs[place]]
-                own = extras[place]
-                if own is not None and own.state is not None:
-                    output.sampler_states[sequence_id] = own.state
-        if batch.num_guided:
-            self.guidance.go_on(ends.sequence_ids, batch, output)
+    def _sample(self, step: StepInFlight, rows: LogitsRows, on_device: np.ndarray | None) -> None:
+        """Launch the sampling of a token from each row, and append placeholders for the sequences' next tokens."""
+        batch, backend = self.batch, self.backend
+        metadata = self._sampling_metadata(rows)
+        metadata.bitmask = self._bitmask(rows.rows)
+        if on_device is not None and on_device[rows.rows].any():
+            metadata.late = LateTokens(self.graphs.last_tokens, np.where(on_device[rows.rows], rows.rows, -1))
+        places = backend.from_numpy(rows.rows)
+        step.sample = self.sampler.start(
+            rows.logits,
+            metadata,
+            lambda tokens: backend.keep_tokens(self.graphs.last_tokens, places, tokens, rows.finite),
+        )
+        step.sequence_ids, step.rows, step.num_drafts = rows.sequence_ids, rows.rows, rows.num_drafts
+        step.positions = metadata.positions
+        if rows.num_drafts.any():
+            step.drafts = batch.token_ids[rows.rows, metadata.positions - 1]
+        step.valid = np.ones(len(rows.rows), dtype=bool)
+        batch.append_placeholders(rows.rows[rows.num_drafts == 0])
+
+    def _sampling_metadata(self, rows: LogitsRows) -> SamplingMetadata:
+        batch, states = self.batch, self.batch.sampling.sequences
+        return batch.sampling.metadata(
+            rows.rows,
+            batch.num_tokens[rows.rows] + rows.num_drafts,
+            [NO_TOKENS if states[row] is None else batch.output_ids(row) for row in rows.rows.tolist()],
+        )
+
+    def _finish(self, step: StepInFlight) -> None:
+        """Wait for a step, and for those before it; put what it sampled into its output and the batch."""
+        while self._in_flight[0] is not step:
+            self._in_flight[0].result()
+        self._in_flight.pop(0)
+        if not step.launched:
+            self._launch(step, self.batch.inputs(step.plan.num_scheduled_tokens))
+        if step.sample is not None:
+            sampled = step.sample.finish()
+            if step.sequence_ids:
+                self._commit(step, sampled)
+        step.output.host_gap = step.host_gap()
+
+    def _commit(self, step: StepInFlight, sampled: SamplerOutput) -> None:
+        """Put sampled tokens into a step's output and the batch: each sequence's first, and those that drafts confirm.
+
+        The row after a draft token was computed with that token in its context: its sample counts if the draft is what
+        was sampled in its place. Draws are keyed by seed and position, so that drafts change no bit of the output.
+        """
+        batch, output, tokens = self.batch, step.output, sampled.token_ids.tolist()
+        first = step.valid & (step.num_drafts == 0)
+        batch.fill_placeholders(step.rows[first], step.positions[first], np.maximum(sampled.token_ids[first], 0))
+        confirmed = True
+        for index, (sequence_id, token) in enumerate(zip(step.sequence_ids, tokens, strict=True)):
+            if step.drafts is not None and step.num_drafts[index]:
+                confirmed = confirmed and tokens[index - 1] == step.drafts[index] and token >= 0
+                if not confirmed:
+                    continue
+                batch.append_tokens(int(step.rows[index]), [token])
+            elif sequence_id in output.errors or index in sampled.errors or token < 0:
+                confirmed = False
+                if sequence_id not in output.errors:
+                    error = sampled.errors.get(index, NOT_FINITE)
+                    _refuse(output, sequence_id, error, at_fault=error in REQUEST_ERRORS)
+                continue
+            else:
+                confirmed = True
+            output.sampled_token_ids.setdefault(sequence_id, []).append(token)
+            if index in sampled.logprobs:
+                output.logprobs.setdefault(sequence_id, []).append(sampled.logprobs[index])
+            state = batch.sampling.sequences[step.rows[index]] if step.valid[index] else None
+            if state is not None and state.sampler_state is not None:
+                output.sampler_states[sequence_id] = state.sampler_state
+        if batch.num_guided and not step.overlaps:
+            self.guidance.advance(step.sequence_ids, batch, output)
+
+    def close(self) -> None:
+        """Finish transfers to the disk and end threads."""
+        self.transfers.close()
+        self.guidance.close()
 
     def _prompt_logprobs(
         self, hidden: Array, inputs: StepInputs, slots: np.ndarray | None
     ) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
         for index, row in enumerate(inputs.rows.tolist()):
-            extras = self.batch.extras[row]
-            if extras is None or extras.num_prompt_logprobs is None:
+            state = self.batch.sampling.sequences[row]
+            if state is None or state.num_prompt_logprobs is None:
                 continue
             computed = int(self.batch.num_computed_tokens[row])
-            start = max(computed, extras.prompt_logprob_start - 1)
+            start = max(computed, (state.params.prompt_logprob_start or 0) - 1)
             stop = min(int(inputs.seq_lens[index]), int(self.batch.num_prompt_tokens[row]) - 1)
             if start >= stop:
                 continue
@@ -419,7 +479,7 @@ class ModelRunner:
             result[inputs.sequence_ids[index]] = self._score(
                 hidden[first : first + stop - start],
                 predicted,
-                extras.num_prompt_logprobs,
+                state.num_prompt_logprobs,
                 -1 if slots is None else int(slots[index]),
             )
         return result
@@ -441,3 +501,10 @@ class ModelRunner:
             top = self.backend.top_logprobs(logits, self.backend.from_numpy(piece), k).fetch(self.backend)()
             scores.extend(pack_logprobs(top, row, k) for row in range(len(piece)))
         return scores
+
+
+def _refuse(output: ModelOutput, sequence_id: str, error: str, *, at_fault: bool = True) -> None:
+    """Set the error of a sequence, and whether its request is at fault."""
+    output.errors[sequence_id] = error
+    if at_fault:
+        output.refused.append(sequence_id)

@@ -108,7 +108,7 @@ class Pooler:
             return np.zeros(0, np.int64), True
         if self._spec.kinds == FIRST:
             return starts[inputs.seq_lens == inputs.num_scheduled], False
-        return inputs.cu_query_lens[1:][inputs.sampled].astype(np.int64) - 1, False
+        return inputs.logits_indices, False
 
     def token_types(self, inputs: StepInputs) -> np.ndarray | None:
         """Return which text of a pair each token belongs to, int64 [T] of 0 and 1; None if the model has no use."""
@@ -126,7 +126,7 @@ class Pooler:
     def take(self, inputs: StepInputs, hidden: Array, output: ModelOutput) -> None:
         """Take in the hidden states of `rows`; put what has become of the texts that end in this step into `output`."""
         values = self._backend.to_numpy(hidden)
-        ends = [name for name, ended in zip(inputs.sequence_ids, inputs.sampled.tolist(), strict=True) if ended]
+        ends = [inputs.sequence_ids[index] for index in np.flatnonzero(inputs.num_logits).tolist()]
         if self._needs_all(inputs):
             parts = np.split(values, inputs.cu_query_lens[1:-1])
             found = zip(inputs.sequence_ids, parts, strict=True)

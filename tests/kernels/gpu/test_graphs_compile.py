@@ -42,7 +42,7 @@ from tests.helpers.pretend_gpu import pretend_gpu
 with pretend_gpu() as compiled:
     from quire.kernels.gpu.backend import GPUBackend
     from quire.models.loader import load_model
-    from quire.worker.graphs import _made_up
+    from quire.worker.graphs import dummy_inputs
     from quire.worker.model_runner import ModelRunner
 
     backend = GPUBackend("bfloat16", "bfloat16", "cpu", None if sys.argv[2] == "-" else sys.argv[2])
@@ -57,9 +57,8 @@ with pretend_gpu() as compiled:
     decodes = [(n, n) for n in (1, 2, 3, 5, 8, 12, 16, 24, 30, 40, 64, 72, 80)]
     for tokens, sequences in [*decodes, (5, 1), (7, 2), (17, 1), (33, 3), (100, 16), (130, 1), (300, 20), (512, 64)]:
         size = ladder.up(tokens, sequences, sequences).within(512, 80)
-        inputs = _made_up(graphs._num_groups, tokens, sequences, 80)
-        rows = inputs.cu_query_lens[1:].astype(np.int64) - 1
-        graphs._stage(inputs, rows, size, np.zeros(tokens, np.int64), None)
+        inputs = dummy_inputs(graphs._num_groups, tokens, sequences, 80)
+        graphs._stage(inputs, size, np.zeros(tokens, np.int64), None)
         whole = size.recorded == "whole"
         lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
         shape = size, False, False

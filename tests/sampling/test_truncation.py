@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 
-from quire.sampling.mirostat import Mirostat, most_tokens
-from quire.sampling.truncation import Truncation, truncate
+from quire.sampling.truncation import Mirostat, Truncation, mirostat_top_k, truncate
 from quire.sampling_params import SamplingParams
 
 ZIPF = np.log(1.0 / np.arange(1, 2001) ** 1.1).astype(np.float32)
@@ -24,38 +24,38 @@ def test_the_surprise_of_a_text_is_near_the_target(version: int, tau: float) -> 
     raw /= raw.sum()
     surprises = []
     for _ in range(600):
-        logits, _, [lesson] = truncate(ZIPF[None].copy(), [options], np.ones(1), np.zeros(1, np.int64), np.zeros(1))
+        logits, _, [update] = truncate(ZIPF[None].copy(), [options], np.ones(1), np.zeros(1, np.int64), np.zeros(1))
         probs = np.exp(logits[0].astype(np.float64))
         probs /= probs.sum()
         token = int(rng.choice(len(probs), p=probs))
-        lesson.learn(token)
+        update.apply(token)
         surprises.append(-math.log2(probs[token]))
     assert abs(np.mean(surprises[100:]) - tau) < 0.15
 
 
-def test_one_lesson() -> None:
+def test_one_update() -> None:
     mirostat = Mirostat(2, tau=3.0, eta=0.25)
     assert mirostat.mu == 6.0
-    mirostat.learn(5.0)
+    mirostat.update(5.0)
     assert mirostat.mu == 5.5
-    twin = mirostat.copy()
-    twin.learn(3.0)
+    twin = copy.copy(mirostat)
+    twin.update(3.0)
     assert (mirostat.mu, twin.mu) == (5.5, 5.5)
-    twin.learn(1.0)
+    twin.update(1.0)
     assert (mirostat.mu, twin.mu) == (5.5, 6.0)
-    mirostat.learn(math.nan)
+    mirostat.update(math.nan)
     assert mirostat.mu == 5.5
 
 
 def test_the_number_of_tokens_follows_the_target() -> None:
     ranked = np.exp(ZIPF[:100].astype(np.float64))
-    numbers = [most_tokens(ranked, 2000, mu) for mu in (0.0, 1.0, 3.0, 6.0, 9.0, 60.0)]
+    numbers = [mirostat_top_k(ranked, 2000, mu) for mu in (0.0, 1.0, 3.0, 6.0, 9.0, 60.0)]
     assert numbers[0] == 1 and numbers[-1] == 2000 and numbers == sorted(numbers)
-    assert most_tokens(np.full(100, 0.001), 1000, 3.0) == 1000  # no order among them
-    assert most_tokens(np.array([1.0]), 1000, 3.0) == 1
+    assert mirostat_top_k(np.full(100, 0.001), 1000, 3.0) == 1000  # no order among them
+    assert mirostat_top_k(np.array([1.0]), 1000, 3.0) == 1
     exact = 1.0 / np.arange(1, 101)  # Zipf's exponent is 1, where the formula divides by zero
     near = 1.0 / np.arange(1, 101) ** 1.000001
-    assert abs(most_tokens(exact, 1000, 8.0) - most_tokens(near, 1000, 8.0)) <= 1
+    assert abs(mirostat_top_k(exact, 1000, 8.0) - mirostat_top_k(near, 1000, 8.0)) <= 1
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from quire.kernels.cpu.backend import CPUBackend
-from quire.sampling.constraint import Constraint, MaskWriter, masked_logprobs
 from quire.sampling.grammars import GrammarStore
-from quire.sampling.sampler import Bitmask
+from quire.sampling.metadata import Bitmask
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.worker.guidance import BitmaskWriter, Constraint, masked_logprobs
 from tests.frontend.conftest import MAKERS, NAMED
 
 
@@ -28,7 +28,7 @@ def ids(text: str) -> list[int]:
 @pytest.mark.parametrize("vocab_size", [425, 447, 448, 449, 512])
 def test_masks_of_several_rows_are_written_at_once(vocab_size: int) -> None:
     store = GrammarStore(tokenizer, vocab_size)
-    writer = MaskWriter(4, vocab_size)
+    writer = BitmaskWriter(4, vocab_size)
     writer.start([])
     writer.wait()
     digits, word = Constraint(store.start("start: /[0-3]/")), Constraint(store.start('start: "k" "m"?'))
@@ -38,14 +38,14 @@ def test_masks_of_several_rows_are_written_at_once(vocab_size: int) -> None:
     assert allowed(writer.bits[2]) == sorted(ids("0123"))
     assert allowed(writer.bits[0]) == ids("k")
     assert (writer.bits[1] == -1).all()
-    word.take(ids("k"))
+    word.accept(ids("k"))
     twin = word.fork()
-    twin.take(ids("m"))
+    twin.accept(ids("m"))
     writer.start([(word, 0), (twin, 1)])
     writer.wait()
     assert allowed(writer.bits[0]) == sorted([*ids("m"), 422])
-    assert (word.complete, word.accepting, twin.complete, twin.accepting) == (False, True, True, True)
-    assert twin.forced() == []
+    assert (word.complete, twin.complete) == (False, True)
+    assert twin.forced_tokens() == []
     writer.close()
 
 
@@ -53,12 +53,12 @@ def test_a_token_outside_the_grammar_is_an_error_and_no_end() -> None:
     constraint = Constraint(GrammarStore(tokenizer, 425).start('start: "ab"'))
     assert constraint.allows(ids("ab"))
     assert not constraint.allows(ids("ac"))
-    assert constraint.forced() == tokenizer().encode_segments(["ab"])
+    assert constraint.forced_tokens() == tokenizer().encode_segments(["ab"])
     assert constraint.error is None
-    constraint.take(ids("ac"))
+    constraint.accept(ids("ac"))
     assert constraint.error is not None
     assert "\n" not in constraint.error
-    assert (constraint.complete, constraint.accepting, constraint.forced()) == (False, False, [])
+    assert (constraint.complete, constraint.forced_tokens()) == (False, [])
 
 
 def test_masked_log_probabilities_are_those_of_the_whole_distribution() -> None:

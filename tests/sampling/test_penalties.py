@@ -1,16 +1,20 @@
-"""DRY finds what the text repeats, token by token as well as at once; longer repetitions cost more."""
+"""Token counts are those of the text; DRY finds repetitions, token by token as well as at once."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.sampling.dry import Dry, common_ends
+from quire.sampling.penalties import INITIAL_ROOM, Dry, TokenCounts, common_suffixes
 from quire.sampling_params import SamplingParams
 from tests.helpers.sampling_truth import dry_penalties
 
 VOCAB = 20
+SIZE = 200
+LONG_TEXTS = st.lists(st.integers(0, SIZE - 1), max_size=150)
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)  # of few letters, so that much repeats
 
 
@@ -67,14 +71,14 @@ def test_every_step_takes_off_what_a_search_of_the_whole_text_finds(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(TEXTS)
-def test_common_ends_are_those_of_a_plain_comparison(text: list[int]) -> None:
+def test_common_suffixes_are_those_of_a_plain_comparison(text: list[int]) -> None:
     hoped = []
     for place in range(len(text)):
         length = 0
         while length <= place and text[place - length] == text[len(text) - 1 - length]:
             length += 1
         hoped.append(length)
-    assert common_ends(text).tolist() == hoped
+    assert common_suffixes(text).tolist() == hoped
 
 
 def test_longer_repetitions_cost_more_and_endless_ones_leave_numbers() -> None:
@@ -94,3 +98,36 @@ def test_a_breaker_ends_what_counts_as_repeated() -> None:
     assert taken(dry_of(params, text, [([9], [])])) == {9: 1.75}
     assert taken(dry_of(params, [*text, 9], [([9], [])])) == {}
     assert taken(dry_of(params, text, [([6], [9])])) == {9: 1.75}
+
+
+def found(tokens: TokenCounts) -> dict[int, int]:
+    assert len(set(tokens.ids.tolist())) == len(tokens.ids)
+    return dict(zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True))
+
+
+@given(prompt=LONG_TEXTS, known=LONG_TEXTS, added=LONG_TEXTS, of_twin=LONG_TEXTS)
+def test_each_token_once_and_how_often_it_was_generated(
+    prompt: list[int], known: list[int], added: list[int], of_twin: list[int]
+) -> None:
+    tokens = TokenCounts(prompt + known, len(prompt), SIZE)
+    for token in added:
+        tokens.add(token)
+    twin = tokens.copy()
+    for token in of_twin:
+        twin.add(token)
+    for whose, output in ((tokens, known + added), (twin, known + added + of_twin)):
+        counts = Counter(output)
+        assert found(whose) == {token: counts[token] for token in prompt + output}
+
+
+def test_a_long_output_of_different_tokens_has_room() -> None:
+    tokens, output = TokenCounts([1], 1, SIZE), [token for token in range(SIZE) if token != 1]
+    for token in [*output, *output]:
+        tokens.add(token)
+    assert found(tokens) == {1: 0, **dict.fromkeys(output, 2)}
+
+
+def test_it_takes_no_more_than_its_tokens_need() -> None:
+    tokens = TokenCounts([5, 3, 5], 3, 10**6)
+    assert tokens.ids.tolist() == [3, 5]
+    assert tokens.ids.base is not None and tokens.ids.base.nbytes == 4 * (2 + INITIAL_ROOM)

@@ -1,0 +1,51 @@
+"""Sampling options of rows, as the persistent batch would hand them to the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.engine_request import EngineRequest
+from quire.sampling.metadata import SamplingMetadata, SamplingStates, SequenceState
+from quire.sampling.processors import LogitsProcessorFactory
+from quire.sampling_params import SamplingParams
+from quire.step import NewSequenceData
+
+
+def new_sequence(
+    params: SamplingParams, prompt: list[int], output: list[int], *, sampler_state: float | None = None, **request: Any
+) -> NewSequenceData:
+    """A sequence that has come this far; `request` are fields of `EngineRequest`."""
+    spec = EngineRequest("r", prompt, params, **request)
+    return NewSequenceData("r", spec, [], 0, output, seed=params.seed or 0, sampler_state=sampler_state)
+
+
+def state_of(params: SamplingParams, prompt: list[int], output: list[int], size: int, **rest: Any) -> SequenceState:
+    """The state of a sequence with `size` logits, which its options must need."""
+    state = SequenceState.of(new_sequence(params, prompt, output, **rest), size)
+    assert state is not None
+    return state
+
+
+def metadata_of(
+    rows: Sequence[SamplingParams],
+    size: int,
+    *,
+    prompt: list[int],
+    outputs: Sequence[list[int]],
+    seeds: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
+    factories: Mapping[str, LogitsProcessorFactory] | None = None,
+    **rest: Any,
+) -> SamplingMetadata:
+    """Options of rows with `size` logits; positions are those behind each output unless given."""
+    states = SamplingStates(len(rows), size, factories)
+    for row, (params, output) in enumerate(zip(rows, outputs, strict=True)):
+        states.add(row, new_sequence(params, prompt, output, **rest))
+    if seeds is not None:
+        states.seeds[:] = seeds
+    if positions is None:
+        positions = np.array([len(prompt) + len(output) for output in outputs])
+    return states.metadata(np.arange(len(rows)), positions, [np.array(output, np.int32) for output in outputs])
