@@ -1,11 +1,7 @@
-"""POST /v1/chat/completions: conversations, streamed or not.
-
-Other interfaces use `ChatCompletion`, too: `start` hands a conversation to the engine, `news` yields what comes of it.
-"""
+"""POST /v1/chat/completions: conversations, streamed or not. Dialects use `ChatCompletion`, too."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +26,7 @@ from quire.server.generation import (
     Usage,
     check_stream_fields,
     count_ids,
+    joined_events,
     recommended,
     request_params,
     size_of,
@@ -45,8 +42,6 @@ from quire.server.tokenize import with_special_tokens
 
 router = APIRouter()
 
-MOST_AT_ONCE = 65536  # bytes of a stream that are made before others have their turn
-
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
@@ -60,8 +55,8 @@ async def create_chat_completion(request: Request) -> Response:
     return await generation.answer(request, generation.build)
 
 
-class ChoiceNews(NamedTuple):
-    """What one output brings to one choice: its tokens, the events in its message, and what reads it."""
+class ChoiceUpdate(NamedTuple):
+    """What one output adds to one choice: its tokens, the events in its message, and the reader of its text."""
 
     output: CompletionOutput
     events: list[Event]
@@ -69,11 +64,11 @@ class ChoiceNews(NamedTuple):
 
 
 class ChatCompletion(Generation):
-    """One chat request on its way: to be made, started, read (`news`, or `answer` with `build`) and closed.
+    """A chat request: made, started, read (by `updates`, `events`, or `answer` with `build`) and closed.
 
     Attributes:
-        message_spec: what the message may be, known once the prompt is; None if it is nothing but content.
-        usage: token counts so far, once started.
+        message_spec: what the message may contain, set by `start`; None for nothing but content.
+        usage: token counts so far, set by `start`.
     """
 
     body: ChatCompletionRequest
@@ -95,7 +90,7 @@ class ChatCompletion(Generation):
 
     @staticmethod
     def _alternatives(body: ChatCompletionRequest) -> int:
-        """Return how many alternatives of each token are shown."""
+        """Return the number of alternatives per token in the response."""
         if body.logprob_token_ids is not None and not body.logprobs:
             raise RequestError("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
         if body.top_logprobs is None:
@@ -122,7 +117,7 @@ class ChatCompletion(Generation):
             raise self.explain(error) from None
 
     async def render(self) -> list[int]:
-        """Return the prompt that the conversation is."""
+        """Return the token ids of the rendered conversation."""
         token_ids = await self.context.llm.chat_prompt(
             self.messages, **self.template_arguments, truncate_prompt_tokens=self.params.truncate_prompt_tokens
         )
@@ -132,7 +127,7 @@ class ChatCompletion(Generation):
         return token_ids
 
     async def start(self, request: Request) -> None:
-        """Render the conversation and hand it to the engine."""
+        """Render the conversation and submit it to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         token_ids = await self.render()
         self.message_spec = self._message_spec(token_ids)
@@ -145,7 +140,7 @@ class ChatCompletion(Generation):
         self.usage = Usage(self.streams)
 
     def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:
-        """Return what the message may be; None if this model's messages have no parts, or none were asked for."""
+        """Return what the message may contain; None for nothing but content."""
         front, tools = self.context.llm.front_model, self.tools
         spec = front.message_spec(token_ids, tools=tools.callable, choice=tools.choice, parallel=tools.parallel)
         continued = self.template_arguments["continue_final_message"]
@@ -165,7 +160,7 @@ class ChatCompletion(Generation):
         return msgspec.structs.replace(spec, structured_outputs=form)
 
     def explain(self, error: RequestError) -> RequestError:
-        """Return an error of the front in the words of the request."""
+        """Return an error of the front with the names of the request's fields."""
         error = explain(super().explain(error), self.tools)
         if error.param == "structured_outputs" and self.form is None:
             return retold(error, error.message, "tools")
@@ -174,37 +169,37 @@ class ChatCompletion(Generation):
         return error
 
     def reader(self) -> ChoiceReader:
-        """Return what reads one choice."""
+        """Return a reader for one choice."""
         if self.message_spec is None:
             return ChoiceReader(PlainParser())
         parser = self.context.llm.front_model.message_format.parser(self.message_spec)
         return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
     def _count(self, output: RequestOutput) -> None:
-        """Take the tokens of an output, which has what is new, into `usage`."""
+        """Count the new tokens of an output in `usage`."""
         self.usage.add(0, output)
         if not self._reasoning:
             return
         for completion in output.outputs:
-            watch = self._reasoning[completion.index]
+            budget = self._reasoning[completion.index]
             for token_id in completion.token_ids:
-                watch.accept(token_id)
-        self.usage.reasoning_tokens = sum(watch.num_tokens for watch in self._reasoning)
+                budget.accept(token_id)
+        self.usage.reasoning_tokens = sum(budget.num_tokens for budget in self._reasoning)
 
-    async def news(self) -> AsyncGenerator[list[ChoiceNews], None]:
-        """Yield what comes, of one choice or several; without `stream` in the request, everything at once.
+    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate], None]:
+        """Yield updates of one or several choices as they come; without `stream` in the body, everything at once.
 
         Raises:
-            QuireError: it did not end by itself.
+            QuireError: a choice was aborted or failed.
         """
         readers = [self.reader() for _ in range(self.n)]
 
-        def read(output: RequestOutput) -> list[ChoiceNews]:
-            news = []
+        def read(output: RequestOutput) -> list[ChoiceUpdate]:
+            updates = []
             for completion in output.outputs[: self.n]:
                 reader = readers[completion.index]
-                news.append(ChoiceNews(completion, reader.read(completion.text, completion.finished), reader))
-            return news
+                updates.append(ChoiceUpdate(completion, reader.read(completion.text, completion.finished), reader))
+            return updates
 
         async for _, output in merge(self.streams):
             self.check(output.outputs)
@@ -213,7 +208,7 @@ class ChatCompletion(Generation):
             yield await run_in_thread_if(size > THREAD_CHARS, partial(read, output))
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response."""
         output = outputs[0]
         self._count(output)
         choices = []
@@ -235,24 +230,21 @@ class ChatCompletion(Generation):
         return self.add_metrics(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the stream's events: the role, the message bit by bit, the reason of the end; then usage."""
+        """Yield the events of a stream: the role, the message in deltas, the finish reason; then usage."""
         chunk_usage = ChunkUsage(self.body, self.usage)
         head = self.head("chat.completion.chunk")
         choices: list[_StreamedChoice] = []
-        async for news in self.news():
+        async for updates in self.updates():
             data = b""
             if not choices:
                 choices = [_StreamedChoice(self) for _ in range(self.n)]
                 data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks()])
-            for item in news:
-                work = partial(choices[item.output.index].events, item, chunk_usage, head)
-                data += await run_in_thread_if(size_of([item.output]) > THREAD_CHARS, work)
-                if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
-                    yield data
-                    data = b""
-                    await asyncio.sleep(0)
-            if data:
-                yield data
+            items = [
+                (size_of([item.output]), partial(choices[item.output.index].events, item, chunk_usage, head))
+                for item in updates
+            ]
+            async for batch in joined_events(items, data):
+                yield batch
         last = chunk_usage.last(self, head)
         if last is not None:
             yield event(last)
@@ -268,7 +260,7 @@ class ChatCompletion(Generation):
         ]
 
     def extras(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return what is said of the tokens of a choice."""
+        """Return the fields of a choice about its tokens: log-probabilities and ids."""
         extras: dict[str, Any] = {"logprobs": None}
         if self.body.logprobs and output.token_ids:
             extras["logprobs"] = chat_logprobs(
@@ -289,33 +281,35 @@ class _StreamedChoice:
 
     def __init__(self, job: ChatCompletion) -> None:
         self._job = job
-        self._waiting: dict[str, Any] = {}  # what is said of tokens whose text has not come out yet
+        self._pending: dict[str, Any] = {}  # fields about tokens whose text the reader still holds back
 
-    def chunks(self, news: ChoiceNews) -> list[dict[str, Any]]:
-        """Return the choice in each chunk: what is new, and the end. What is said of tokens goes into the first."""
-        output, events, reader = news
+    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """Return the choice of each chunk: deltas, and the end. Fields about tokens go into the first one."""
+        output, events, reader = update
         deltas = [item for item in map(delta, events) if item is not None]
-        self._wait(self._job.extras(output))
-        chunks = [{"index": output.index, "delta": item, **self._take(), "finish_reason": None} for item in deltas]
+        self._add_pending(self._job.extras(output))
+        chunks = [
+            {"index": output.index, "delta": item, **self._take_pending(), "finish_reason": None} for item in deltas
+        ]
         if output.finished:
             last = {"content": ""} if reader.is_empty and self._job.message_spec is not None else {}
-            chunks.append({"index": output.index, "delta": last, **self._take(), **_ending(output, reader)})
+            chunks.append({"index": output.index, "delta": last, **self._take_pending(), **_ending(output, reader)})
         return chunks
 
-    def events(self, news: ChoiceNews, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
+    def events(self, update: ChoiceUpdate, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
         """Return the events of `chunks`."""
-        return b"".join([event(usage.put({**head, "choices": [choice]})) for choice in self.chunks(news)])
+        return b"".join([event(usage.put({**head, "choices": [choice]})) for choice in self.chunks(update)])
 
-    def _wait(self, extras: dict[str, Any]) -> None:
-        waiting = self._waiting
+    def _add_pending(self, extras: dict[str, Any]) -> None:
+        pending = self._pending
         if extras["logprobs"] is not None:
-            logprobs = waiting.setdefault("logprobs", {"content": [], "refusal": None})
+            logprobs = pending.setdefault("logprobs", {"content": [], "refusal": None})
             logprobs["content"] += extras["logprobs"]["content"]
         if extras.get("token_ids"):
-            waiting["token_ids"] = [*waiting.get("token_ids", ()), *extras["token_ids"]]
+            pending["token_ids"] = [*pending.get("token_ids", ()), *extras["token_ids"]]
 
-    def _take(self) -> dict[str, Any]:
-        taken, self._waiting = self._waiting, {}
+    def _take_pending(self) -> dict[str, Any]:
+        taken, self._pending = self._pending, {}
         return {"logprobs": None, **taken}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +21,10 @@ from quire.server.generation import (
     Usage,
     check_stream_fields,
     count_ids,
+    joined_events,
     request_params,
     size_of,
 )
-from quire.server.json_io import THREAD_CHARS, run_in_thread_if
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import CompletionRequest, body_schema
@@ -33,7 +32,6 @@ from quire.server.streaming import DONE, EventStream, event, merge
 from quire.server.tokenize import encode_text
 
 DEFAULT_MAX_TOKENS = 16
-MOST_AT_ONCE = 65536  # bytes of a stream that are made before others have their turn
 
 router = APIRouter()
 
@@ -50,7 +48,7 @@ async def create_completion(request: Request) -> Response:
 
 
 class Completion(Generation):
-    """One completions request on its way."""
+    """A completions request."""
 
     body: CompletionRequest
 
@@ -78,7 +76,7 @@ class Completion(Generation):
         return request_params(self.context, body, **changes)
 
     async def start(self, request: Request) -> None:
-        """Check the prompts and hand them to the engine."""
+        """Check the prompts and submit them to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         prompts = self.prompts
         if not self.body.add_special_tokens:
@@ -92,7 +90,7 @@ class Completion(Generation):
         await self.submit(request, prompts, self.params)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response."""
         usage = Usage(self.streams)
         choices = []
         for index, output in enumerate(outputs):
@@ -106,7 +104,7 @@ class Completion(Generation):
         return self.add_metrics({**self.head("text_completion"), "choices": choices, "usage": usage.as_json()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the stream's events."""
+        """Yield the events of a stream."""
         usage = Usage(self.streams)
         chunk_usage = ChunkUsage(self.body, usage)
         choices: dict[tuple[int, int], _Choice] = {}
@@ -117,21 +115,16 @@ class Completion(Generation):
             prompts.setdefault(index, output.prompt_logprobs)
             if not self.only_prompt:
                 usage.add(index, output)
-            data = b""
+            items = []
             for completion in output.outputs:
                 key = (index, completion.index)
                 if key not in choices:
                     choices[key] = _Choice(self, index, completion.index, prompts[index])
                 choice = choices[key]
                 size = size_of([completion], None if choice.begun else choice.positions)
-                work = partial(choice.chunk, completion, chunk_usage, head)
-                data += await run_in_thread_if(size > THREAD_CHARS, work)
-                if len(data) > MOST_AT_ONCE:  # its client reads slowly, and much has come meanwhile
-                    yield data
-                    data = b""
-                    await asyncio.sleep(0)
-            if data:
-                yield data
+                items.append((size, partial(choice.chunk, completion, chunk_usage, head)))
+            async for batch in joined_events(items):
+                yield batch
         last = chunk_usage.last(self, head)
         if last is not None:
             yield event(last)
@@ -139,7 +132,7 @@ class Completion(Generation):
 
 
 class _Choice:
-    """One choice of the answer, or what was said about it so far in a stream."""
+    """One choice of the response, or the state of one in a stream."""
 
     def __init__(
         self, job: Completion, prompt_index: int, index: int, positions: Sequence[TokenLogprobs | None] | None
@@ -152,7 +145,7 @@ class _Choice:
         self.begun = False
 
     def part(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the choice with what is in `output`; the first time, with echo, behind the prompt."""
+        """Return the choice with the text of `output`; the first time, with echo, preceded by the prompt."""
         body = self.job.body
         text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or [])
         if self.job.only_prompt:
@@ -188,7 +181,7 @@ class _Choice:
         return part
 
     def chunk(self, output: CompletionOutput, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
-        """Return the event of a stream with what is in `output`; b"" if there is nothing to say of it."""
+        """Return the event with the text of `output`; b"" if it adds nothing."""
         part = self.part(output)
         if not (part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part):
             return b""

@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -26,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.errors import GenerationError, OverloadedError, QuireError, RequestError, echo, retold
+from quire.errors import GenerationError, OverloadedError, QuireError, echo
 from quire.server.json_io import JSON
 
 MAX_MESSAGE = 1000
@@ -282,57 +280,3 @@ def _methods_of(request: Request) -> list[str]:
         for named in {bool(child.get("path_params")) for match, child in matches if match is Match.FULL}:
             found[named].append(method)
     return found[False] or found[True]
-
-
-MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content\b(?:\[\d+\])?)?")
-
-T = TypeVar("T")
-
-
-class Words:
-    """What an interface calls the fields of chats.
-
-    Args:
-        fields: regular expressions for fields of chats, and what is called so by the interface (may have groups).
-        places: where each message of the chat came from: from another one, or from a field that is all content.
-    """
-
-    def __init__(self, fields: Mapping[str, str], places: Sequence[str] = ()) -> None:
-        self._fields = [(re.compile(rf"^{pattern}(?![\w])"), name) for pattern, name in fields.items()]
-        self._places = list(places)
-
-    def tell(self, error: RequestError) -> RequestError:
-        """Return the error as the client must hear it: another `param`, and this one in the message, too."""
-        if error.param is None:
-            return error
-        param = self._place(error.param)
-        for pattern, name in self._fields:
-            if pattern.search(param):
-                param = pattern.sub(name, param)
-                break
-        message = error.message.replace(error.param, param, 1) if param != error.param else error.message
-        return retold(error, message, param)
-
-    def _place(self, text: str) -> str:
-        def name(found: re.Match[str]) -> str:
-            index = int(found[1])
-            if index >= len(self._places):
-                return found[0]
-            place = self._places[index]
-            return f"{place}.content" if found[2] and place.startswith("messages") else place
-
-        return MESSAGE.sub(name, text)
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the errors of a block."""
-        try:
-            yield
-        except RequestError as error:
-            raise self.tell(error) from None
-
-    async def telling_of(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Yield `items`; tell their errors."""
-        with self.telling():
-            async for item in items:
-                yield item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from quire.sampling_rules import with_recommended
 from quire.server.context import ModelContext
 from quire.server.forms import requested_form
 from quire.server.job import EngineJob, estimate_tokens
-from quire.server.json_io import large_json_response
+from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
 from quire.server.timeline import response_metrics
@@ -35,6 +35,7 @@ MAX_SEQUENCES = 1024
 MAX_ENTRIES = 8192
 YIELD_EVERY = 4
 MAX_RESPONSE_ENTRIES = 2**22
+MAX_BATCH_BYTES = 65536  # of a stream that are encoded before other requests have their turn
 CHARS_PER_ENTRY = 16
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
@@ -346,6 +347,24 @@ def size_of(completions: Sequence[CompletionOutput], prompt: Positions | None = 
         if positions:
             size += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
     return size
+
+
+async def joined_events(
+    items: Iterable[tuple[int, Callable[[], bytes]]], data: bytes = b""
+) -> AsyncGenerator[bytes, None]:
+    """Yield `data` and what each piece of work returns, joined up to `MAX_BATCH_BYTES`.
+
+    Args:
+        items: the size of the result [characters], and the work.
+    """
+    for size, work in items:
+        data += await run_in_thread_if(size > THREAD_CHARS, work)
+        if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
+            yield data
+            data = b""
+            await asyncio.sleep(0)
+    if data:
+        yield data
 
 
 class Usage:

@@ -23,7 +23,7 @@ from quire.frontend.formats.message import (
     Event,
     ReasoningDelta,
 )
-from quire.server.chat import ChatCompletion, ChoiceNews
+from quire.server.chat import ChatCompletion, ChoiceUpdate
 from quire.server.generation import Usage
 
 OUR_CALL, THEIR_CALL = "call_", "toolu_"
@@ -168,51 +168,55 @@ class Answer:
             "usage": {**usage_json(self._chat.usage), "service_tier": "standard"},
         }
 
-    def _take(self, news: list[ChoiceNews]) -> list[dict[str, Any]]:
+    def _take(self, updates: list[ChoiceUpdate]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
-        for item in news:
-            events += self._blocks.take(item.events)
-            if item.output.finished:
+        for update in updates:
+            events += self._blocks.take(update.events)
+            if update.output.finished:
                 events += self._blocks.close()
-                self._ending = self._end(item)
+                self._ending = self._end(update)
         return events
 
-    def _end(self, news: ChoiceNews) -> dict[str, Any]:
+    def _end(self, update: ChoiceUpdate) -> dict[str, Any]:
         """Return why the message ended."""
         reason, sequence = "end_turn", None
-        if news.output.finish_reason == "length":
+        if update.output.finish_reason == "length":
             generated = self._chat.usage.as_json()["completion_tokens"]
             reason = "max_tokens" if generated >= self._max_tokens else "model_context_window_exceeded"
-        elif isinstance(news.output.stop_reason, str):
-            reason, sequence = "stop_sequence", news.output.stop_reason
+        elif isinstance(update.output.stop_reason, str):
+            reason, sequence = "stop_sequence", update.output.stop_reason
         elif self._blocks.complete_call:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the message once it is complete. Raises as `ChatCompletion.news`."""
-        async with contextlib.aclosing(self._chat.news()) as batches:
-            async for news in batches:
-                self._take(news)
+        """Return the message once it is complete. Raises as `ChatCompletion.updates`."""
+        async with contextlib.aclosing(self._chat.updates()) as batches:
+            async for updates in batches:
+                self._take(updates)
         return self._message(self._blocks.content())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream, those that belong together in one piece."""
         started = False
-        async with contextlib.aclosing(self._chat.news()) as batches:
-            async for news in batches:
+        async with contextlib.aclosing(self._chat.updates()) as batches:
+            async for updates in batches:
                 data = b""
                 if not started:
                     started = True
                     start = {"type": "message_start", "message": self._message([])}
                     data = _event(start) + _event({"type": "ping"})
-                data += b"".join([_event(item) for item in self._take(news)])
+                data += b"".join([_event(item) for item in self._take(updates)])
                 if data:
                     yield data
         usage = usage_json(self._chat.usage)
         yield _event({"type": "message_delta", "delta": self._ending, "usage": usage}) + _event(
             {"type": "message_stop"}
         )
+
+    def close(self) -> None:
+        """End what is unfinished."""
+        self._chat.close()
 
 
 def _event(value: dict[str, Any]) -> bytes:

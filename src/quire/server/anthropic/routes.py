@@ -18,10 +18,11 @@ from quire.server.anthropic.translate import (
 )
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
+from quire.server.dialects import respond
 from quire.server.json_io import json_response
 from quire.server.parsing import parse_request, process_body, validate
 from quire.server.protocol import ChatCompletionRequest, body_schema
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
+from quire.server.streaming import EventStream
 
 router = APIRouter()
 
@@ -32,30 +33,19 @@ R = TypeVar("R", bound=ConversationRequest)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     body, context, translation = await _translated(request, MessagesRequest)
-    with translation.words.telling():
+    with translation.names.translating():
         chat = await process_body(request, lambda: _chat(context, translation))
         await chat.start(request)
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
-    headers = _headers(request)
-    if body.stream:
-        stream = EventStream(translation.words.telling_of(answer.events()), chat.close)
-        stream.headers.update(headers)
-        return stream
-    try:
-        with translation.words.telling():
-            message = await until_disconnect(request.receive, answer.whole())
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
-    finally:
-        chat.close()
-    return json_response(message, headers=headers)
+    stream_type = EventStream if body.stream else None
+    return await respond(request, answer, translation.names, stream_type, _headers(request))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of such a message has."""
     _, context, translation = await _translated(request, CountTokensRequest)
-    with translation.words.telling():
+    with translation.names.translating():
         chat = await process_body(request, lambda: _chat(context, translation))
         token_ids = await chat.render()
     answer = {"input_tokens": len(token_ids)}

@@ -14,7 +14,7 @@ from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.server.anthropic.conversation import Conversation, check_cache_control, without_nulls
-from quire.server.errors import Words
+from quire.server.dialects import FieldNames
 from quire.server.parsing import refuse_unless_harmless
 from quire.server.protocol import MAX_USER_LENGTH, Harmless, RequestModel
 from quire.server.templates import THINKING_SWITCHES
@@ -52,12 +52,12 @@ class Translation:
     """A chat that a request is.
 
     Attributes:
-        fields: of `ChatCompletionRequest`. words: for what is wrong with it.
+        fields: of `ChatCompletionRequest`. names: for errors about it.
         shows_thinking: whether the text of reasoning is shown.
     """
 
     fields: dict[str, Any]
-    words: Words
+    names: FieldNames
     shows_thinking: bool
 
 
@@ -86,7 +86,7 @@ def translate(body: ConversationRequest, front: FrontModel, *, ignore_unknown: b
     }
     if isinstance(body, MessagesRequest):
         fields |= _generation(body, thinking, ignore_unknown)
-    return Translation(fields, Words(FIELDS, conversation.places), shows_thinking)
+    return Translation(fields, FieldNames(FIELDS, conversation.places), shows_thinking)
 
 
 def _generation(body: MessagesRequest, thinking: Mapping[str, Any], ignore_unknown: bool) -> dict[str, Any]:

@@ -144,11 +144,15 @@ class Answer:
         whole = self._part(self._message.content or "", self._message.reasoning or "", calls)
         return {**last, **whole, "done": True}
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as lines."""
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as lines of JSON."""
         async with contextlib.aclosing(self.parts()) as parts:
             async for part in parts:
                 yield _encode(part) + b"\n"
+
+    def close(self) -> None:
+        """End what is unfinished."""
+        self._generation.close()
 
 
 async def _outputs(generation: Generation) -> AsyncGenerator[RequestOutput, None]:

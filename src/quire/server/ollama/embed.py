@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling import Pooled
-from quire.server.errors import Words
+from quire.server.dialects import FieldNames
 from quire.server.json_io import large_json_response
 from quire.server.ollama.answer import Clock
 from quire.server.ollama.catalogue import named_model
@@ -57,7 +57,7 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """Make a vector of one text."""
     body = await parse_request(request, OldEmbedRequest)
-    with Words({"input": "prompt"}).telling():
+    with FieldNames({"input": "prompt"}).translating():
         return await _answer(
             request, body, {"input": body.prompt}, True, lambda found: {"embedding": _vectors(found)[0]}, timed=False
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +10,8 @@ from quire.server.chat import ChatCompletion
 from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.completions import Completion
 from quire.server.context import ModelContext
-from quire.server.errors import HTTPProblem, Words
+from quire.server.dialects import respond
+from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
 from quire.server.ollama import catalogue, embed
 from quire.server.ollama.answer import Answer, Clock, LineStream, loaded
@@ -23,11 +22,10 @@ from quire.server.ollama.translate import (
     chat_fields,
     check_keep_alive,
     completion_fields,
-    words,
+    field_names,
 )
 from quire.server.parsing import parse_request, process_body, validate
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body_schema
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 
 # What of Ollama is not here: method, path, and why.
 NOT_OFFERED = (
@@ -68,41 +66,32 @@ async def generate(request: Request) -> Response:
         return json_response(loaded(context.name, in_message=False))
     if not body.raw:
         return await _chat(request, context, body, clock)
-    told = words()
-    with told.telling():
+    names = field_names()
+    with names.translating():
         fields = completion_fields(body, context.llm.max_model_len, context.ignore_unknown)
         completion = Completion(context, validate(CompletionRequest, fields))
         await completion.start(request)
     answer = Answer(completion, ChoiceReader(PlainParser()), clock, in_message=False)
-    return await _answered(request, answer, completion.close, told, stream=body.stream)
+    return await respond(request, answer, names, LineStream if body.stream else None)
 
 
 async def _chat(request: Request, context: ModelContext, body: ChatRequest | GenerateRequest, clock: Clock) -> Response:
-    told = words() if isinstance(body, ChatRequest) else words(["system", "prompt"] if body.system else ["prompt"])
+    in_message = isinstance(body, ChatRequest)
+    names = (
+        field_names()
+        if isinstance(body, ChatRequest)
+        else field_names(["system", "prompt"] if body.system else ["prompt"])
+    )
 
     def make() -> ChatCompletion:
         fields = chat_fields(body, context.llm.front_model, context.llm.max_model_len, context.ignore_unknown)
         return ChatCompletion(context, validate(ChatCompletionRequest, fields))
 
-    with told.telling():
+    with names.translating():
         chat = await process_body(request, make)
         await chat.start(request)
-    answer = Answer(chat, chat.reader(), clock, in_message=isinstance(body, ChatRequest))
-    return await _answered(request, answer, chat.close, told, stream=body.stream)
-
-
-async def _answered(
-    request: Request, answer: Answer, close: Callable[[], None], told: Words, *, stream: bool
-) -> Response:
-    if stream:
-        return LineStream(told.telling_of(answer.lines()), close)
-    try:
-        with told.telling():
-            return json_response(await until_disconnect(request.receive, answer.whole()))
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
-    finally:
-        close()
+    answer = Answer(chat, chat.reader(), clock, in_message=in_message)
+    return await respond(request, answer, names, LineStream if body.stream else None)
 
 
 def _refuse(method: str, path: str, why: str) -> None:

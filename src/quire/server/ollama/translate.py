@@ -13,7 +13,7 @@ from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_fi
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
-from quire.server.errors import Words
+from quire.server.dialects import FieldNames
 from quire.server.parsing import refuse_unless_harmless
 from quire.server.protocol import Harmless, RequestModel
 from quire.server.templates import THINKING_SWITCHES
@@ -60,9 +60,9 @@ FIELDS = {
 }
 
 
-def words(places: Sequence[str] = ()) -> Words:
-    """Return what Ollama calls the fields of a chat; `places` are where its messages came from, if not from such."""
-    return Words({**FIELDS, "messages": "prompt"} if places else FIELDS, places)
+def field_names(places: Sequence[str] = ()) -> FieldNames:
+    """Return Ollama's names of the fields of a chat; `places` are as in `FieldNames`."""
+    return FieldNames({**FIELDS, "messages": "prompt"} if places else FIELDS, places)
 
 
 def chat_fields(

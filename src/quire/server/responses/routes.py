@@ -27,11 +27,11 @@ from quire.server.responses.running import ResponseRun, lease, new_response, spa
 from quire.server.responses.store import ResponseStore, StoredResponse
 from quire.server.responses.translate import (
     INCLUDED,
+    NAMES,
     SEALED,
     chat_request,
     check_include,
     counted_request,
-    told,
     without_default_effort,
 )
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
@@ -68,7 +68,7 @@ async def create_response(request: Request) -> Response:
             param="background",
         )
     earlier, items, messages, size = await _conversation(request, body)
-    try:
+    with NAMES.translating():
         chat_body = await process_body(
             request, lambda: chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
         )
@@ -76,8 +76,6 @@ async def create_response(request: Request) -> Response:
         response_id = new_id("resp")
         chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
         await start_fitting(chat, request, truncate=body.truncation == "auto")
-    except RequestError as error:
-        raise told(error) from None
     keeps_events = body.background and body.stream
     response = new_response(body, chat, response_id)
     stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events, input_size=size)
@@ -270,13 +268,11 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     body = await parse_request(request, InputTokensRequest)
     _, _, messages, _ = await _conversation(request, body)
-    try:
+    with NAMES.translating():
         chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
         context = await model_context(request, body.model)
         chat = ChatCompletion(context, without_default_effort(chat_body, context.llm.front_model), "count")
         token_ids = await chat.render()
-    except RequestError as error:
-        raise told(error) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
 

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from quire.errors import ContextLengthError, QuireError, RequestError
 from quire.outputs import CompletionOutput
-from quire.server.chat import ChatCompletion, ChoiceNews
+from quire.server.chat import ChatCompletion, ChoiceUpdate
 from quire.server.context import ModelContext
 from quire.server.errors import error_object
 from quire.server.generation import Usage
@@ -24,7 +24,7 @@ from quire.server.responses.custom_tools import CUSTOM, shown
 from quire.server.responses.events import OutputBuilder, StreamEvent, encode_event
 from quire.server.responses.protocol import Reasoning, ResponseRequest
 from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server.responses.translate import TOOL_FIELDS, told
+from quire.server.responses.translate import NAMES, TOOL_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ class ResponseRun:
             first = "response.queued" if self.response["status"] == "queued" else "response.in_progress"
             yield [self._lifecycle("response.created"), self._lifecycle(first)]
             try:
-                async with contextlib.aclosing(self.chat.news()) as batches:
-                    async for news in batches:
-                        made = self._take(news[0])
+                async with contextlib.aclosing(self.chat.updates()) as batches:
+                    async for updates in batches:
+                        made = self._take(updates[0])
                         if made:
                             yield made
             except QuireError as error:
@@ -123,15 +123,15 @@ class ResponseRun:
         self._aborted = True
         self._end()
 
-    def _take(self, news: ChoiceNews) -> list[StreamEvent]:
+    def _take(self, update: ChoiceUpdate) -> list[StreamEvent]:
         """Add what has come."""
         made: list[StreamEvent] = []
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             made.append(self._lifecycle("response.in_progress"))
-        made += self._builder.add(news.events, self._logprobs(news.output))
-        if news.output.finished:
-            complete(self.response, news.output.finish_reason)
+        made += self._builder.add(update.events, self._logprobs(update.output))
+        if update.output.finished:
+            complete(self.response, update.output.finish_reason)
             made += self._builder.finish(complete=self.response["status"] == "completed")
             made.append(self._final())
         return made
@@ -147,7 +147,7 @@ class ResponseRun:
 
     def _failed(self, error: QuireError) -> list[StreamEvent]:
         """Note what ended it. Who cancelled it knows why."""
-        self.error = error = told(error) if isinstance(error, RequestError) else error
+        self.error = error = NAMES.translate(error) if isinstance(error, RequestError) else error
         if self._aborted:
             return []
         fail(self.response, error)

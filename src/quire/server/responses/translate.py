@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type, wrong_value
-from quire.errors import RequestError, UnsupportedError, echo, retold
+from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
+from quire.server.dialects import FieldNames
 from quire.server.parsing import refuse_unless_harmless, validate
 from quire.server.protocol import ChatCompletionRequest, SamplingRequest
 from quire.server.responses.conversation import Message
@@ -40,40 +40,24 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "json_schema": ("name", "schema", "strict", "description"),
 }
 PASSED_ON = (*(name for name in SamplingRequest.model_fields if name != "model"), *CHAT_FIELDS, "user")
-# What chat completions call a field, and what it is called here.
-NAMES = [
-    (re.compile(old), new)
-    for old, new in (
-        (r"messages\b.*", "input"),
-        (r"response_format\.json_schema\b", "text.format"),
-        (r"response_format\b", "text.format"),
-        (r"(tools\[\d+\])\.function\b", r"\1"),
-        (r"tool_choice\.allowed_tools\.tools\[(\d+)\]\.function\b", r"tool_choice.tools[\1]"),
-        (r"tool_choice\.allowed_tools\b", "tool_choice"),
-        (r"tool_choice\.function\b", "tool_choice"),
-        (r"reasoning_effort\b", "reasoning.effort"),
-        (r"max_completion_tokens\b", "max_output_tokens"),
-        (r"max_tokens\b", "max_output_tokens"),
-    )
-]
-
-
-def told(error: RequestError) -> RequestError:
-    """Return an error about a chat completion in the words of the request."""
-    if error.param is None:
-        return error
-    for pattern, new in NAMES:
-        found = pattern.match(error.param)
-        if found is not None:
-            param = found.expand(new) + error.param[found.end() :]
-            return retold(error, error.message.replace(error.param, param), param)
-    return error
+# Fields of chat completions, and their names here.
+NAMES = FieldNames(
+    {
+        r"messages.*": "input",
+        r"response_format(\.json_schema)?": "text.format",
+        r"(tools\[\d+\])\.function": r"\1",
+        r"tool_choice\.allowed_tools\.tools\[(\d+)\]\.function": r"tool_choice.tools[\1]",
+        r"tool_choice\.(allowed_tools|function)": "tool_choice",
+        r"reasoning_effort": "reasoning.effort",
+        r"max(_completion)?_tokens": "max_output_tokens",
+    }
+)
 
 
 def chat_request(
     body: ResponseRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
 ) -> ChatCompletionRequest:
-    """Return the chat completion that a response is. Raises `RequestError`, in the words of either."""
+    """Return the chat completion that a response is. Raises `RequestError` naming a field of either."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
     fields |= _conversation_fields(body, ignore_unknown)
     fields["stream"] = body.stream or body.background  # whoever looks sees how far it is
