@@ -109,8 +109,8 @@ class ChatCompletion(Generation):
         elif body.max_tokens is None:
             # None: to the end of the context.
             changes["max_tokens"] = recommended(self.context).get("max_tokens")
-        if self.form is not None:
-            changes["structured_outputs"] = self.form.params
+        if self.structured_output is not None:
+            changes["structured_outputs"] = self.structured_output.params
         try:
             return request_params(self.context, body, **changes)
         except RequestError as error:
@@ -156,13 +156,13 @@ class ChatCompletion(Generation):
                 "special tokens; /v1/completions shows them",
                 param="skip_special_tokens",
             )
-        form = None if self.form is None else self.form.params
+        form = None if self.structured_output is None else self.structured_output.params
         return msgspec.structs.replace(spec, structured_outputs=form)
 
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front with the names of the request's fields."""
         error = explain(super().explain(error), self.tools)
-        if error.param == "structured_outputs" and self.form is None:
+        if error.param == "structured_outputs" and self.structured_output is None:
             return retold(error, error.message, "tools")
         if error.param == "logprobs" and self.body.top_logprobs is not None:
             return retold(error, error.message.replace("logprobs", "top_logprobs", 1), "top_logprobs")

@@ -66,8 +66,8 @@ class Completion(Generation):
         elif body.logprob_token_ids is not None:
             changes["logprobs"] = count_ids(body.logprob_token_ids)
         self.shows_logprobs = changes["logprobs"] is not None
-        if self.form is not None:
-            changes["structured_outputs"] = self.form.params
+        if self.structured_output is not None:
+            changes["structured_outputs"] = self.structured_output.params
         changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if self.only_prompt:
             changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one

@@ -20,11 +20,11 @@ from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.sampling_rules import with_recommended
 from quire.server.context import ModelContext
-from quire.server.forms import requested_form
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
+from quire.server.structured_outputs import structured_output
 from quire.server.timeline import response_metrics
 from quire.server.tracing import traced_parameters
 
@@ -40,7 +40,7 @@ CHARS_PER_ENTRY = 16
 # Fields of beam search alone, with the values that ask for nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
-# Fields that have the same name and meaning in a request and in SamplingParams. A form has many names in requests.
+# Fields that have the same name and meaning in a request and in SamplingParams. Structured output has several names.
 SHARED_FIELDS = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -189,7 +189,7 @@ class Generation(EngineJob):
         super().__init__(context, body, f"{prefix}-{body.request_id or uuid.uuid4().hex}")
         self.n = 1
         refuse_unless_generating(context)
-        self.form = requested_form(body, ignore_unknown=context.ignore_unknown)
+        self.structured_output = structured_output(body, ignore_unknown=context.ignore_unknown)
         self._alarm: asyncio.TimerHandle | None = None
         self._expired = False
         self._num_entries = 0
@@ -293,7 +293,7 @@ class Generation(EngineJob):
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front with the names of the request's fields."""
         error = _as_written(error)
-        return error if self.form is None else self.form.explain(error)
+        return error if self.structured_output is None else self.structured_output.explain(error)
 
     def close(self) -> None:
         """As `EngineJob.close`."""

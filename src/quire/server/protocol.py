@@ -1,16 +1,18 @@
 """The bodies of requests: which fields exist, of which type, and which are known but refused.
 
-Fields that map onto `SamplingParams` are typed here for the API description only; `SamplingParams` checks them, so that
-bounds stand in one place. A field that exists in the OpenAI or vLLM interfaces but that this server cannot honour is
+Sampling fields are those of `SamplingParams`, which checks their values, so that a new one need not be declared here.
+A field that exists in the OpenAI or vLLM interfaces but that this server cannot honour is
 listed in `refused` with the values that ask for nothing; any other value is an error that names the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
+
+from quire.sampling_params import SamplingParams
 
 MAX_USER_LENGTH = 256
 MAX_KEY_LENGTH = 1024
@@ -75,7 +77,7 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides text."""
+    """What a stream has besides text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -92,50 +94,41 @@ class EngineBody(RequestModel):
     user: ShortText | None = None
 
 
-class SamplingRequest(EngineBody):
-    """Fields of everything that generates text."""
+# Fields of `SamplingParams` that no request has under that name, and those that a subclass below declares.
+_NOT_SAMPLING_FIELDS = (
+    *REFUSED_EVERYWHERE,
+    *("output_kind", "skip_clone", "extra_args", "n", "best_of", "max_tokens", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "logprob_token_ids", "prompt_logprob_start", "skip_special_tokens"),
+    "structured_outputs",
+)
+# Types of those fields whose JSON is not described by their type in `SamplingParams`.
+_JSON_TYPES: Mapping[str, Any] = {
+    "logit_bias": dict[str, float],
+    "repetition_detection": dict[str, int],
+    "logits_processors": list[str | dict[str, Any]],
+}
 
-    # Checked by SamplingParams.
-    min_tokens: SkipValidation[int] = 0
-    temperature: SkipValidation[float | None] = None
-    top_p: SkipValidation[float | None] = None
-    top_k: SkipValidation[int | None] = None
-    min_p: SkipValidation[float | None] = None
-    presence_penalty: SkipValidation[float] = 0.0
-    frequency_penalty: SkipValidation[float] = 0.0
-    repetition_penalty: SkipValidation[float | None] = None
-    seed: SkipValidation[int | None] = None
-    stop: SkipValidation[str | list[str] | None] = None
-    stop_token_ids: SkipValidation[list[int] | None] = None
-    bad_words: SkipValidation[list[str] | None] = None
-    allowed_token_ids: SkipValidation[list[int] | None] = None
-    logit_bias: SkipValidation[dict[str, float] | None] = None
-    ignore_eos: SkipValidation[bool] = False
-    skip_reading_prefix_cache: SkipValidation[bool] = False
+
+def _sampling_fields() -> dict[str, Any]:
+    """Return a field for each of `SamplingParams` that requests have, too; null is its default."""
+    types = {**get_type_hints(SamplingParams), **_JSON_TYPES}
+    names = [name for name in SamplingParams.__struct_fields__ if name not in _NOT_SAMPLING_FIELDS]
+    return {name: (SkipValidation[types[name] | None], None) for name in names}  # type: ignore[misc, valid-type]
+
+
+if TYPE_CHECKING:
+    _SamplingFields = EngineBody
+else:
+    _SamplingFields = create_model("_SamplingFields", __base__=EngineBody, **_sampling_fields())
+
+
+class SamplingRequest(_SamplingFields):
+    """Fields of everything that generates text. Those of `SamplingParams` have its types, and are checked there."""
+
     skip_special_tokens: SkipValidation[bool] = True
-    include_stop_str_in_output: SkipValidation[bool] = False
-    spaces_between_special_tokens: SkipValidation[bool] = True
-    stream_interval: SkipValidation[int | None] = None
-    thinking_token_budget: SkipValidation[int | None] = None
-    repetition_detection: SkipValidation[dict[str, int] | None] = None
-    logits_processors: SkipValidation[list[str | dict[str, Any]] | None] = None
     vllm_xargs: SkipValidation[dict[str, Any] | None] = None
-    typical_p: SkipValidation[float | None] = None
-    top_n_sigma: SkipValidation[float | None] = None
-    xtc_probability: SkipValidation[float | None] = None
-    xtc_threshold: SkipValidation[float | None] = None
-    dry_multiplier: SkipValidation[float | None] = None
-    dry_base: SkipValidation[float | None] = None
-    dry_allowed_length: SkipValidation[int | None] = None
-    dry_penalty_last_n: SkipValidation[int | None] = None
-    dry_sequence_breakers: SkipValidation[list[str] | None] = None
-    dynatemp_range: SkipValidation[float | None] = None
-    dynatemp_exponent: SkipValidation[float | None] = None
-    mirostat: SkipValidation[int | None] = None
-    mirostat_tau: SkipValidation[float | None] = None
-    mirostat_eta: SkipValidation[float | None] = None
 
-    # Checked where a form is made of them, in `forms`.
+    # Checked in `structured_outputs`.
     structured_outputs: SkipValidation[dict[str, Any] | None] = None
     guided_json: SkipValidation[str | dict[str, Any] | None] = None
     guided_regex: SkipValidation[str | None] = None
@@ -163,7 +156,7 @@ class GenerationRequest(SamplingRequest):
     length_penalty: SkipValidation[float | None] = None
     early_stopping: SkipValidation[bool | Literal["never"] | None] = None
 
-    # Checked in `forms`.
+    # Checked in `structured_outputs`.
     response_format: SkipValidation[dict[str, Any] | None] = None
 
     use_beam_search: bool = False

@@ -425,7 +425,7 @@ def _parts(prompt: Mapping[str, Any]) -> Iterator[Part]:
     scheduled: Mapping[str, Any] = next((event for event in events if event["event"] == "scheduled"), {})
     grammar = prompt.get("grammar_seconds") or 0.0
     if grammar:
-        yield grammar, f"waited {_time(grammar)} until its form was compiled"
+        yield grammar, f"waited {_time(grammar)} until its grammar was compiled"
     queued = (prompt["queue_seconds"] or 0.0) - grammar
     if queued > 0:
         yield queued, f"waited {_time(queued)} {WAITS.get(scheduled.get('waited_for', ''), 'in the queue')}"

@@ -1,7 +1,7 @@
-"""Structured output as clients ask for it: `response_format`, `structured_outputs`, and vLLM's older `guided_*` fields.
+"""Structured output in requests: `response_format`, `structured_outputs`, and vLLM's older `guided_*` fields.
 
-All become `StructuredOutputParams`. Errors about these, wherever they are found, are told in the words of the field
-that the client wrote (`Form.explain`).
+All become `StructuredOutputParams`. Errors about these, wherever they are found, name the field that the client sent
+(`StructuredOutput.explain`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from quire.structured_outputs import KINDS, StructuredOutputParams
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 GUIDED = ("json", "regex", "choice", "grammar")
-# Not what goes on as another field: options stay what they are called.
-OURS = re.compile(r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag)\b|(?![.\w]))")
+# Not followed by another field: options keep their names.
+PARAMS_FIELD = re.compile(
+    r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag)\b|(?![.\w]))"
+)
 
 
-class Form:
-    """The form that a request wants its text in.
+class StructuredOutput:
+    """Structured output that a request asks for.
 
     Args:
-        fields: of `StructuredOutputParams`. names: "structured_outputs.KIND", and what the client calls it, which is
-            also where errors about the form as a whole belong.
+        fields: of `StructuredOutputParams`. names: "structured_outputs.KIND", and the field that the client sent for
+            it, which errors without a kind name, too.
 
     Raises:
         RequestError: a field is malformed.
@@ -44,11 +46,11 @@ class Form:
         self.params: StructuredOutputParams = params
 
     def explain(self, error: RequestError) -> RequestError:
-        """Return `error` in the client's words, if it is about this form."""
-        if error.param is None or not OURS.match(error.param):
+        """Return `error` with the client's name of the field, if it is about this structured output."""
+        if error.param is None or not PARAMS_FIELD.match(error.param):
             return error
-        param = OURS.sub(self._client_name, error.param, count=1)
-        return retold(error, OURS.sub(self._client_name, error.message), param)
+        param = PARAMS_FIELD.sub(self._client_name, error.param, count=1)
+        return retold(error, PARAMS_FIELD.sub(self._client_name, error.message), param)
 
     def _client_name(self, found: re.Match[str]) -> str:
         if found[0] == "structured_outputs":
@@ -56,32 +58,32 @@ class Form:
         return self._names.get(found[0], found[0])
 
 
-def requested_form(body: GenerationRequest, *, ignore_unknown: bool = False) -> Form | None:
-    """Return what form a request wants, None for any text.
+def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) -> StructuredOutput | None:
+    """Return the structured output that a request asks for, None for any text.
 
     Raises:
-        RequestError: a field is malformed, or two fields ask for different forms.
+        RequestError: a field is malformed, or several fields ask for structured output.
     """
-    ours = _structured_outputs(body.structured_outputs)
+    params = _structured_outputs(body.structured_outputs)
     options: dict[str, Any] = {}
-    if ours is not None and body.response_format is not None and not ours.keys() & set(KINDS):
-        options, ours = ours, None  # they say how to write what response_format asks for
-    asked: dict[str, Callable[[], Form | None]] = {}
+    if params is not None and body.response_format is not None and not params.keys() & set(KINDS):
+        options, params = params, None  # options of what response_format asks for
+    requested: dict[str, Callable[[], StructuredOutput | None]] = {}
     if body.response_format is not None:
-        asked["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)
-    if ours is not None:
-        asked["structured_outputs"] = lambda: Form(ours, {})
+        requested["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)
+    if params is not None:
+        requested["structured_outputs"] = lambda: StructuredOutput(params, {})
     for kind in GUIDED:
         name = f"guided_{kind}"
         if getattr(body, name) is not None:
-            asked[name] = lambda kind=kind: _guided(body, kind)  # type: ignore[misc]
-    forms = {name: form for name, make in asked.items() if (form := make()) is not None}
-    if len(forms) > 1:
-        first, second, *_ = forms
+            requested[name] = lambda kind=kind: _guided(body, kind)  # type: ignore[misc]
+    found = {name: form for name, make in requested.items() if (form := make()) is not None}
+    if len(found) > 1:
+        first, second, *_ = found
         raise RequestError(f"{second} contradicts {first}; give one of them", param=second)
-    if body.guided_whitespace_pattern is not None and "guided_json" not in forms:
+    if body.guided_whitespace_pattern is not None and "guided_json" not in found:
         raise RequestError("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
-    return next(iter(forms.values()), None)
+    return next(iter(found.values()), None)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -96,15 +98,15 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     return {field: item for field, item in value.items() if item is not None}
 
 
-def _guided(body: GenerationRequest, kind: str) -> Form:
+def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:
     name = f"guided_{kind}"
     fields: dict[str, Any] = {kind: getattr(body, name)}
     if kind == "json" and body.guided_whitespace_pattern is not None:
         fields["whitespace_pattern"] = body.guided_whitespace_pattern
-    return Form(fields, {f"structured_outputs.{kind}": name})
+    return StructuredOutput(fields, {f"structured_outputs.{kind}": name})
 
 
-def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> Form | None:
+def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput | None:
     where = "response_format"
     if not isinstance(value, Mapping):
         raise wrong_type(where, "an object", value)
@@ -121,16 +123,16 @@ def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: boo
     if kind == "json_schema":
         return _json_schema(value.get("json_schema"), f"{where}.json_schema", options, ignore_unknown)
     if kind == "json_object":
-        return Form({"json_object": True, **options}, {"structured_outputs.json_object": where})
+        return StructuredOutput({"json_object": True, **options}, {"structured_outputs.json_object": where})
     if kind == "structural_tag":
         tag = {name: item for name, item in value.items() if item is not None and name in ("type", *known)}
-        return Form({"structural_tag": tag, **options}, {"structured_outputs.structural_tag": where})
+        return StructuredOutput({"structural_tag": tag, **options}, {"structured_outputs.structural_tag": where})
     if options:
         raise RequestError(f"structured_outputs needs one of {', '.join(KINDS)}", param="structured_outputs")
     return None
 
 
-def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unknown: bool) -> Form:
+def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput:
     if value is None:
         raise missing(where)
     if not isinstance(value, Mapping):
@@ -152,4 +154,6 @@ def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unkn
         raise wrong_type(f"{where}.schema", "an object", schema)
     # OpenAI's strict answers have their properties in the order of the schema.
     order = "schema" if value.get("strict") else "any"
-    return Form({"json": schema, "property_order": order, **options}, {"structured_outputs.json": f"{where}.schema"})
+    return StructuredOutput(
+        {"json": schema, "property_order": order, **options}, {"structured_outputs.json": f"{where}.schema"}
+    )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.forms import requested_form
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.structured_outputs import structured_output
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import CHAT, COMPLETIONS, HI, post
@@ -68,7 +68,7 @@ def test_each_field_arrives_at_the_engine(server: LiveServer, name: str) -> None
         CompletionRequest(model="fake", **fields),
         ChatCompletionRequest(model="fake", messages=[], **fields),
     ):
-        form = requested_form(request)
+        form = structured_output(request)
         assert form is not None
         assert form.params == params
 
