@@ -369,13 +369,15 @@ class DecoderLayer:
             residual = take_rows(self.backend, hidden.residual, rows)
             residual += out
             return HiddenStates(residual, self.mlp(take_rows(self.backend, normed, rows)))
+        del normed  # its memory is free for what follows
         residual = take_rows(self.backend, hidden.residual, rows)
         if self.residual == "post":
             residual = add_norm(self.attention_output_norm, residual, out)
             return HiddenStates(add_norm(self.mlp_output_norm, residual, self.mlp(residual)))
         if self.attention_output_norm is not None:
             out = self.attention_output_norm(out)
-        out = self.mlp(add_norm(self.mlp_norm, residual, scaled(out, self.scale)))
+        out = add_norm(self.mlp_norm, residual, scaled(out, self.scale))
+        out = self.mlp(out)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         return HiddenStates(residual, scaled(out, self.scale))
