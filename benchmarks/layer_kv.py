@@ -22,7 +22,7 @@ from typing import Any
 from common import print_header, print_table
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.simulate.contents import StepContents
 from quire.simulate.report import summarize_run
 from quire.simulate.run import long_enough, make_cost, simulate

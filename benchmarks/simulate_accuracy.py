@@ -18,7 +18,7 @@ from common import print_header, print_table
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.simulate.calibrate import calibrate, calibration_table
 from quire.simulate.cost import FittedCost
 from quire.simulate.driver import RunLog, WallClock, drive

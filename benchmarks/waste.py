@@ -13,7 +13,7 @@ import argparse
 from common import print_header, print_table
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.simulate.run import long_enough, make_cost, simulate
 from quire.simulate.trace import draw, parse_synthetic, read_trace
 from quire.simulate.waste import WasteMeter, waste_report

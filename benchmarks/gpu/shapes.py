@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.worker.footprint import Footprint, StepWork
 
 LLAMA_8B = {
@@ -90,7 +90,7 @@ def write_config(name: str, folder: Path, *, small: bool = False) -> Path:
 def work_of(config: EngineConfig) -> tuple[StepWork, int]:
     """Return what steps of a model read and compute, and the bytes that a token takes in the cache of all layers."""
     info = load_info(config)
-    settled = settle(config, info)
+    settled = resolve_config(config, info)
     footprint = Footprint(settled, info)
     assert settled.model.max_model_len is not None
     block = footprint.spec.block_bytes(settled.cache.block_size, settled.model.max_model_len)

@@ -2,7 +2,7 @@
 
 A field made with `option()` carries its help text, bounds and choices. `EngineConfig.from_kwargs` is the one way in:
 it takes flat names (`max_num_seqs=8`), refuses unknown ones with the nearest known name, checks types and bounds, and
-checks what must hold between options. What depends on the model or the machine ("auto" values) is settled later, by
+checks what must hold between options. What depends on the model or the machine ("auto" values) is resolved later, by
 the engine, into a new config. Spelling and defaults follow vLLM where the meaning is the same.
 """
 

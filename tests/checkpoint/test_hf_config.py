@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import EngineConfig
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.errors import ConfigError, ModelError
 from quire.models.registry import OPTIONS, options_of
 from quire.worker.footprint import Footprint
@@ -465,4 +465,4 @@ def plan_memory(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     asked = EngineConfig.from_kwargs(model=str(folder), max_num_batched_tokens=64, max_num_seqs=2)
     info = load_info(asked)
-    Footprint(settle(asked, info), info)
+    Footprint(resolve_config(asked, info), info)

@@ -15,8 +15,8 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.cli import serve
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.engine import settle as settling
-from quire.engine.settle import settle
+from quire.engine import resolve as resolving
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.kernels.create import create_backend
 from quire.kernels.gpu import driver, probe
@@ -88,7 +88,7 @@ def test_missing_packages_are_named_with_their_extra(
     for command in (["generate", "-p", "x"], ["plan"]):
         assert main([*command, "--device", "cuda"]) == 2
         assert f"needs {words} not installed: pip install 'quire[gpu]'" in capsys.readouterr().err
-    assert settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
+    assert resolve_config(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
 
 
 def test_a_pytorch_for_cpus_is_not_taken_for_one_that_knows_gpus(
@@ -99,7 +99,7 @@ def test_a_pytorch_for_cpus_is_not_taken_for_one_that_knows_gpus(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or version(name))
     assert main(["generate", "-p", "x", "--device", "cuda"]) == 2
     assert "installed is 2.11.0+cpu, which was built for CPUs" in capsys.readouterr().err
-    assert settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
+    assert resolve_config(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder)).device.device == "cpu"
     versions["torch"] = "2.11.0+cu130"
     assert probe.usable_gpu() == CARD
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -134,14 +134,14 @@ def test_packed_weights_are_for_the_cpu_of_a_machine_with_a_gpu(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(settling, "usable_gpu", lambda: CARD)
+    monkeypatch.setattr(resolving, "usable_gpu", lambda: CARD)
     machine.append(CARD)
     plain = EngineConfig.from_kwargs(model=str(folder))
-    assert settle(plain, load_model_info(folder)).device.device == "cuda"
+    assert resolve_config(plain, load_model_info(folder)).device.device == "cuda"
     out = tmp_path / "packed"
     assert main(["convert", str(folder), str(out), "--skip-tokenizer-init"]) == 0
     packed = EngineConfig.from_kwargs(model=str(out))
-    assert settle(packed, load_model_info(out)).device.device == "cpu"
+    assert resolve_config(packed, load_model_info(out)).device.device == "cpu"
     capsys.readouterr()
     monkeypatch.setattr(probe, "interpreted", lambda: True)
     words = ["convert", str(folder), str(tmp_path / "other"), "--device", "cuda", "--skip-tokenizer-init"]
@@ -172,9 +172,9 @@ def test_looking_for_a_gpu_imports_neither_torch_nor_triton(folder: Path) -> Non
     code = """
 import sys
 from quire.config import EngineConfig
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 config = EngineConfig.from_kwargs(model=sys.argv[1])
-settled = settle(config, load_info(config))
+settled = resolve_config(config, load_info(config))
 print(settled.device.device, settled.scheduler.async_scheduling, sorted({"torch", "triton"} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)

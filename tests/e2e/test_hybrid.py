@@ -12,7 +12,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.plan import make_plan
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -176,18 +176,18 @@ def test_beams_take_the_states_of_their_parents(folder: Path, num_blocks: int) -
 def test_options_that_need_older_states_are_refused(folder: Path, option: str, value: Any) -> None:
     config = EngineConfig.from_kwargs(model=str(folder), **{option: value})
     with pytest.raises(ConfigError, match=f"{option}: .* is not possible; .* keep a state") as caught:
-        settle(config, load_model_info(folder))
+        resolve_config(config, load_model_info(folder))
     assert caught.value.param == option
 
 
 def test_prefix_caching_goes_off_with_a_line_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        config = settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder))
+        config = resolve_config(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder))
     assert sum("prefix caching is off" in record.message for record in caplog.records) == 1
     assert (config.cache.enable_prefix_caching, config.cache.swap_space) == (False, 0)
     assert config.scheduler.preemption_mode == "recompute"
     caplog.clear()
-    settle(config, load_model_info(folder))
+    resolve_config(config, load_model_info(folder))
     assert not caplog.records
 
 
@@ -204,6 +204,6 @@ def test_states_are_part_of_the_plan(folder: Path) -> None:
 
 def test_the_simulator_counts_the_blocks_that_the_model_has(folder: Path) -> None:
     info = load_model_info(folder)
-    config = settle(EngineConfig.from_kwargs(model=str(folder)), info)
+    config = resolve_config(EngineConfig.from_kwargs(model=str(folder)), info)
     spec, caching = kv_spec(config, info), info.raw["layer_types"].count("full_attention")
     assert 0 < len(spec.layers) == caching < info.num_hidden_layers == caching + len(spec.states)

@@ -11,7 +11,7 @@ import pytest
 from quire import SamplingParams
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone
@@ -99,7 +99,7 @@ def test_a_token_costs_one_vector_and_the_plan_says_so(tiny_deepseek: Path, kv_d
 
     def bytes_per_token(**options: Any) -> float:
         given = EngineConfig.from_kwargs(model=str(tiny_deepseek), kv_cache_dtype=kv_dtype, **options)
-        spec = Footprint(settle(given, info), info).spec
+        spec = Footprint(resolve_config(given, info), info).spec
         return spec.block_bytes(16, 256) / 16
 
     latent, heads = bytes_per_token(), bytes_per_token(latent_cache=False)

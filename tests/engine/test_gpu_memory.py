@@ -13,8 +13,9 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.engine import plan as planning
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache_size import SWAP_SPACE, fit_kv_cache, reserved_bytes
 from quire.engine.plan import GPU_RUNTIME_BYTES, check_before_loading, make_plan
-from quire.engine.settle import SWAP_SPACE, beside_blocks, fit, settle
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.kernels.gpu import driver
@@ -89,7 +90,7 @@ def test_what_was_asked_for_may_take_all_that_is_free(folder: Path) -> None:
 
 def test_a_step_that_leaves_no_room_is_refused_with_a_command_that_works(folder: Path) -> None:
     info, asked = load_model_info(folder), on_gpu(folder)
-    config = settle(asked, info)
+    config = resolve_config(asked, info)
     counted = Footprint(config, info)
     memory = DeviceMemory(8 * GB, 6 * GB, 3 * GB)
 
@@ -97,14 +98,14 @@ def test_a_step_that_leaves_no_room_is_refused_with_a_command_that_works(folder:
         return counted.step(now).total
 
     with pytest.raises(ConfigError) as caught:
-        fit(asked, config, SPEC, memory.total, beside_blocks(memory, scratch, config))
+        fit_kv_cache(asked, config, SPEC, memory.total, reserved_bytes(memory, scratch, config))
     message = caught.value.message
     assert "a block of 16 tokens needs 2 MiB while weights, a step, and others on the GPU need 8.38 GiB; 6.71 GiB" in (
         message
     )
-    smaller = settle(advised(message), info)
-    assert beside_blocks(memory, scratch, config)(smaller) < 7.2 * GB - BLOCK_BYTES
-    assert beside_blocks(memory, scratch, config)(config) == 9 * GB
+    smaller = resolve_config(advised(message), info)
+    assert reserved_bytes(memory, scratch, config)(smaller) < 7.2 * GB - BLOCK_BYTES
+    assert reserved_bytes(memory, scratch, config)(config) == 9 * GB
 
 
 def test_a_step_that_cannot_run_is_refused_with_a_smaller_one(folder: Path) -> None:
@@ -114,12 +115,15 @@ def test_a_step_that_cannot_run_is_refused_with_a_smaller_one(folder: Path) -> N
 
 
 def test_graphs_are_as_large_as_their_largest_step_and_some_more(folder: Path) -> None:
-    config = settle(
+    config = resolve_config(
         on_gpu(folder, max_num_batched_tokens=1024, max_cudagraph_capture_size=256), load_model_info(folder)
     )
     assert graph_bytes(config, 400 * MIB, 8 * GIB) == 100 * MIB + 256 * MIB
     assert graph_bytes(config, 400 * MIB, 80 * GIB) == 100 * MIB + 512 * MIB
-    assert graph_bytes(settle(on_gpu(folder, enforce_eager=True), load_model_info(folder)), 400 * MIB, 8 * GIB) == 0
+    assert (
+        graph_bytes(resolve_config(on_gpu(folder, enforce_eager=True), load_model_info(folder)), 400 * MIB, 8 * GIB)
+        == 0
+    )
 
 
 # Before anything is loaded
@@ -130,7 +134,7 @@ def test_a_plan_for_a_gpu_adds_up(folder: Path) -> None:
     plan = make_plan(on_gpu(folder, max_num_seqs=1024), info, 8 * GIB)
     taken = GPU_RUNTIME_BYTES + plan.weights + plan.tables + plan.step.total + plan.graphs
     assert plan.budget == int(8 * GIB * 0.9) - taken
-    assert plan.graphs == graph_bytes(settle(on_gpu(folder), info), plan.step.total, 8 * GIB) > 256 * MIB
+    assert plan.graphs == graph_bytes(resolve_config(on_gpu(folder), info), plan.step.total, 8 * GIB) > 256 * MIB
     assert (plan.step.threads, plan.step.programs) == (0, 0)
     assert plan.fit is not None
     assert plan.peak <= 8 * GIB
@@ -150,9 +154,9 @@ def test_an_engine_sees_what_the_gpu_has_free_before_it_loads(folder: Path, monk
     info, asked = load_model_info(folder), on_gpu(folder)
     monkeypatch.setattr(planning, "gpu_memory", lambda: DeviceMemory(8 * GIB, 8 * GIB - 500 * MIB))
     with pytest.raises(ConfigError, match=r"CUDA's own memory included, 500 MiB are available"):
-        check_before_loading(asked, settle(asked, info), info)
+        check_before_loading(asked, resolve_config(asked, info), info)
     monkeypatch.setattr(planning, "gpu_memory", lambda: DeviceMemory(8 * GIB, GIB))
-    assert check_before_loading(asked, settle(asked, info), info)(settle(asked, info)) > 0
+    assert check_before_loading(asked, resolve_config(asked, info), info)(resolve_config(asked, info)) > 0
 
 
 def test_a_gpu_that_is_not_here_is_planned_for_by_its_size(

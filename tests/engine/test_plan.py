@@ -14,7 +14,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.plan import RUNTIME_BYTES, Plan, check_before_loading, make_plan
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, ModelError
 from tests.helpers.advice import advised
 from tests.helpers.checkpoints import write_plain
@@ -136,9 +136,9 @@ def test_the_engine_refuses_before_it_loads(large: Path, monkeypatch: pytest.Mon
     asked = EngineConfig.from_kwargs(model=str(large), **SMALL_STEPS)
     info = load_model_info(large)
     with pytest.raises(ConfigError, match=r"the weights need .* are available; .* this works: quire serve") as caught:
-        check_before_loading(asked, settle(asked, info), info)
+        check_before_loading(asked, resolve_config(asked, info), info)
     fits = advised(caught.value.message)
-    config = settle(fits, info)
+    config = resolve_config(fits, info)
     assert check_before_loading(fits, config, info)(config) > 0
 
 

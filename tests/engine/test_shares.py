@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.engine.plan import RUNTIME_BYTES
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.engine.shares import Share, Tenant, share_memory
 from quire.errors import ConfigError, ModelError
 from quire.worker.footprint import Footprint
@@ -28,7 +28,7 @@ def tenant(name: str, *, pinned: bool = False, **options: Any) -> Tenant:
 def needed(share: Share) -> int:
     """Return the most bytes that a model's engine takes with its share."""
     info = load_info(share.config)
-    config = settle(share.config, info)
+    config = resolve_config(share.config, info)
     footprint = Footprint(config, info)
     cache = share.config.cache
     assert config.model.max_model_len is not None

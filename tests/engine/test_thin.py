@@ -11,8 +11,9 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache_size import KVCacheSize, device_bytes, fit_kv_cache
 from quire.engine.plan import make_plan
-from quire.engine.settle import Fit, device_bytes, fit, settle
+from quire.engine.resolve import resolve_config
 from quire.engine.shares import Tenant, share_memory
 from quire.engine.thin import LayerSplit, split_of
 from quire.errors import ConfigError
@@ -34,9 +35,9 @@ def asked_for(folder: Path, **options: Any) -> EngineConfig:
     )
 
 
-def fitted(folder: Path, memory: int, spec: KVCacheSpec = SPEC, **options: Any) -> Fit:
+def fitted(folder: Path, memory: int, spec: KVCacheSpec = SPEC, **options: Any) -> KVCacheSize:
     asked = asked_for(folder, gpu_memory_utilization=1.0, **options)
-    return fit(asked, settle(asked, load_model_info(folder)), spec, memory)
+    return fit_kv_cache(asked, resolve_config(asked, load_model_info(folder)), spec, memory)
 
 
 # How many
@@ -49,7 +50,7 @@ def test_blocks_take_the_memory_that_there_is_and_no_more(folder: Path) -> None:
             whole = found.num_blocks - found.num_thin_blocks
             left = memory - whole * WHOLE - found.num_thin_blocks * THIN
             assert 0 <= left < WHOLE
-            assert found.num_thin_blocks * HOST <= settle(asked_for(folder, swap_space=swap_space),
+            assert found.num_thin_blocks * HOST <= resolve_config(asked_for(folder, swap_space=swap_space),
                 load_model_info(folder)).cache.swap_space  # fmt: skip
             assert found.num_host_blocks == 0
 
@@ -77,7 +78,7 @@ def test_a_context_that_whole_blocks_do_not_hold_is_held_with_as_few_thin_ones_a
 
 def test_there_are_no_more_blocks_than_sequences_can_use(folder: Path) -> None:
     most = 4 * 32
-    assert fitted(folder, 4 * GIB, max_num_seqs=4) == Fit(most, 0, 512)
+    assert fitted(folder, 4 * GIB, max_num_seqs=4) == KVCacheSize(most, 0, 512)
     found = fitted(folder, 100 * WHOLE, max_num_seqs=4)
     assert found.num_blocks == most
     assert 0 < found.num_thin_blocks < 68
@@ -116,7 +117,7 @@ def test_too_little_host_memory_is_refused_with_a_command_that_works(folder: Pat
     with pytest.raises(ConfigError, match=r"need 1.5 MiB, 1 MiB are given") as caught:
         fitted(folder, 4 * GIB, swap_space="1MiB")
     asked = advised(caught.value.message)
-    assert fit(asked, settle(asked, load_model_info(folder)), SPEC, 4 * GIB).num_thin_blocks == 32
+    assert fit_kv_cache(asked, resolve_config(asked, load_model_info(folder)), SPEC, 4 * GIB).num_thin_blocks == 32
 
 
 def test_an_engine_allocates_them_and_says_how_many_are_in_use(folder: Path) -> None:
@@ -169,12 +170,12 @@ def test_options_that_exclude_it_are_named(folder: Path, options: dict[str, Any]
 def test_devices_in_the_hosts_memory_have_none(folder: Path, device: str) -> None:
     asked = asked_for(folder, device=device)
     with pytest.raises(ConfigError, match=r"8 is not possible: it needs a GPU .* in host memory anyway") as caught:
-        settle(asked, load_model_info(folder))
+        resolve_config(asked, load_model_info(folder))
     assert caught.value.param == "kv_resident_layers"
 
 
 def test_preempted_requests_are_computed_again(folder: Path) -> None:
-    assert settle(asked_for(folder), load_model_info(folder)).scheduler.preemption_mode == "recompute"
+    assert resolve_config(asked_for(folder), load_model_info(folder)).scheduler.preemption_mode == "recompute"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_a_plan_says_what_lies_where(deep: Path) -> None:
     memory = int((taken + 10 * MIB) / 0.9) + 1
     plan = make_plan(asked, info, memory)
     assert plan.problem is None and plan.fit is not None
-    split = split_of(settle(asked, info), KVCacheSpec([LayerKVSpec(4, 16, "bfloat16")] * 12))
+    split = split_of(resolve_config(asked, info), KVCacheSpec([LayerKVSpec(4, 16, "bfloat16")] * 12))
     assert split is not None
     assert (plan.thin_device_bytes, plan.thin_host_bytes) == (split.thin_bytes, split.host_bytes)
     assert plan.fit.num_thin_blocks == plan.settings["num_thin_blocks"] > 0
@@ -236,6 +237,6 @@ def test_a_plan_says_what_lies_where(deep: Path) -> None:
 
 
 def test_bytes_of_blocks_on_a_cpu_include_the_hosts_pool(folder: Path) -> None:
-    config = settle(EngineConfig.from_kwargs(model=str(folder), device="cpu"), load_model_info(folder))
+    config = resolve_config(EngineConfig.from_kwargs(model=str(folder), device="cpu"), load_model_info(folder))
     spec = KVCacheSpec([LAYER])
-    assert device_bytes(config, spec, Fit(10, 4, 512)) == 14 * 64 * KIB
+    assert device_bytes(config, spec, KVCacheSize(10, 4, 512)) == 14 * 64 * KIB

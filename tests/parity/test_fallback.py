@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.plan import make_plan
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.errors import ConfigError, ModelError
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.errors import ModelError
 from quire.kernels.cpu.backend import CPUBackend
 from quire.layers.parallel import ParallelContext
@@ -97,7 +97,7 @@ def test_memory_is_known_before_loading(kind: str, family: str, folders: Any) ->
             return made
 
     load_model(info, Counting("bfloat16", "bfloat16", 1))
-    config = settle(EngineConfig.from_kwargs(model=str(folder), dtype="bfloat16", max_model_len=64), info)
+    config = resolve_config(EngineConfig.from_kwargs(model=str(folder), dtype="bfloat16", max_model_len=64), info)
     found = Footprint(config, info)
     linears = sum(found.in_memory.values()) - found.in_memory["norms"]
     assert abs(linears - sum(packed)) <= 64 * len(packed) + 4 * 64 * 256  # alignment; rotary angles

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.simulate.contents import StepContents
 from quire.simulate.run import SimulatedRun, long_enough, simulate
 from quire.simulate.trace import TraceRequest

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
@@ -189,7 +189,7 @@ def test_a_shape_is_new_until_seen_and_again_when_forgotten():
 def roofline_of(text: str, **options: Any) -> tuple[RooflineCost, int]:
     config = EngineConfig.from_kwargs(**options)
     info = load_info(config)
-    return parse_roofline(text, settle(config, info), info)
+    return parse_roofline(text, resolve_config(config, info), info)
 
 
 def test_a_roofline_reads_weights_once_a_step_and_computes_per_token():
@@ -315,7 +315,7 @@ def test_sliding_windows_and_quantized_weights_are_counted_as_they_are_held(shap
     model = shapes(gemma | {"query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"})
     config = EngineConfig.from_kwargs(model=model, max_num_seqs=4)
     info = load_info(config)
-    executor = SimulatedExecutor(kv_spec(settle(config, info), info), made_up_cost(), VirtualClock(), 2**30)
+    executor = SimulatedExecutor(kv_spec(resolve_config(config, info), info), made_up_cost(), VirtualClock(), 2**30)
     assert [layer.sliding_window for layer in executor.kv_cache_spec().layers] == [32, None, 32]
     wide, left = roofline_of(RATES, model=model, dtype="float32")
     narrow, more = roofline_of(RATES, model=model, dtype="float32", quantization="int8")

@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.simulate.calibrate import measure
 from quire.simulate.contents import StepContents
 from quire.simulate.driver import VirtualClock
@@ -216,7 +216,9 @@ def test_calibration_finds_the_machine_it_runs_on():
             return true.device_seconds(contents) + 3e-4 * contents.num_moved_blocks
 
     core = EngineCore(
-        config, executor=SimulatedExecutor(kv_spec(settle(config, info), info), Machine(), clock, 2**40), info=info
+        config,
+        executor=SimulatedExecutor(kv_spec(resolve_config(config, info), info), Machine(), clock, 2**40),
+        info=info,
     )
     found = measure(core, info, 0.5, clock=clock)
     assert found.cost.error < 0.02

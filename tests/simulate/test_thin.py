@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.engine_request import EngineRequest
 from quire.kernels.meta import Work
 from quire.sampling_params import SamplingParams

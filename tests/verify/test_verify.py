@@ -12,7 +12,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.engine.settle import load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.verify.check import Report, verify
 from quire.verify.compare import LayerErrors, first_difference, relative_error
 from tests.helpers.checkpoints import write_checkpoint
@@ -30,7 +30,7 @@ def check(folder: Path, overrides: dict[str, Any] | None = None, **options: Any)
     info = load_model_info(folder)
     if overrides:
         info = load_model_info(folder, overrides)
-    return verify(settle(config, info), info, None, length=12, num_tokens=6)
+    return verify(resolve_config(config, info), info, None, length=12, num_tokens=6)
 
 
 def test_a_model_agrees(folder: Path) -> None:
@@ -107,6 +107,6 @@ def test_models_that_make_vectors_and_scores(architecture: str, shape: dict[str,
     folder = write_model(tmp_path, architecture, **shape)
     config = EngineConfig.from_kwargs(model=str(folder), dtype="float32", device="reference")
     info = load_info(config)
-    report = verify(settle(config, info), info, None, length=12, all_layers=True)
+    report = verify(resolve_config(config, info), info, None, length=12, all_layers=True)
     assert report.agrees and report.vectors and report.logits < 1e-5 and report.scores < 1e-5
     assert len(report.layers) == info.num_hidden_layers and report.first is None

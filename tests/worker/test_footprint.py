@@ -11,7 +11,7 @@ import pytest
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.kernels import meta
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu import (
@@ -81,7 +81,7 @@ def settled(folder: Path, family: str, **options: Any) -> tuple[EngineConfig, An
     (folder / "config.json").write_text(json.dumps(FAMILIES[family]))
     info = load_model_info(folder)
     base = {"max_num_seqs": 24, "max_num_batched_tokens": 130, "max_model_len": 400, "load_format": "dummy"}
-    return settle(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
+    return resolve_config(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
 
 
 STEPS: list[Shape] = [(StepShape(130, 24, 24), False, False), (StepShape(24, 24, 24), False, False)]

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config({**values, "model": args.model_argument})
     logs.setup(values.get("log_level", "warning"))
     _check_out(out, force=options.force)
-    from quire.engine.settle import load_info, settle
+    from quire.engine.resolve import load_info, resolve_config
 
     info = load_info(config)
     if options.format == "packed" and config.device.device == "auto":  # packed weights are the CPU's
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
             "turned into it while they are loaded",
             param="quantization",
         )
-    settled = settle(config, info)
+    resolved = resolve_config(config, info)
     inside = info.path if info.path.is_dir() else info.path.parent
     if out.exists() and out.resolve() == inside.resolve():
         raise ConfigError(f"{out}: is the model's own folder", param="out")
-    written = (_write_packed if options.format == "packed" else _write_safetensors)(settled, info, out)
+    written = (_write_packed if options.format == "packed" else _write_safetensors)(resolved, info, out)
     print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     )
     logs.setup("error")
     from quire.engine.plan import make_plan  # heavy: only once the options are known to be good
-    from quire.engine.settle import load_info
+    from quire.engine.resolve import load_info
 
     lengths = () if options.request_len is None else (options.request_len,)
     plan = make_plan(config, load_info(config), options.memory, lengths)

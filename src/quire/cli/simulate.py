@@ -106,7 +106,7 @@ def _check(options: SimulateOptions) -> None:
 
 
 def _simulate(options: SimulateOptions, config: EngineConfig) -> int:
-    from quire.engine.settle import load_info
+    from quire.engine.resolve import load_info
     from quire.simulate.report import as_csv, summarize_run, table
     from quire.simulate.run import long_enough, make_cost, simulate
     from quire.simulate.waste import waste_report, waste_table

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config({"dtype": "float32", **values})
     logs.setup(values.get("log_level", "error"))
     from quire.checkpoint.folder import resolve_model
-    from quire.engine.settle import load_info, settle
+    from quire.engine.resolve import load_info, resolve_config
     from quire.tokenizer.tokenizer import Tokenizer
     from quire.verify.check import as_json, verify
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         named = model.tokenizer and resolve_model(model.tokenizer, download_dir=model.download_dir)
         tokenizer = Tokenizer.from_folder(named or info.path)
     report = verify(
-        settle(config, info),
+        resolve_config(config, info),
         info,
         tokenizer,
         length=options.prompt_len,

@@ -36,7 +36,7 @@ def changed(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
 
 
 def command_line(asked: EngineConfig, changes: Mapping[str, Any], command: str = "serve") -> str:
-    """Return the `quire` command of `asked`, not yet settled, with `changes` made."""
+    """Return the `quire` command of `asked`, not yet resolved, with `changes` made."""
     values = {**asked.to_kwargs(), **changes}
     words = ["quire", command, str(values["model"])]
     for item in option_fields(CONFIG_GROUPS):

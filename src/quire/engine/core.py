@@ -19,19 +19,18 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.advice import size_text
 from quire.engine.deferred import CompiledGrammar, DeferredRequests, LoadedAdapter, LoadLoRA, LoRAId
+from quire.engine.kv_cache_size import (
+    ReservedBytes,
+    allocation_failed,
+    device_bytes,
+    fit_kv_cache,
+    nothing_reserved,
+    reserved_bytes,
+    step_failed,
+)
 from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
-from quire.engine.settle import (
-    Scratch,
-    allocation_refused,
-    beside_blocks,
-    device_bytes,
-    fit,
-    load_info,
-    no_scratch,
-    settle,
-    step_refused,
-)
+from quire.engine.resolve import load_info, resolve_config
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor.base import Executor
@@ -67,7 +66,7 @@ class EngineCore:
     """Runs requests to their end, a step at a time.
 
     Args:
-        config: engine options, settled or not.
+        config: engine options, resolved or not.
         executor: who runs the model; by default made from the config.
         info: the model's config, when the caller has it already.
         clock: seconds, monotonic; a virtual one in simulations. hasher: names blocks; by default made with the key of
@@ -85,8 +84,8 @@ class EngineCore:
     ) -> None:
         info = info or load_info(config)
         asked = config
-        scratch: Scratch = no_scratch
-        self.config = config = settle(config, info)
+        scratch: ReservedBytes = nothing_reserved
+        self.config = config = resolve_config(config, info)
         if executor is None:
             # Lazy, both: this module must not pull in the data plane.
             from quire.engine.plan import check_before_loading
@@ -99,9 +98,9 @@ class EngineCore:
         try:
             memory = executor.device_memory()
         except MemoryError as error:
-            raise step_refused(asked, config, executor.available_memory()) from error
-        beside = beside_blocks(memory, scratch, config)
-        self._fitted = fit(asked, config, executor.kv_cache_spec(), memory.total, beside)
+            raise step_failed(asked, config, executor.available_memory()) from error
+        beside = reserved_bytes(memory, scratch, config)
+        self._fitted = fit_kv_cache(asked, config, executor.kv_cache_spec(), memory.total, beside)
         num_blocks, max_model_len = self._fitted.num_blocks, self._fitted.max_model_len
         self._allocate()
         self.clock = clock
@@ -141,7 +140,7 @@ class EngineCore:
             executor.allocate(fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks, fitted.num_thin_blocks)
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
-            raise allocation_refused(self._asked, fitted, block_bytes, executor.available_memory()) from error
+            raise allocation_failed(self._asked, fitted, block_bytes, executor.available_memory()) from error
         if self.config.cache.kv_resident_layers:
             logger.info(
                 "KV cache: %d of the blocks have layers beyond the first %d on the host",
@@ -152,7 +151,7 @@ class EngineCore:
     def _create_scheduler(self, *, stored: bool) -> Scheduler:
         """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""
         fitted = self._fitted
-        assert self.config.model.max_model_len is not None, "settled"
+        assert self.config.model.max_model_len is not None, "resolved"
         return create_scheduler(
             self.config,
             self.executor.kv_cache_spec().groups(self.config.model.max_model_len),
@@ -393,7 +392,7 @@ class EngineCore:
             picture = describe_map(self.scheduler, cells=show.cells, limit=show.limit)
             return {**picture, "seconds": self.clock() - started}
         max_model_len = self.config.model.max_model_len
-        assert max_model_len is not None, "settled"
+        assert max_model_len is not None, "resolved"
         spec = self.executor.kv_cache_spec()
         picture = {
             "block_bytes": spec.block_bytes(self.config.cache.block_size, max_model_len),

@@ -1,8 +1,8 @@
 """The memory plan: what a model would take, and how much would fit, before anything is loaded.
 
 `make_plan` reads config.json and the headers of weight files and puts together what `worker/footprint.py` says of
-weights and steps, what the machine has, and what `settle.fit` makes of it; docs/memory.md explains the arithmetic. The
-engine itself starts with `check_before_loading`, so that what cannot fit is refused before it is read.
+weights and steps, what the machine has, and the size of the KV cache that follows; docs/memory.md explains the
+arithmetic. The engine itself starts with `check_before_loading`, so that what cannot fit is refused before it is read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import has_weights
 from quire.config import EngineConfig
 from quire.engine.advice import changed, command_line, size_text
-from quire.engine.settle import (
+from quire.engine.kv_cache_size import (
     HOST_DEVICES,
-    Fit,
-    NothingHelpsError,
-    Scratch,
-    beside_blocks,
-    blocks_of,
-    budget_of,
+    DoesNotFitError,
+    KVCacheSize,
+    ReservedBytes,
+    block_budget,
+    blocks_needed,
     device_bytes,
-    fit,
-    settle,
+    fit_kv_cache,
+    reserved_bytes,
 )
+from quire.engine.resolve import resolve_config
 from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kernels.gpu.driver import gpu_memory
@@ -78,7 +78,7 @@ class Plan:
         state_bytes: of one sequence whatever its length, in layers that keep a state.
         step: beside weights and KV cache. available: free memory of the machine now.
         budget: of the blocks. fit: what that is enough for; None where it is not.
-        wanted_len: the context asked for, or the model's. concurrency: of several lengths.
+        wanted_len: the context requested for, or the model's. concurrency: of several lengths.
         limit: what keeps the numbers from being larger. problem: why it does not fit, with a way out.
         thin_device_bytes, thin_host_bytes: of a thin block, where `fit` has some.
         cache: bytes of all blocks that `fit` has, in the memory that is planned.
@@ -105,7 +105,7 @@ class Plan:
     step: StepBytes
     available: int
     budget: int
-    fit: Fit | None
+    fit: KVCacheSize | None
     wanted_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -139,25 +139,25 @@ class Plan:
 
 
 def make_plan(
-    asked: EngineConfig, info: ModelInfo, available: int | None = None, lengths: tuple[int, ...] = ()
+    requested: EngineConfig, info: ModelInfo, available: int | None = None, lengths: tuple[int, ...] = ()
 ) -> Plan:
     """Return the plan of these options.
 
     Args:
-        asked: options as the user gave them. info: the model's config.json.
+        requested: options as the user gave them. info: the model's config.json.
         available: bytes to plan for; what the machine, or its GPU, has free now if None.
         lengths: of requests to count, in place of the usual ones [tokens].
 
     Raises:
         ModelError: weight files are there and broken. ConfigError: options that the model cannot have.
     """
-    config = settle(asked, info)
+    config = resolve_config(requested, info)
     assert config.model.max_model_len is not None
     footprint = Footprint(config, info)
     memory = _memory_now(config) if available is None else DeviceMemory(available)
     fitted, problem = None, None
     try:
-        fitted = _check(asked, config, info, footprint, memory)
+        fitted = _check(requested, config, info, footprint, memory)
     except ConfigError as error:
         problem = error.message
     room, scratch = _room(config, footprint, memory)
@@ -185,7 +185,7 @@ def make_plan(
         groups=_groups(spec, config.model.max_model_len),
         step=step,
         available=memory.free,
-        budget=budget_of(config, room, scratch(config)),
+        budget=block_budget(config, room, scratch(config)),
         fit=fitted,
         wanted_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -199,14 +199,14 @@ def make_plan(
     )
 
 
-def check_before_loading(asked: EngineConfig, config: EngineConfig, info: ModelInfo) -> Scratch:
-    """Return what steps will take; `config` is `asked` settled.
+def check_before_loading(requested: EngineConfig, config: EngineConfig, info: ModelInfo) -> ReservedBytes:
+    """Return what steps will take; `config` is `requested` resolved.
 
     Raises:
-        ConfigError: the weights, or what was asked for beside them, cannot fit into the memory that is free now.
+        ConfigError: the weights, or what was requested for beside them, cannot fit into the memory that is free now.
     """
     footprint = Footprint(config, info)
-    _check(asked, config, info, footprint, _memory_now(config))
+    _check(requested, config, info, footprint, _memory_now(config))
     return _scratch(footprint)
 
 
@@ -217,15 +217,15 @@ def _memory_now(config: EngineConfig) -> DeviceMemory:
 
 
 def _check(
-    asked: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, memory: DeviceMemory
-) -> Fit:
+    requested: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, memory: DeviceMemory
+) -> KVCacheSize:
     """Return what fits beside the weights, or raise `ConfigError` with a command that works."""
     needed, available = footprint.weights + _runtime(config), memory.free
     if needed <= available:
         room, scratch = _room(config, footprint, memory)
         try:
-            return fit(asked, config, footprint.spec, room, scratch, quiet=True)
-        except NothingHelpsError as error:
+            return fit_kv_cache(requested, config, footprint.spec, room, scratch, quiet=True)
+        except DoesNotFitError as error:
             problem, option = error.text, error.param
     else:
         problem, option = (
@@ -235,7 +235,7 @@ def _check(
             ),
             "model",
         )
-    found, smallest = _smaller_weights(asked, info, memory, footprint.weights, _form(config))
+    found, smallest = _smaller_weights(requested, info, memory, footprint.weights, _form(config))
     size = size_text(smallest + _runtime(config))
     if found is None:
         raise ConfigError(
@@ -245,23 +245,23 @@ def _check(
         )
     raise ConfigError(
         f"{problem}; the weights would take {size} in {found.get('quantization') or found['dtype']}; this works: "
-        f"{command_line(asked, found)}",
+        f"{command_line(requested, found)}",
         param=option,
     )
 
 
 def _smaller_weights(
-    asked: EngineConfig, info: ModelInfo, memory: DeviceMemory, most: int, form: str
+    requested: EngineConfig, info: ModelInfo, memory: DeviceMemory, most: int, form: str
 ) -> tuple[dict[str, Any] | None, int]:
     """Return options with which weights fit, if there are any, and their bytes.
 
     `most`, bytes, and `form` are of the weights that do not.
     """
-    limits = asked.scheduler
+    limits = requested.scheduler
     steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
-    on_gpu = settle(asked, info).device.device == "cuda"
+    on_gpu = resolve_config(requested, info).device.device == "cuda"
     for changes in SMALLER_GPU_WEIGHTS if on_gpu else SMALLER_WEIGHTS:
-        smaller = settle(changed(asked, changes), info)
+        smaller = resolve_config(changed(requested, changes), info)
         if _form(smaller) == form:
             continue
         footprint = Footprint(smaller, info)
@@ -269,11 +269,11 @@ def _smaller_weights(
             continue
         most = footprint.weights
         for found in (changes, changes | steps):
-            now = changed(asked, found)
-            config = settle(now, info)
+            now = changed(requested, found)
+            config = resolve_config(now, info)
             room, scratch = _room(config, footprint, memory)
             try:
-                fit(now, config, footprint.spec, room, scratch, quiet=True)
+                fit_kv_cache(now, config, footprint.spec, room, scratch, quiet=True)
             except ConfigError:
                 continue
             return found, most
@@ -292,7 +292,7 @@ def _own(config: EngineConfig) -> str:
     return "Python's own" if config.device.device in HOST_DEVICES else "CUDA's own"
 
 
-def _room(config: EngineConfig, footprint: Footprint, memory: DeviceMemory) -> tuple[int, Scratch]:
+def _room(config: EngineConfig, footprint: Footprint, memory: DeviceMemory) -> tuple[int, ReservedBytes]:
     """Return what `fit` takes: the bytes of which blocks get a share, and what of them is not for blocks.
 
     On a host it is a share of what will be free once the model is loaded, on a GPU of all that it has.
@@ -306,14 +306,14 @@ def _room(config: EngineConfig, footprint: Footprint, memory: DeviceMemory) -> t
         step = footprint.step(now).total
         return step + _graphs(now, step, memory)
 
-    return memory.total, beside_blocks(DeviceMemory(memory.total, memory.used + loaded), scratch, config)
+    return memory.total, reserved_bytes(DeviceMemory(memory.total, memory.used + loaded), scratch, config)
 
 
 def _graphs(config: EngineConfig, step: int, memory: DeviceMemory) -> int:
     return 0 if config.device.device in HOST_DEVICES else graph_bytes(config, step, memory.total)
 
 
-def _scratch(footprint: Footprint) -> Scratch:
+def _scratch(footprint: Footprint) -> ReservedBytes:
     return lambda config: footprint.step(config).total
 
 
@@ -326,7 +326,7 @@ def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:
     ]
 
 
-def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> dict[str, int]:
+def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> dict[str, int]:
     """Return what the blocks of `fitted` take, by the names of `Plan`."""
     split = split_of(config, spec) if fitted.num_thin_blocks else None
     return {
@@ -336,17 +336,19 @@ def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> dict[str, i
     }
 
 
-def _concurrency(config: EngineConfig, spec: KVCacheSpec, fitted: Fit, lengths: tuple[int, ...]) -> list[Concurrency]:
+def _concurrency(
+    config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize, lengths: tuple[int, ...]
+) -> list[Concurrency]:
     usual = (*(length for length in LENGTHS if length < fitted.max_model_len), fitted.max_model_len)
     found = []
     for length in lengths or usual:
-        blocks = blocks_of(config, spec, length)
+        blocks = blocks_needed(config, spec, length)
         room = fitted.num_blocks // blocks if length <= fitted.max_model_len else 0
         found.append(Concurrency(length, blocks, min(room, config.scheduler.max_num_seqs)))
     return found
 
 
-def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> str:
+def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> str:
     """Return what keeps more from fitting."""
     cache = config.cache
     assert config.model.max_model_len is not None
@@ -357,12 +359,12 @@ def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: Fit) -> str:
     limits = config.scheduler
     if spec.one_step and fitted.num_blocks >= limits.max_num_batched_tokens // cache.block_size + limits.max_num_seqs:
         return "max_num_batched_tokens"
-    most = limits.max_num_seqs * blocks_of(config, spec, config.model.max_model_len)
+    most = limits.max_num_seqs * blocks_needed(config, spec, config.model.max_model_len)
     return "max_num_seqs x max_model_len" if fitted.num_blocks >= most else "memory"
 
 
-def _settings(config: EngineConfig, fitted: Fit | None) -> dict[str, Any]:
-    """Return what the server would settle on by itself."""
+def _settings(config: EngineConfig, fitted: KVCacheSize | None) -> dict[str, Any]:
+    """Return what the server would choose by itself."""
     return {
         "device": config.device.device,
         "dtype": config.model.dtype,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.engine.advice import MIB, changed, size_text
+from quire.engine.kv_cache_size import HOST_PART, fit_kv_cache
 from quire.engine.plan import GPU_RUNTIME_BYTES, RUNTIME_BYTES
-from quire.engine.settle import HOST_PART, fit, load_info, settle
+from quire.engine.resolve import load_info, resolve_config
 from quire.errors import ConfigError, QuireError
 from quire.kernels.gpu.driver import gpu_memory
 from quire.kernels.memory import available_memory
@@ -42,7 +43,7 @@ class _Need:
     """What a model takes without its KV cache, of which `scratch` by steps, and for the cache if that was asked for."""
 
     tenant: Tenant
-    settled: EngineConfig
+    resolved: EngineConfig
     footprint: Footprint
     fixed: int
     scratch: int
@@ -82,24 +83,24 @@ def _need(tenant: Tenant) -> _Need:
         )
     try:
         info = load_info(tenant.config)
-        settled = settle(tenant.config, info)
-        footprint = Footprint(settled, info)
+        resolved = resolve_config(tenant.config, info)
+        footprint = Footprint(resolved, info)
     except QuireError as error:
         error.message = f"{tenant.name}: {error.message}"
         error.args = (error.message,)
         raise
-    assert settled.model.max_model_len is not None
-    scratch = footprint.step(settled).total
+    assert resolved.model.max_model_len is not None
+    scratch = footprint.step(resolved).total
     own = RUNTIME_BYTES
-    if settled.device.device == "cuda":
-        own = GPU_RUNTIME_BYTES + graph_bytes(settled, scratch, gpu_memory().total)
-    fixed = own + footprint.weights + footprint.tables(settled.model.max_model_len) + scratch
-    return _Need(tenant, settled, footprint, fixed, scratch, _asked_caches(settled, footprint))
+    if resolved.device.device == "cuda":
+        own = GPU_RUNTIME_BYTES + graph_bytes(resolved, scratch, gpu_memory().total)
+    fixed = own + footprint.weights + footprint.tables(resolved.model.max_model_len) + scratch
+    return _Need(tenant, resolved, footprint, fixed, scratch, _asked_caches(resolved, footprint))
 
 
 def _free(needs: Sequence[_Need]) -> int:
     """Return what is free of the memory that the models share: a GPU's if all of them run there, or the host's."""
-    if all(need.settled.device.device == "cuda" for need in needs):
+    if all(need.resolved.device.device == "cuda" for need in needs):
         return gpu_memory().free
     return available_memory()
 
@@ -152,7 +153,7 @@ def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigErro
 def _share(need: _Need, caches: int) -> Share:
     """Return a model's options with `caches` bytes for its KV cache and the host's pool."""
     config, cache = need.tenant.config, need.tenant.config.cache
-    swap_space = need.settled.cache.swap_space  # what was asked for, or 0 for a model that cannot swap
+    swap_space = need.resolved.cache.swap_space  # what was asked for, or 0 for a model that cannot swap
     if need.caches is not None and swap_space is None:
         size = need.caches * HOST_PART // (HOST_PART + 1)
         swap_space = _host_pool(size)
@@ -160,14 +161,14 @@ def _share(need: _Need, caches: int) -> Share:
     try:
         # Free memory with which exactly this is left after steps.
         enough = int((caches + need.scratch) / cache.gpu_memory_utilization) + 1
-        fitted = fit(
-            config, changed(need.settled, {"swap_space": swap_space}), need.footprint.spec, enough,
+        fitted = fit_kv_cache(
+            config, changed(need.resolved, {"swap_space": swap_space}), need.footprint.spec, enough,
             lambda now: need.footprint.step(now).total, quiet=True,
         )  # fmt: skip
     except ConfigError as error:
         raise ConfigError(f"{need.tenant.name}: {error.message}", param=error.param) from None
-    assert need.settled.model.max_model_len is not None
-    block_bytes = need.footprint.spec.block_bytes(cache.block_size, need.settled.model.max_model_len)
+    assert need.resolved.model.max_model_len is not None
+    block_bytes = need.footprint.spec.block_bytes(cache.block_size, need.resolved.model.max_model_len)
     if need.caches is None:
         host = fitted.num_host_blocks * block_bytes
         config = changed(

@@ -72,7 +72,7 @@ class LayerSplit:
 
 
 def split_of(config: EngineConfig, spec: KVCacheSpec) -> LayerSplit | None:
-    """Return how layers are split, None where all are resident; `config` is settled.
+    """Return how layers are split, None where all are resident; `config` is resolved.
 
     Raises:
         ConfigError: the model's layers cannot be split, or not so.
@@ -80,7 +80,7 @@ def split_of(config: EngineConfig, spec: KVCacheSpec) -> LayerSplit | None:
     resident = config.cache.kv_resident_layers
     if not resident:
         return None
-    assert config.model.max_model_len is not None, "settled"
+    assert config.model.max_model_len is not None, "resolved"
     groups = spec.groups(config.model.max_model_len)
     if spec.states or spec.one_step:
         raise _refused(resident, "this model keeps more than the keys and values of tokens, or nothing between steps")

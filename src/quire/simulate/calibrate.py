@@ -20,7 +20,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
-from quire.engine.settle import load_info
+from quire.engine.resolve import load_info
 from quire.engine_request import EngineRequest
 from quire.executor.base import Executor
 from quire.sampling_params import SamplingParams
@@ -383,7 +383,7 @@ def fit_cost(
     """Fit a cost model to measured steps: designed ones, those of loads, and the scheduler's part of these.
 
     A fit that pays little heed to slow outliers is below the mean, by which loads are slowed down. So all times are
-    scaled at the end to what the loads took altogether. `config` is settled.
+    scaled at the end to what the loads took altogether. `config` is resolved.
     """
     thinned = random.Random(0).sample(loaded, min(len(loaded), MAX_LOAD_STEPS))
     steps = [*designed, *thinned]

@@ -236,7 +236,7 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
     every one of which every token sees.
 
     Args:
-        config: settled.
+        config: resolved.
 
     Raises:
         ConfigError: names what is missing or wrong, or the weights do not fit the memory.
@@ -277,7 +277,7 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
 
 
 def _roofline(values: dict[str, float], config: EngineConfig, spec: KVCacheSpec, work: StepWork) -> RooflineCost:
-    assert config.model.max_model_len is not None, "settled"
+    assert config.model.max_model_len is not None, "resolved"
     return RooflineCost(
         bandwidth=values["bandwidth"],
         flops=values["gflops"],

@@ -21,7 +21,7 @@ Observer = Callable[[SchedulerOutput, StepContents, float], None]
 
 
 def kv_spec(config: EngineConfig, info: ModelInfo) -> KVCacheSpec:
-    """Return what the model's own layers say that they keep of sequences, without loading it; `config` is settled."""
+    """Return what the model's own layers say that they keep of sequences, without loading it; `config` is resolved."""
     return Footprint(config, info).spec
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
@@ -44,7 +44,7 @@ class RunHasher(BlockHasher):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A replay and what it was run with. num_blocks, block_size, max_model_len: as the engine settled them."""
+    """A replay and what it was run with. num_blocks, block_size, max_model_len: as the engine resolved them."""
 
     log: RunLog
     executor: SimulatedExecutor
@@ -71,10 +71,10 @@ def make_cost(spec: str, config: EngineConfig, info: ModelInfo) -> tuple[CostMod
     Raises:
         ConfigError: the file or the text is wrong.
     """
-    settled = settle(config, info)
-    dtype, kv_dtype = settled.model.dtype, settled.cache.kv_cache_dtype
+    resolved = resolve_config(config, info)
+    dtype, kv_dtype = resolved.model.dtype, resolved.cache.kv_cache_dtype
     if spec.startswith(ROOFLINE):
-        return parse_roofline(spec, settled, info)
+        return parse_roofline(spec, resolved, info)
     cost = load_cost(Path(spec))
     for name, (measured, simulated) in fits(cost, dtype, kv_dtype).items():
         logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
@@ -101,9 +101,9 @@ def simulate(
     cache = config.cache
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         memory = UNLIMITED
-    settled = settle(config, info)
-    spec = kv_spec(settled, info)
-    split = split_of(settled, spec)
+    resolved = resolve_config(config, info)
+    spec = kv_spec(resolved, info)
+    split = split_of(resolved, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
     num_disk_blocks = cache.kv_disk_space // block_bytes
     executor = SimulatedExecutor(

@@ -88,7 +88,7 @@ def verify(
     """Compare a model with transformers' of the same folder.
 
     Args:
-        config: settled; its dtype, quantization and device are those of our side.
+        config: resolved; its dtype, quantization and device are those of our side.
         length: of prompts [tokens]. num_tokens: of greedy text.
         tolerance: relative error of logits that passes; by default by dtype and quantization.
         all_layers: look at layers even if nothing differs.

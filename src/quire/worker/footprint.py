@@ -120,7 +120,7 @@ class StepWork:
 
 
 class Footprint:
-    """Memory of the model of `info` as `config` would have it, which is settled but for the context length.
+    """Memory of the model of `info` as `config` would have it, which is resolved but for the context length.
 
     Attributes:
         spec: what the layers cache.
@@ -129,8 +129,8 @@ class Footprint:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        assert config.model.max_model_len is not None, "settled before"
-        self._info, self._settled_len = info, config.model.max_model_len
+        assert config.model.max_model_len is not None, "resolved"
+        self._info, self._resolved_len = info, config.model.max_model_len
         self._threads = config.device.num_threads or _num_cores()
         self._gpu = config.device.device == "cuda"
         checkpoint = None
@@ -171,7 +171,7 @@ class Footprint:
         logprobs of prompts; nor are CUDA graphs (`graph_bytes`).
         """
         limits, length = config.scheduler, config.model.max_model_len
-        assert length is not None, "settled before"
+        assert length is not None, "resolved"
         backend, block_size = self._backend, config.cache.block_size
         backend.reset()
         tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -251,7 +251,7 @@ class Footprint:
     def _caches(self, block_size: int) -> list[LayerCache]:
         """Return the layers' caches in order, with their groups, which do not change if the context is made shorter."""
         group_of = {
-            layer: number for number, group in enumerate(self.spec.groups(self._settled_len)) for layer in group.layers
+            layer: number for number, group in enumerate(self.spec.groups(self._resolved_len)) for layer in group.layers
         }
         return [LayerCache(MetaCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
 

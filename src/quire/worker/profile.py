@@ -1,6 +1,6 @@
 """The largest step there can be, run once before the KV cache is allocated, so that a GPU's memory is measured.
 
-What is measured is `kernels/gpu/memory.py`'s business, and what is made of it `engine/settle.py`'s.
+What is measured is `kernels/gpu/memory.py`'s business, and what is made of it `engine/kv_cache_size.py`'s.
 """
 
 from __future__ import annotations

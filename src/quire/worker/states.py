@@ -3,7 +3,7 @@
 A sequence keeps its row as long as the worker knows it (`input_batch.py`), so that no block, no table and no word of
 the control plane is needed. What a row held before does not matter: a sequence without computed tokens starts from
 zeros, by the ops themselves (`AttentionMetadata.state_rows`), and one that the worker did not know has none, since
-nothing of it can be reused (`engine/settle.py`).
+nothing of it can be reused (`engine/resolve.py`).
 """
 
 from __future__ import annotations

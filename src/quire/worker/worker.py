@@ -39,7 +39,7 @@ class Worker:
     """Loads on construction; `allocate` must be called before the first step.
 
     Args:
-        config: with device, dtype and max_model_len settled (no "auto" left).
+        config: with device, dtype and max_model_len resolved (no "auto" left).
         info: the model's config.json, parsed.
 
     Raises:
@@ -78,7 +78,7 @@ class Worker:
 
     def _load(self) -> Model:
         started, options = time.perf_counter(), self.config.model
-        assert options.max_model_len is not None, "settled by the engine"
+        assert options.max_model_len is not None, "resolved by the engine"
         slots = self._new_slots() if self.config.lora.enable_lora else None
         model = load_model(
             self._info,
@@ -130,7 +130,7 @@ class Worker:
 
     def _run_largest_step(self) -> None:
         limits, length = self.config.scheduler, self.config.model.max_model_len
-        assert length is not None, "settled by the engine"
+        assert length is not None, "resolved by the engine"
         with as_memory_error():
             cache = self.config.cache
             swaps = cache.swap_space != 0 and not cache.kv_resident_layers
@@ -251,7 +251,7 @@ class Worker:
 
     def _groups(self) -> list[KVCacheGroup]:
         """Return the groups of layers, as the engine counted them: by the context before memory was looked at."""
-        assert self.config.model.max_model_len is not None, "settled by the engine"
+        assert self.config.model.max_model_len is not None, "resolved by the engine"
         return self.kv_cache_spec().groups(self.config.model.max_model_len)
 
     def _open_store(self, max_model_len: int) -> DiskStore | None:
@@ -259,7 +259,7 @@ class Worker:
         cache, model = self.config.cache, self.config.model
         if not cache.kv_disk_space:
             return None
-        assert model.max_model_len is not None, "settled by the engine"
+        assert model.max_model_len is not None, "resolved by the engine"
         folder = DISK_FOLDER if cache.kv_disk_dir is None else Path(cache.kv_disk_dir)
         folder = folder.expanduser()
         spec = self.kv_cache_spec()

@@ -14,7 +14,7 @@ import torch
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.quantization.parse import parse_quantization
 from quire.config import EngineConfig
-from quire.engine.settle import settle
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError, ModelError
 from tests.checkpoint.quantization.conftest import Open
 from tests.helpers import quantizers
@@ -167,11 +167,11 @@ def test_the_option_must_name_what_the_folder_holds(tmp_path: Path, caplog: pyte
     path.write_text(json.dumps({**PLAIN_CONFIG, "quantization_config": GPTQ}))
     info = load_model_info(tmp_path)
     asked = EngineConfig.from_kwargs(model=str(tmp_path), quantization="gptq")
-    assert settle(asked, info).model.quantization is None
+    assert resolve_config(asked, info).model.quantization is None
     with pytest.raises(ConfigError, match="awq names what a checkpoint holds; this one is quantized with gptq"):
-        settle(EngineConfig.from_kwargs(model=str(tmp_path), quantization="awq"), info)
+        resolve_config(EngineConfig.from_kwargs(model=str(tmp_path), quantization="awq"), info)
     path.write_text(json.dumps(PLAIN_CONFIG))
     with pytest.raises(ConfigError, match=r"fp8 needs a GPU .* not quantized, as these"):
-        settle(EngineConfig.from_kwargs(model=str(tmp_path), quantization="fp8"), load_model_info(tmp_path))
+        resolve_config(EngineConfig.from_kwargs(model=str(tmp_path), quantization="fp8"), load_model_info(tmp_path))
     on_gpu = EngineConfig.from_kwargs(model=str(tmp_path), quantization="fp8", device="cuda")
-    assert settle(on_gpu, load_model_info(tmp_path)).model.quantization == "fp8"
+    assert resolve_config(on_gpu, load_model_info(tmp_path)).model.quantization == "fp8"

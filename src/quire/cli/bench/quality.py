@@ -147,7 +147,7 @@ def variant_of(config: EngineConfig, name: str) -> EngineConfig:
 
 def score(config: EngineConfig, texts: Sequence[str], options: QualityOptions) -> Score:
     """Load the model as `config` says and score all passages."""
-    from quire.engine.settle import load_info
+    from quire.engine.resolve import load_info
     from quire.models.loader import weight_bytes
 
     with open_llm(config) as llm:

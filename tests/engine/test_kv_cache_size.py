@@ -12,16 +12,8 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import SERVER_GROUPS, CacheConfig, EngineConfig
 from quire.engine.advice import changed, command_line, size_text
-from quire.engine.settle import (
-    Fit,
-    allocation_refused,
-    blocks_of,
-    count_blocks,
-    count_host_blocks,
-    fit,
-    longest_context,
-    settle,
-)
+from quire.engine.kv_cache_size import KVCacheSize, allocation_failed, blocks_needed, fit_kv_cache, longest_context
+from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
 from quire.step import KVCacheSpec, LayerKVSpec
@@ -32,25 +24,25 @@ SPEC = KVCacheSpec([LAYER])
 MIB = 2**20
 
 
-def fitted(folder: Path, available: int, scratch: int = 0, spec: KVCacheSpec = SPEC, **options: Any) -> Fit:
+def fitted(folder: Path, available: int, scratch: int = 0, spec: KVCacheSpec = SPEC, **options: Any) -> KVCacheSize:
     asked = EngineConfig.from_kwargs(groups=SERVER_GROUPS, model=str(folder), **options)
     return fit_asked(asked, folder, available, scratch, spec)
 
 
-def fit_asked(asked: EngineConfig, folder: Path, available: int, scratch: int, spec: KVCacheSpec) -> Fit:
-    config = settle(asked, load_model_info(folder))
+def fit_asked(asked: EngineConfig, folder: Path, available: int, scratch: int, spec: KVCacheSpec) -> KVCacheSize:
+    config = resolve_config(asked, load_model_info(folder))
 
     def scratch_of(config: EngineConfig) -> int:
         return scratch * config.scheduler.max_num_batched_tokens // 2048
 
-    return fit(asked, config, spec, available, scratch_of)
+    return fit_kv_cache(asked, config, spec, available, scratch_of)
 
 
 # What fits by itself
 
 
 def test_blocks_are_limited_by_what_all_sequences_could_use(folder: Path) -> None:
-    assert fitted(folder, 2**30, max_num_seqs=4) == Fit(4 * 32, 4 * 32, 512)
+    assert fitted(folder, 2**30, max_num_seqs=4) == KVCacheSize(4 * 32, 4 * 32, 512)
 
 
 def test_memory_limits_blocks_and_steps_and_the_hosts_pool_come_out_of_it(folder: Path) -> None:
@@ -60,11 +52,11 @@ def test_memory_limits_blocks_and_steps_and_the_hosts_pool_come_out_of_it(folder
 
 
 def test_the_hosts_pool_takes_nothing_that_one_long_sequence_needs(folder: Path) -> None:
-    assert fitted(folder, 40 * 1024) == Fit(32, 4, 512)  # 36 KiB, 32 of them for 512 tokens
+    assert fitted(folder, 40 * 1024) == KVCacheSize(32, 4, 512)  # 36 KiB, 32 of them for 512 tokens
 
 
 def test_the_context_shrinks_to_what_fits_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert fitted(folder, 10 * 1024) == Fit(9, 0, 144)
+    assert fitted(folder, 10 * 1024) == KVCacheSize(9, 0, 144)
     assert "context limited to 144 of 512 tokens" in caplog.text
 
 
@@ -79,16 +71,6 @@ def test_explicit_numbers_win(folder: Path) -> None:
     assert fitted(folder, 2**30, kv_cache_memory_bytes="1MiB").num_blocks == 1024
 
 
-def test_count_blocks_and_count_host_blocks_say_the_same(folder: Path) -> None:
-    config = settle(EngineConfig.from_kwargs(model=str(folder)), load_model_info(folder))
-    assert count_blocks(config, SPEC, 10 * MIB, 2 * MIB) == fitted(folder, 10 * MIB, 2 * MIB).num_blocks
-    assert count_host_blocks(config, 1024, 8 * MIB) == 2 * 1024
-    asked = changed(config, {"swap_space": 3 * MIB})
-    assert count_host_blocks(asked, 1024, 8 * MIB) == 3 * 1024
-    with pytest.raises(ConfigError, match=r"swap_space: .* 3 MiB, 2 MiB are free .*; this works: quire serve"):
-        count_host_blocks(asked, 1024, 2 * MIB)
-
-
 # Windows
 
 
@@ -96,9 +78,9 @@ def test_a_window_needs_blocks_for_what_a_step_sees_only(folder: Path) -> None:
     windowed = LayerKVSpec(num_kv_heads=1, head_size=8, dtype="float32", sliding_window=64)
     spec = KVCacheSpec([LAYER, windowed])
     options = {"max_num_batched_tokens": 32}
-    config = settle(EngineConfig.from_kwargs(model=str(folder), **options), load_model_info(folder))
-    assert blocks_of(config, spec, 16) == 2
-    assert blocks_of(config, spec, 512) == 32 + -(-(63 + 32 + 15) // 16)
+    config = resolve_config(EngineConfig.from_kwargs(model=str(folder), **options), load_model_info(folder))
+    assert blocks_needed(config, spec, 16) == 2
+    assert blocks_needed(config, spec, 512) == 32 + -(-(63 + 32 + 15) // 16)
     assert longest_context(config, spec, 32 + 7) == 512
     assert longest_context(config, spec, 32 + 6) < 512
     assert fitted(folder, 2**30, spec=spec, max_num_seqs=2, **options).num_blocks == 2 * (32 + 7)
@@ -109,11 +91,11 @@ def test_lengths_are_counted_as_the_block_manager_counts_them(folder: Path, size
     windowed = [msgspec.structs.replace(LAYER, sliding_window=window) for window in (7, 64)]
     spec = KVCacheSpec([LAYER, *windowed])
     options = {"max_num_batched_tokens": 32, "block_size": size}
-    config = settle(EngineConfig.from_kwargs(model=str(folder), **options), load_model_info(folder))
+    config = resolve_config(EngineConfig.from_kwargs(model=str(folder), **options), load_model_info(folder))
     windows = [group.sliding_window for group in spec.groups(512)]
     manager = KVCacheManager(600, size, windows=windows, max_step_tokens=32)
     for length in (1, 2, 7, 31, 64, 100, 511, 512):
-        assert blocks_of(config, spec, length) == manager.num_blocks_for(length)
+        assert blocks_needed(config, spec, length) == manager.num_blocks_for(length)
     assert longest_context(config, spec, 50) == KVCacheManager(
         50, size, windows=windows, max_step_tokens=32
     ).longest_sequence(512)
@@ -163,9 +145,9 @@ def test_the_command_keeps_what_else_was_asked_for(folder: Path) -> None:
 
 def test_what_the_system_refuses_all_the_same_is_advised_to_be_half(folder: Path) -> None:
     asked = EngineConfig.from_kwargs(model=str(folder), kv_cache_memory_bytes="8MiB", max_model_len=512)
-    message = allocation_refused(asked, Fit(8192, 0, 512), 1024, 9 * MIB).message
+    message = allocation_failed(asked, KVCacheSize(8192, 0, 512), 1024, 9 * MIB).message
     assert "8192 blocks, 8388608 bytes, could not be allocated, though 9 MiB seemed free" in message
-    assert fit_asked(advised(message), folder, 9 * MIB, 0, SPEC) == Fit(4096, 0, 512)
+    assert fit_asked(advised(message), folder, 9 * MIB, 0, SPEC) == KVCacheSize(4096, 0, 512)
 
 
 def test_where_nothing_helps_a_smaller_model_does(folder: Path) -> None:
