@@ -1,28 +1,23 @@
-"""`SamplingParams` and `BeamSearchParams`: how one request wants its tokens chosen. Fields, defaults and bounds.
+"""`SamplingParams` and `BeamSearchParams`: the sampling options of one request, each declared once with check and help.
 
-Names and defaults are those of the common OpenAI and vLLM interfaces. The HTTP layer maps its fields onto this class
-and reports whatever it raises; nothing here knows about HTTP, tokenizers, or models (token ids are checked against the
-vocabulary in `frontend.processor`).
+Names and defaults are those of the common OpenAI and vLLM interfaces. The server's fields and the flags of the command
+line follow these declarations and report whatever they raise; nothing here knows about HTTP, tokenizers, or models
+(token ids are checked against the vocabulary in `frontend.processor`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from quire.checks import INT64_MAX, check_bool, check_float, check_int, check_list, check_strings
+from quire.checks import INT64_MAX, MAX_TEXT_LENGTH, check_bool, check_float, check_int, check_list, check_strings
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.sampling_options import (
-    LogitsProcessorParams,
-    RepetitionDetectionParams,
-    as_struct,
-    check_processors,
-)
-from quire.sampling_rules import check_combinations
 from quire.structured_outputs import StructuredOutputParams
 
 logger = logging.getLogger(__name__)
@@ -38,8 +33,17 @@ GREEDY_EPSILON = 1e-5
 LEAST_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
 MAX_SEQUENCE_BREAKERS = 16
 MAX_BREAKER_LENGTH = 40
+MAX_PATTERN_SIZE = 1024  # a step looks at each size
+MAX_PATTERN_COUNT = 2**20
+MAX_PROCESSORS = 16
+MAX_NAME_LENGTH = 256
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_LENGTH_PENALTY = 10.0
+# Mirostat chooses how many tokens stay; nothing else may.
+MIROSTAT_REPLACES = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+OTHER_DEFAULTS = {"top_k": -1}  # values that mean the same as the default
+# What has no meaning when the likeliest token is always taken.
+NOT_GREEDY = ("mirostat", "dynatemp_range")
 # What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
 BEAM_FIELDS = frozenset(
     (
@@ -55,6 +59,9 @@ BEAM_FIELDS = frozenset(
     )
 )
 
+_S = TypeVar("_S", bound=msgspec.Struct)
+Check = Callable[[str, Any], Any]
+
 
 class RequestOutputKind(IntEnum):
     """What each streamed `RequestOutput` carries: everything so far, only what is new, or one output at the end."""
@@ -64,8 +71,49 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
-def _check_token_ids(name: str, value: Any, most: int) -> list[int]:
-    return [_check_token_id(f"{name}[{i}]", item) for i, item in enumerate(check_list(name, value, most))]
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of one field, as its annotation.
+
+    Attributes:
+        check: takes name and value, not None; returns the value, or raises `RequestError`.
+        help: one line for the command line; a field without it has no flag.
+        needs: a value other than the default means nothing unless one of these fields is set.
+        refused: exists elsewhere, but cannot be honoured, for this reason.
+        optional: whether None is a value (by the field's type).
+    """
+
+    check: Check | None = None
+    help: str = ""
+    needs: tuple[str, ...] = ()
+    refused: str = ""
+    optional: bool = False
+
+
+def _number(low: float, high: float, *, low_open: bool = False) -> Check:
+    return partial(check_float, low=low, high=high, low_open=low_open)
+
+
+def _integer(low: int, high: int = INT64_MAX) -> Check:
+    return partial(check_int, low=low, high=high)
+
+
+def _integer_or_unset(low: int) -> Check:
+    """An integer of which -1 means None."""
+    return lambda name, value: None if check_int(name, value, low, INT64_MAX) == -1 else value
+
+
+def _strings(most: int, longest: int = MAX_TEXT_LENGTH) -> Check:
+    return partial(check_strings, most=most, longest=longest)
+
+
+def _token_ids(most: int, *, least: int = 0) -> Check:
+    def check(name: str, value: Any) -> list[int]:
+        if least and value in ([], ()):
+            raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
+        return [_check_token_id(f"{name}[{i}]", item) for i, item in enumerate(check_list(name, value, most))]
+
+    return check
 
 
 def _check_token_id(name: str, value: Any) -> int:
@@ -76,24 +124,128 @@ def _check_token_id(name: str, value: Any) -> int:
     return value
 
 
-def _check_logit_bias(value: Any) -> dict[int, float]:
+def _check_logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise RequestError(
-            f"logit_bias must map token ids to numbers, got {echo(value)}", param="logit_bias", code="invalid_type"
-        )
+        raise RequestError(f"{name} must map token ids to numbers, got {echo(value)}", param=name, code="invalid_type")
     if len(value) > MAX_LOGIT_BIAS:
         raise RequestError(
-            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(value)}",
-            param="logit_bias",
+            f"{name} may have at most {MAX_LOGIT_BIAS} entries, got {len(value)}",
+            param=name,
             code="array_above_max_length",
         )
     checked: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19 else key
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise RequestError(f"logit_bias has key {echo(key)}; keys must be token ids >= 0", param="logit_bias")
-        checked[token] = check_float("logit_bias", bias, -100.0, 100.0)
+            raise RequestError(f"{name} has key {echo(key)}; keys must be token ids >= 0", param=name)
+        checked[token] = check_float(name, bias, -100.0, 100.0)
     return checked
+
+
+def _check_allowed(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list | tuple) or not value:
+        code = "empty_array" if value in ([], ()) else "invalid_type"
+        raise RequestError(f"{name} must be a non-empty list of token ids", param=name, code=code)
+    return _token_ids(2**20)(name, value)
+
+
+def _check_logprobs(name: str, value: Any) -> int:
+    return check_int(name, 1 if value is True else value, -1, INT64_MAX)
+
+
+def _check_top_n_sigma(name: str, value: Any) -> float:
+    sigma = check_float(name, value, -1.0, 1000.0)
+    if sigma < 0.0 and sigma != -1.0:
+        raise RequestError(
+            f"{name} must be -1 or at least 0, got {sigma:g}", param=name, code="decimal_below_min_value"
+        )
+    return max(sigma, 0.0)
+
+
+def _check_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+    return value
+
+
+def _check_early_stopping(name: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise RequestError(f"{name} must be true, false or 'never', got {echo(value)}", param=name)
+    return value
+
+
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """End an output that goes round in circles. Raises `RequestError` naming the field.
+
+    The output ends as soon as its last `min_count` (at least 2) times s tokens are one pattern of s tokens over and
+    over, for any s from `min_pattern_size` to `max_pattern_size`.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        """Check every field. Structs decoded from the wire pass through here too."""
+        name = "repetition_detection"
+        check_int(f"{name}.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        check_int(f"{name}.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        check_int(f"{name}.min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+
+
+class LogitsProcessorParams(msgspec.Struct, omit_defaults=True):
+    """One logits processor that a request wants: the name it is registered under, and its arguments."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Check both fields. Structs decoded from the wire pass through here too."""
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME_LENGTH:
+            raise RequestError(
+                f"logits_processors: a name must be a text of 1 to {MAX_NAME_LENGTH} characters, got {echo(self.name)}",
+                param="logits_processors",
+                code="invalid_type",
+            )
+        if not isinstance(self.args, dict):
+            raise RequestError(
+                f"logits_processors: args of {self.name} must be an object, got {echo(self.args)}",
+                param="logits_processors",
+                code="invalid_type",
+            )
+
+
+def as_struct(name: str, value: Any, kind: type[_S]) -> _S:
+    """Return `value`, a struct of this kind or a mapping of its fields, as a struct; raise `RequestError` else."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+    unknown = [key for key in value if key not in kind.__struct_fields__]
+    if unknown:
+        raise RequestError(f"unknown parameter {name}.{echo(unknown[0])[1:-1]}", param=name, code="unknown_parameter")
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in value:
+            raise RequestError(f"{name}.{field.name} is missing", param=name, code="missing_required_parameter")
+    return kind(**value)
+
+
+def _check_processors(name: str, value: Any) -> list[LogitsProcessorParams] | None:
+    """Return names, or objects of name and args, as structs; raise `RequestError` else."""
+    items = check_list(name, value, MAX_PROCESSORS)
+    return [
+        LogitsProcessorParams(item) if isinstance(item, str) else as_struct(f"{name}[{i}]", item, LogitsProcessorParams)
+        for i, item in enumerate(items)
+    ] or None
+
+
+def _check_repetition(name: str, value: Any) -> RepetitionDetectionParams:
+    return as_struct(name, value, RepetitionDetectionParams)
+
+
+def check_structured_outputs(name: str, value: Any) -> StructuredOutputParams:
+    """Return structured-output parameters, given as such or as a mapping; raise `RequestError` else."""
+    return as_struct(name, value, StructuredOutputParams)
 
 
 def check_best_of(value: Any, n: int) -> int:
@@ -103,131 +255,232 @@ def check_best_of(value: Any, n: int) -> int:
     return int(value)
 
 
-def check_form(value: Any) -> StructuredOutputParams | None:
-    """Return structured-output parameters, given as such or as a mapping; raise `RequestError` else."""
-    return None if value is None else as_struct("structured_outputs", value, StructuredOutputParams)
-
-
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
     Attributes:
-        n: number of completions, 1..128.
         best_of: so many completions are generated, n..128, and the `n` with the highest sum of log-probabilities are
             returned, best first. None means n. More than n of them are not streamed, and need a temperature.
-        presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
-        repetition_penalty: (0, 10], over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
-        temperature: [0, 2]; below 1e-5 means greedy, where top_p, top_k and min_p change nothing and are reset; what
-            is between that and 0.01 is raised to 0.01, with a warning.
-        top_p: (0, 1], nucleus sampling (Holtzman et al. 2019). top_k: 0 or -1 means all tokens. min_p: [0, 1].
+        presence_penalty, frequency_penalty: over generated tokens.
+        repetition_penalty: over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
+        temperature: below 1e-5 means greedy, where top_p, top_k and min_p change nothing and are reset; what is between
+            that and 0.01 is raised to 0.01, with a warning.
+        top_p: nucleus sampling (Holtzman et al. 2019). top_k: 0 or -1 means all tokens.
         seed: makes sampling reproducible whatever else is in the batch; None or -1 draws one.
-        stop: up to 4 strings that end the text; stop_token_ids: ids that end it.
-        max_tokens: None means as many as fit in the context. min_tokens: EOS and stop ids are barred before.
+        max_tokens: None means as many as fit in the context.
         logprobs, prompt_logprobs: number of alternatives per position, at most the model option `max_logprobs`; -1:
             the whole vocabulary; True: 1; None: no log-probabilities at all.
-        logprob_token_ids: up to 128 ids whose log-probabilities are given at each position, in place of the likeliest;
-            `logprobs` is then absent or their number. prompt_logprob_start: first position of the prompt to score.
+        logprob_token_ids: ids whose log-probabilities are given at each position, in place of the likeliest; `logprobs`
+            is then absent or their number.
         flat_logprobs: log-probabilities come as `outputs.FlatLogprobs`, which has few objects for many numbers.
-        logit_bias: token id -> value in [-100, 100] added to the logit. allowed_token_ids: nothing else may be
-            sampled. bad_words: texts that may not be generated.
-        truncate_prompt_tokens: keep only the last so many tokens of the prompt; None keeps all.
-        structured_outputs: the form of the text; with reasoning, of what comes after it.
+        structured_outputs: constrains the text; with reasoning, what comes after it.
         thinking_token_budget: most tokens of reasoning; then it is ended. None or -1: no bound.
-        spaces_between_special_tokens: False: special tokens in the text have no blanks beside them that the
-            tokenizer's decoder would put there.
         stream_interval: a stream has an output every so many tokens of a completion; first and last always come.
-        skip_reading_prefix_cache: compute the whole prompt. skip_clone: this object will not be changed by whoever
-            gave it, and is used as it is.
-        repetition_detection: ends an output that goes round in circles, with finish_reason "repetition".
+        skip_reading_prefix_cache: compute the whole prompt. skip_clone: the caller will not change this object, so that
+            no copy is made.
+        repetition_detection: ends an output that repeats itself, with finish_reason "repetition".
         logits_processors: names (or names and arguments) of plug-ins of the model option `logits_processors`;
             extra_args: arguments for all of them.
         typical_p, top_n_sigma, xtc_*, dry_*, dynatemp_*, mirostat*: the samplers of llama.cpp, see `sampling.filters`,
             `sampling.dry` and `sampling.mirostat`; all off by default. dry_sequence_breakers: None means newline,
             colon, double quote, and asterisk.
-        prompt_logprob_token_ids, watermarking, routed_experts_prompt_start, trace_decode_token_ids: are refused.
-
-    Which fields exclude or need each other stands in `sampling_rules`.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputParams | None = None
-    thinking_token_budget: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    n: Annotated[int, Option(_integer(1, MAX_N), "Completions per prompt; with beam search, beams.")] = 1
+    best_of: Annotated[
+        int | None, Option(_integer(1, MAX_N), "Generate so many completions and return the n most likely ones.")
+    ] = None
+    presence_penalty: Annotated[
+        float, Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before, once per occurrence."),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            _number(0.0, MAX_REPETITION_PENALTY, low_open=True),
+            "Divides the logits of tokens in prompt and output; 1 is off.",
+        ),
+    ] = 1.0
+    temperature: Annotated[
+        float, Option(_number(0.0, 2.0), "0 always takes the likeliest token; higher is more random.")
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Option(_number(0.0, 1.0, low_open=True), "Sample from the smallest set of tokens with this total probability."),
+    ] = 1.0
+    top_k: Annotated[int, Option(_integer(-1), "Sample from so many likeliest tokens; 0 takes all.")] = 0
+    min_p: Annotated[
+        float, Option(_number(0.0, 1.0), "Drop tokens less likely than this share of the likeliest one.")
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        Option(
+            _integer_or_unset(-(2**63)),
+            "Makes random sampling repeatable, whatever else runs beside; default: that of --seed, if given.",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | str | None, Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.")
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated."),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.")
+    ] = None
+    ignore_eos: Annotated[bool, Option(check_bool, "Go on after the end-of-text token.")] = False
+    max_tokens: Annotated[int | None, Option(_integer(1), "Most tokens to generate.")] = 16
+    min_tokens: Annotated[int, Option(_integer(0), "Bar the end-of-text token before so many tokens.")] = 0
+    logprobs: Annotated[
+        int | None,
+        Option(_check_logprobs, "Report the log-probability of each token and of so many alternatives."),
+    ] = None
+    prompt_logprobs: Annotated[int | None, Option(_check_logprobs, "The same for each token of the prompt.")] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, Option(_check_logit_bias, "JSON object of token id to a number added to its logit.")
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        Option(_check_allowed, "Token id that may be generated, nothing else; may be repeated."),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Option(_integer(1), "Keep only the last so many tokens of the prompt.")
+    ] = None
+    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs)] = None
+    thinking_token_budget: Annotated[int | None, Option(_integer_or_unset(-1), "Most tokens of reasoning.")] = None
+    detokenize: Annotated[bool, Option(check_bool)] = True
+    skip_special_tokens: Annotated[bool, Option(check_bool, "Leave special tokens out of the text.")] = True
+    include_stop_str_in_output: Annotated[bool, Option(check_bool, "Keep the stop text at the end of the output.")] = (
+        False
+    )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    spaces_between_special_tokens: bool = True
-    stream_interval: int | None = None
-    logprob_token_ids: list[int] | None = None
-    prompt_logprob_token_ids: list[list[int]] | None = None
-    prompt_logprob_start: int | None = None
-    flat_logprobs: bool = False
-    skip_reading_prefix_cache: bool = False
-    skip_clone: bool = False
-    repetition_detection: RepetitionDetectionParams | None = None
-    logits_processors: list[LogitsProcessorParams] | None = None
-    extra_args: dict[str, Any] | None = None
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: list[str] | None = None
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    watermarking: Any = None
-    routed_experts_prompt_start: int | None = None
-    trace_decode_token_ids: list[int] | None = None
+    spaces_between_special_tokens: Annotated[
+        bool,
+        Option(check_bool, "Keep the blanks that a tokenizer puts beside special tokens.", needs=("detokenize",)),
+    ] = True
+    stream_interval: Annotated[int | None, Option(_integer(1))] = None
+    logprob_token_ids: Annotated[
+        list[int] | None,
+        Option(
+            _token_ids(MAX_LOGPROB_TOKEN_IDS, least=1),
+            "Report the log-probability of this token id at each position; may be repeated.",
+        ),
+    ] = None
+    prompt_logprob_token_ids: Annotated[
+        list[list[int]] | None,
+        Option(refused="prompt_logprobs scores the prompt's own tokens and the likeliest ones"),
+    ] = None
+    prompt_logprob_start: Annotated[
+        int | None,
+        Option(
+            _integer(0),
+            "First position of the prompt whose log-probability is reported.",
+            needs=("prompt_logprobs",),
+        ),
+    ] = None
+    flat_logprobs: Annotated[bool, Option(check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"))] = (
+        False
+    )
+    skip_reading_prefix_cache: Annotated[bool, Option(check_bool)] = False
+    skip_clone: Annotated[bool, Option(check_bool)] = False
+    repetition_detection: Annotated[RepetitionDetectionParams | None, Option(_check_repetition)] = None
+    logits_processors: Annotated[list[LogitsProcessorParams] | None, Option(_check_processors)] = None
+    extra_args: Annotated[dict[str, Any] | None, Option(_check_object, needs=("logits_processors",))] = None
+    typical_p: Annotated[
+        float,
+        Option(
+            _number(0.0, 1.0, low_open=True),
+            "Sample from the tokens of the most ordinary surprise with this total probability; 1 is off.",
+        ),
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        Option(
+            _check_top_n_sigma,
+            "Drop tokens whose logit is so many standard deviations below the largest one; 0 is off.",
+        ),
+    ] = 0.0
+    xtc_probability: Annotated[
+        float, Option(_number(0.0, 1.0), "How often the likeliest tokens are excluded (XTC).")
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        Option(
+            _number(0.0, 1.0),
+            "From which probability on XTC excludes tokens; the least likely of these stays.",
+            needs=("xtc_probability",),
+        ),
+    ] = 0.1
+    dry_multiplier: Annotated[
+        float,
+        Option(_number(0.0, 100.0), "Makes tokens less likely that would continue a repetition (DRY); 0 is off."),
+    ] = 0.0
+    dry_base: Annotated[
+        float,
+        Option(
+            _number(1.0, 100.0),
+            "By how much DRY grows with each token of a repetition.",
+            needs=("dry_multiplier",),
+        ),
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Option(_integer(1), "From which length on DRY counts a repetition.", needs=("dry_multiplier",))
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Option(_integer(-1), "How many tokens DRY looks back; -1 is all.", needs=("dry_multiplier",))
+    ] = -1
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        Option(
+            _strings(MAX_SEQUENCE_BREAKERS, MAX_BREAKER_LENGTH),
+            "Text that ends what DRY counts as repeated; may be repeated.",
+            needs=("dry_multiplier",),
+        ),
+    ] = None
+    dynatemp_range: Annotated[
+        float,
+        Option(_number(0.0, 2.0), "The temperature moves up and down by so much with the entropy; 0 is off."),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float,
+        Option(_number(0.0, 100.0), "How the entropy becomes that temperature.", needs=("dynatemp_range",)),
+    ] = 1.0
+    mirostat: Annotated[
+        int,
+        Option(_integer(0, 2), "Keep the surprise of the text constant, by version 1 or 2 of mirostat; 0 is off."),
+    ] = 0
+    mirostat_tau: Annotated[
+        float,
+        Option(_number(0.0, 100.0, low_open=True), "The surprise that mirostat aims at, in bits.", needs=("mirostat",)),
+    ] = 5.0
+    mirostat_eta: Annotated[float, Option(_number(0.0, 1.0), "How fast mirostat learns.", needs=("mirostat",))] = 0.1
+    watermarking: Annotated[Any, Option(refused="texts are not watermarked")] = None
+    routed_experts_prompt_start: Annotated[int | None, Option(refused="the choice of experts is not reported")] = None
+    trace_decode_token_ids: Annotated[list[int] | None, Option(refused="decoding is not traced")] = None
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
-        self._check_numbers()
-        self._check_samplers()
-        self._check_counts()
-        self._check_logprobs()
-        self._check_lists()
-        self._check_parts()
-        for name in SWITCHES:
-            check_bool(name, getattr(self, name))
+        _check_fields(self, OPTIONS)
+        self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
+        self.bad_words = self.bad_words or []
+        if self.greedy:  # the likeliest token survives all three
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < LEAST_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, LEAST_TEMPERATURE)
+            self.temperature = LEAST_TEMPERATURE
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
-        self._check_form()
         if self.best_of is not None:
             self._check_best_of(self.best_of)
-        check_combinations(self, DEFAULTS)
-
-    def _check_form(self) -> None:
-        self.structured_outputs = check_form(self.structured_outputs)
-        if self.thinking_token_budget is not None:
-            check_int("thinking_token_budget", self.thinking_token_budget, -1, INT64_MAX)
-            if self.thinking_token_budget == -1:
-                self.thinking_token_budget = None
+        self._check_combinations()
 
     def _check_best_of(self, best_of: int) -> None:
         check_best_of(best_of, self.n)
@@ -245,108 +498,55 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 param="best_of",
             )
 
-    def _check_numbers(self) -> None:
-        self.presence_penalty = check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self.frequency_penalty = check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = check_float(
-            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True
-        )
-        self.temperature = check_float("temperature", self.temperature, 0.0, 2.0)
-        self.top_p = check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        self.min_p = check_float("min_p", self.min_p, 0.0, 1.0)
-        check_int("top_k", self.top_k, -1, INT64_MAX)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), INT64_MAX)
-            if self.seed == -1:
-                self.seed = None
-        if self.greedy:  # the likeliest token survives all three
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
-        elif self.temperature < LEAST_TEMPERATURE:
-            logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, LEAST_TEMPERATURE)
-            self.temperature = LEAST_TEMPERATURE
-
-    def _check_samplers(self) -> None:
-        self.typical_p = check_float("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
-        self.top_n_sigma = check_float("top_n_sigma", self.top_n_sigma, -1.0, 1000.0)
-        if self.top_n_sigma < 0.0:
-            if self.top_n_sigma != -1.0:
+    def _check_combinations(self) -> None:
+        """Raise `RequestError`, or `UnsupportedError`, for fields that cannot be honoured, or not together."""
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value == DEFAULTS[name]:
+                continue
+            if option.refused:
+                raise UnsupportedError(f"{name} is not supported: {option.refused}; leave it out", param=name)
+            if option.needs and not any(self._is_set(other) for other in option.needs):
                 raise RequestError(
-                    f"top_n_sigma must be -1 or at least 0, got {self.top_n_sigma:g}",
-                    param="top_n_sigma",
-                    code="decimal_below_min_value",
+                    f"{name} has no effect without {' or '.join(option.needs)}; leave it out, or set that as well",
+                    param=name,
                 )
-            self.top_n_sigma = 0.0
-        self.xtc_probability = check_float("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        self.xtc_threshold = check_float("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        self.dry_multiplier = check_float("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
-        self.dry_base = check_float("dry_base", self.dry_base, 1.0, 100.0)
-        check_int("dry_allowed_length", self.dry_allowed_length, 1, INT64_MAX)
-        check_int("dry_penalty_last_n", self.dry_penalty_last_n, -1, INT64_MAX)
-        if self.dry_sequence_breakers is not None:
-            self.dry_sequence_breakers = check_strings(
-                "dry_sequence_breakers", self.dry_sequence_breakers, MAX_SEQUENCE_BREAKERS, MAX_BREAKER_LENGTH
-            )
-        self.dynatemp_range = check_float("dynatemp_range", self.dynatemp_range, 0.0, 2.0)
-        self.dynatemp_exponent = check_float("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
-        check_int("mirostat", self.mirostat, 0, 2)
-        self.mirostat_tau = check_float("mirostat_tau", self.mirostat_tau, 0.0, 100.0, low_open=True)
-        self.mirostat_eta = check_float("mirostat_eta", self.mirostat_eta, 0.0, 1.0)
-
-    def _check_counts(self) -> None:
-        check_int("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
-        check_int("min_tokens", self.min_tokens, 0, INT64_MAX)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.mirostat:
+            why = "mirostat, which decides itself how many tokens to choose from"
+            self._refuse(MIROSTAT_REPLACES, why)
+        if self.greedy:
+            why = f"temperature {self.temperature:g}, which always takes the likeliest token"
+            self._refuse(NOT_GREEDY, why)
+        ids = self.logprob_token_ids
+        if ids is not None and self.logprobs not in (None, len(ids)):
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                f"logprobs must be absent or {len(ids)}, the number of logprob_token_ids, got {echo(self.logprobs)}",
+                param="logprobs",
             )
-        for name in ("truncate_prompt_tokens", "stream_interval"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1, INT64_MAX)
+        if self.stream_interval is not None:
+            self._check_interval()
 
-    def _check_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                setattr(self, name, 1)
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), -1, INT64_MAX)
-        if self.prompt_logprob_start is not None:
-            check_int("prompt_logprob_start", self.prompt_logprob_start, 0, INT64_MAX)
-        if self.logprob_token_ids is not None:
-            name = "logprob_token_ids"
-            self.logprob_token_ids = _check_token_ids(name, self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
-            if not self.logprob_token_ids:
-                raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
+    def _is_set(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and (bool(value) or name.endswith("logprobs"))  # 0 logprobs are some
 
-    def _check_parts(self) -> None:
-        if self.repetition_detection is not None:
-            self.repetition_detection = as_struct(
-                "repetition_detection", self.repetition_detection, RepetitionDetectionParams
-            )
-        if self.logits_processors is not None:
-            self.logits_processors = check_processors(self.logits_processors) or None
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value != DEFAULTS[name] and value != OTHER_DEFAULTS.get(name):
+                raise RequestError(f"{name} contradicts {why}; leave it out", param=name)
+
+    def _check_interval(self) -> None:
+        if self.output_kind == RequestOutputKind.FINAL_ONLY:
             raise RequestError(
-                f"extra_args must be an object, got {echo(self.extra_args)}", param="extra_args", code="invalid_type"
+                "stream_interval needs a stream; this request has one output at its end", param="stream_interval"
             )
-
-    def _check_lists(self) -> None:
-        self.stop = [] if self.stop is None else check_strings("stop", self.stop, MAX_STOP_STRINGS)
-        self.bad_words = [] if self.bad_words is None else check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if self.stop_token_ids is None:
-            self.stop_token_ids = []
-        else:
-            self.stop_token_ids = _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        if self.logit_bias is not None:
-            self.logit_bias = _check_logit_bias(self.logit_bias)
-        if self.allowed_token_ids is not None:
-            if not isinstance(self.allowed_token_ids, list | tuple) or len(self.allowed_token_ids) == 0:
-                code = "empty_array" if self.allowed_token_ids in ([], ()) else "invalid_type"
-                raise RequestError(
-                    "allowed_token_ids must be a non-empty list of token ids", param="allowed_token_ids", code=code
-                )
-            self.allowed_token_ids = _check_token_ids("allowed_token_ids", self.allowed_token_ids, 2**20)
+        if self.num_sequences > self.n:
+            raise RequestError(
+                f"stream_interval contradicts best_of ({self.best_of}) above n ({self.n}), whose completions are known "
+                "at the end only",
+                param="stream_interval",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -363,17 +563,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
 
-SWITCHES = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "spaces_between_special_tokens",
-    "flat_logprobs",
-    "skip_reading_prefix_cache",
-    "skip_clone",
-)
-DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+def _check_fields(params: msgspec.Struct, options: Mapping[str, Option]) -> None:
+    """Replace each field that has a check by what the check returns."""
+    for name, option in options.items():
+        value = getattr(params, name)
+        if option.check is not None and value is not None:
+            setattr(params, name, option.check(name, value))
+        elif option.check is not None and not option.optional:
+            option.check(name, value)
+
+
+def with_recommended(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request over those a model's makers recommend, less what the request replaces."""
+    replaced = MIROSTAT_REPLACES if given.get("mirostat") else ()
+    return {**{name: value for name, value in recommended.items() if name not in replaced}, **given}
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -390,35 +593,20 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             `SamplingParams`.
     """
 
-    beam_width: int
-    max_tokens: int = 16
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputParams | None = None
+    beam_width: Annotated[int, Option(_integer(1, MAX_N))]
+    max_tokens: Annotated[int, Option(_integer(1))] = 16
+    ignore_eos: Annotated[bool, Option(check_bool)] = False
+    temperature: Annotated[float, Option(_number(0.0, 0.0))] = 0.0
+    length_penalty: Annotated[float, Option(_number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY))] = 1.0
+    early_stopping: Annotated[bool | str, Option(_check_early_stopping)] = False
+    include_stop_str_in_output: Annotated[bool, Option(check_bool)] = False
+    skip_special_tokens: Annotated[bool, Option(check_bool)] = True
+    truncate_prompt_tokens: Annotated[int | None, Option(_integer(1))] = None
+    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs)] = None
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
-        check_int("beam_width", self.beam_width, 1, MAX_N)
-        check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
-        self.temperature = check_float("temperature", self.temperature, 0.0, 0.0)
-        self.length_penalty = check_float(
-            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-        )
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise RequestError(
-                f"early_stopping must be true, false or 'never', got {echo(self.early_stopping)}",
-                param="early_stopping",
-            )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
-        if self.truncate_prompt_tokens is not None:
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT64_MAX)
-        self.structured_outputs = check_form(self.structured_outputs)
+        _check_fields(self, _BEAM_OPTIONS)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
@@ -439,22 +627,38 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise UnsupportedError(
                 f"temperature must be 0 or absent with beam search, got {temperature:g}", param="temperature"
             )
-        asked = SamplingParams(**rest)
-        neutral = SamplingParams(top_k=min(asked.top_k, 0), output_kind=asked.output_kind)  # 0 and -1 are the same
+        params = SamplingParams(**rest)
+        neutral = SamplingParams(top_k=min(params.top_k, 0), output_kind=params.output_kind)  # 0 and -1 are the same
         for name in SamplingParams.__struct_fields__:
-            if name not in BEAM_FIELDS and getattr(asked, name) != getattr(neutral, name):
+            if name not in BEAM_FIELDS and getattr(params, name) != getattr(neutral, name):
                 raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
         return cls(
-            beam_width=asked.n if best_of is None else check_best_of(best_of, asked.n),
-            max_tokens=most_tokens if asked.max_tokens is None else asked.max_tokens,
-            ignore_eos=asked.ignore_eos,
-            include_stop_str_in_output=asked.include_stop_str_in_output,
-            skip_special_tokens=asked.skip_special_tokens,
-            truncate_prompt_tokens=asked.truncate_prompt_tokens,
-            structured_outputs=asked.structured_outputs,
+            beam_width=params.n if best_of is None else check_best_of(best_of, params.n),
+            max_tokens=most_tokens if params.max_tokens is None else params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            structured_outputs=params.structured_outputs,
             **options,
         )
 
     def clone(self, **changes: Any) -> BeamSearchParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)
+
+
+def _options_of(kind: type[msgspec.Struct]) -> dict[str, Option]:
+    """Return the declarations of a struct's fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {}
+    for name in kind.__struct_fields__:
+        option = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Option)), Option())
+        nullable = type(None) in get_args(get_args(hints[name])[0]) if option.check is not None else True
+        found[name] = replace(option, optional=nullable)
+    return found
+
+
+OPTIONS = _options_of(SamplingParams)
+_BEAM_OPTIONS = _options_of(BeamSearchParams)
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}

@@ -8,7 +8,7 @@ import pytest
 
 from quire.cli.generate import read_prompts
 from quire.errors import ModelError, RequestError
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind
 
 
 def lines_of(text: str) -> list[dict]:
@@ -205,11 +205,11 @@ def test_an_input_without_a_prompt_is_refused():
 
 
 def test_every_sampling_field_is_offered_or_left_out_on_purpose():
-    from quire.cli.sampling import HELP
-    from quire.sampling_rules import UNSUPPORTED
+    from quire.sampling_params import OPTIONS
 
     in_files_only = {"structured_outputs", "repetition_detection", "logits_processors", "extra_args"}
     for_programs = {"detokenize", "output_kind", "stream_interval", "flat_logprobs", "skip_clone"}
     for_programs |= {"skip_reading_prefix_cache"}
-    left_out = in_files_only | for_programs | UNSUPPORTED.keys()
-    assert set(SamplingParams.__struct_fields__) - set(HELP) == left_out
+    refused = {name for name, option in OPTIONS.items() if option.refused}
+    left_out = in_files_only | for_programs | refused
+    assert {name for name, option in OPTIONS.items() if not option.help} == left_out

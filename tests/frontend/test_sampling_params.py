@@ -9,8 +9,7 @@ import pytest
 
 from quire import BeamSearchParams, SamplingParams
 from quire.errors import RequestError, UnsupportedError
-from quire.sampling_params import BEAM_FIELDS, RequestOutputKind
-from quire.sampling_rules import MIROSTAT_REPLACES, with_recommended
+from quire.sampling_params import BEAM_FIELDS, MIROSTAT_REPLACES, RequestOutputKind, with_recommended
 
 
 def test_best_of_is_how_many_are_generated() -> None:

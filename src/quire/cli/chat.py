@@ -29,8 +29,7 @@ from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.options import option, option_fields
-from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.sampling_rules import with_recommended
+from quire.sampling_params import RequestOutputKind, SamplingParams, with_recommended
 
 Message = dict[str, str]
 # What a model says is shown, never obeyed: no escape sequences reach the terminal.

@@ -30,8 +30,13 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, GenerationError, RequestError
 from quire.options import option
 from quire.outputs import RequestOutput
-from quire.sampling_params import MAX_LENGTH_PENALTY, BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.sampling_rules import with_recommended
+from quire.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    with_recommended,
+)
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM

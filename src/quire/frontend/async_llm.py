@@ -186,7 +186,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tenant: str = "",
         param: str = "prompt",
-        message_spec: MessageSpec | None = None,
+        ask: MessageSpec | None = None,
         within: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestStream:
@@ -197,7 +197,7 @@ class AsyncLLM:
             sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
             cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
-            tenant: on whose account it runs. param: what errors call the prompt. message_spec: what the message that
+            tenant: on whose account it runs. param: what errors call the prompt. ask: what the message that
                 follows may contain; None if it is no message. within: seconds in which the first token is of use; see
                 `check_room`.
 
@@ -216,7 +216,7 @@ class AsyncLLM:
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
-            grammar, thinking = await self._constraints(params, token_ids, message_spec)
+            grammar, thinking = await self._constraints(params, token_ids, ask)
         finally:
             self._num_admitting -= 1
         self.check_room(len(token_ids), within)

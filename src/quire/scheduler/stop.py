@@ -5,7 +5,7 @@ Stop strings are the frontend's concern.
 
 from __future__ import annotations
 
-from quire.sampling_options import RepetitionDetectionParams
+from quire.sampling_params import RepetitionDetectionParams
 from quire.scheduler.request import RequestStatus, Sequence
 
 

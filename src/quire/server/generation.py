@@ -17,8 +17,7 @@ from quire.frontend.formats.message import MessageSpec
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.sampling_rules import with_recommended
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
 from quire.server.context import ModelContext
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
@@ -230,7 +229,7 @@ class Generation(EngineJob):
                     params,
                     internal_id,
                     param=param,
-                    message_spec=message_spec,
+                    ask=message_spec,
                     within=None if self.deadline is None else self.deadline.left,
                     lora_request=self.context.lora,
                     **options,

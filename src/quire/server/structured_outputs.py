@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.checks import missing, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, retold
-from quire.sampling_params import check_form
+from quire.sampling_params import check_structured_outputs
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
 
@@ -39,11 +39,9 @@ class StructuredOutput:
     def __init__(self, fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._names = names
         try:
-            params = check_form(fields)
+            self.params = check_structured_outputs("structured_outputs", fields)
         except RequestError as error:
             raise self.explain(error) from None
-        assert params is not None
-        self.params: StructuredOutputParams = params
 
     def explain(self, error: RequestError) -> RequestError:
         """Return `error` with the client's name of the field, if it is about this structured output."""
