@@ -191,14 +191,12 @@ def random_codes(rng: np.random.Generator, kind: str, group: int, outputs: int, 
     layout = code_layout(kind, group, inputs, scale_bytes=2 if powers else 4)
     table = E2M1 if powers else np.linspace(-1, 1, 16, dtype=np.float32) if kind == "table" else None
     scales = scales.astype(np.float32) if powers else scales.astype(np.float32) * np.float32(1.1)
-    return CodeTensor(
-        lambda rows, across: codes[rows, across],
-        lambda rows: scales[rows],
+    return CodeTensor.whole(
+        (outputs, inputs),
         group,
         layout,
-        range(outputs),
-        range(inputs),
-        inputs,
+        lambda rows, across: codes[rows, across],
+        lambda rows: scales[rows],
         kind=kind,
         table=table,
     )

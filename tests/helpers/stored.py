@@ -18,14 +18,12 @@ def integers(q: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group:
     bits = 4 if q.dtype == np.uint8 else 8
     by_row = scales.astype(np.float32).reshape(len(q), -1)
     points = None if zeros is None else zeros.astype(np.float32)
-    return IntegerTensor(
-        lambda rows, across: q[rows, across],
-        lambda rows: by_row[rows],
+    return IntegerTensor.whole(
+        (len(q), q.shape[1]),
         group,
         integer_layout(bits, group, q.shape[1], zeros=zeros is not None),
-        range(len(q)),
-        range(q.shape[1]),
-        q.shape[1],
+        lambda rows, across: q[rows, across],
+        lambda rows: by_row[rows],
         zeros=None if points is None else lambda rows: points[rows],
         middle=8 if bits == 4 else 0,
     )
@@ -33,14 +31,12 @@ def integers(q: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group:
 
 def codes(q: np.ndarray, scales: np.ndarray, group: int, kind: str, table: np.ndarray | None = None) -> CodeTensor:
     """Return a weight of codes uint8 [N, K] with scales [N, ceil(K / group)]."""
-    return CodeTensor(
-        lambda rows, across: q[rows, across],
-        lambda rows: scales[rows],
+    return CodeTensor.whole(
+        (len(q), q.shape[1]),
         group,
         code_layout(kind, group, q.shape[1]),
-        range(len(q)),
-        range(q.shape[1]),
-        q.shape[1],
+        lambda rows, across: q[rows, across],
+        lambda rows: scales[rows],
         kind=kind,
         table=table,
     )

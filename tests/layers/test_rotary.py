@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.checkpoint.rope import RopeParameters, parse_rope
 from quire.kernels.create import create_backend
 from quire.layers.rotary import RotaryEmbedding, attention_scaling, cos_sin_table, inverse_frequencies

@@ -22,7 +22,7 @@ from quire.checkpoint.gguf.tensors import GGUFTensor
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.quantization import bitsandbytes, compressed, fp8, gptq
 from quire.checkpoint.quantization.parse import METHODS, parse_quantization
-from quire.checkpoint.quantization.source import QuantizedSource
+from quire.checkpoint.quantization.parts import QuantizedSource
 from quire.checkpoint.safetensors import Checkpoint
 from quire.checkpoint.tensor import HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.backend import CPUBackend

@@ -16,8 +16,7 @@ from typing import Any
 
 from quire.checkpoint import foreign
 from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.files import read_json_object
+from quire.checkpoint.files import Fields, read_json_object
 from quire.checkpoint.gguf.source import gguf_config, is_gguf
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization

@@ -8,11 +8,11 @@ from pathlib import Path
 from quire.checkpoint.gguf.source import GGUFSource, is_gguf
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import read_ahead
-from quire.checkpoint.modules import with_dense_layers
 from quire.checkpoint.packed import PACKED_FILE
 from quire.checkpoint.pickled import PickledCheckpoint
-from quire.checkpoint.quantization.source import QuantizedSource
-from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.quantization.parts import QuantizedSource
+from quire.checkpoint.safetensors import Checkpoint, TensorEntry
+from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import TensorSource
 from quire.errors import ModelError
 
@@ -31,7 +31,11 @@ def open_weights(info: ModelInfo, load_format: str = "auto", strategy: str = "la
     source = _open(info, load_format, eager=strategy == "eager")
     if strategy == "prefetch":
         read_ahead(dict.fromkeys(source.path_of(name) for name in source.names))
-    return with_dense_layers(info, put_together(info, source))
+    source = put_together(info, source)
+    if info.pooling is None or not info.pooling.dense:
+        return source
+    folders = [dense.folder for dense in info.pooling.dense]
+    return _WithDenseLayers(source, {folder: Checkpoint(info.path / folder) for folder in folders})
 
 
 def _open(info: ModelInfo, load_format: str, *, eager: bool) -> TensorSource:
@@ -68,3 +72,40 @@ def put_together(info: ModelInfo, source: TensorSource) -> TensorSource:
     """Return the source with quantized weights in place of their parts, if config.json says that there are any."""
     stored = info.stored_format
     return source if stored is None else QuantizedSource(source, stored)
+
+
+class _WithDenseLayers:
+    """Tensors of a model, and of sentence-transformers' dense layers in folders beside it: "2_Dense.linear.weight"."""
+
+    def __init__(self, source: TensorSource, folders: dict[str, Checkpoint]) -> None:
+        self.folder, self._source, self._folders = source.folder, source, folders
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        own = [f"{folder}.{name}" for folder, found in self._folders.items() for name in found.names]
+        return [*self._source.names, *own]
+
+    def _place(self, name: str) -> tuple[TensorSource, str]:
+        folder, _, rest = name.partition(".")
+        found = self._folders.get(folder)
+        return (self._source, name) if found is None else (found, rest)
+
+    def __contains__(self, name: str) -> bool:
+        source, inner = self._place(name)
+        return inner in source
+
+    def entry(self, name: str) -> TensorEntry:
+        """See `TensorSource`."""
+        source, inner = self._place(name)
+        return source.entry(inner)
+
+    def path_of(self, name: str) -> Path:
+        """See `TensorSource`."""
+        source, inner = self._place(name)
+        return source.path_of(inner)
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource`."""
+        source, inner = self._place(name)
+        return source.read(inner)

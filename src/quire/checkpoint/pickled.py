@@ -13,8 +13,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from quire.checkpoint.files import read_json_object, regular_file_size
-from quire.checkpoint.safetensors import PICKLE_SUFFIXES, TensorEntry
+from quire.checkpoint.files import regular_file_size
+from quire.checkpoint.safetensors import PICKLE_SUFFIXES, TensorEntry, read_index
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ModelError, echo
 
@@ -96,15 +96,7 @@ def _paths(folder: Path) -> list[Path]:
     if os.path.lexists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
     if os.path.lexists(index):
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index}: weight_map is missing or empty (expected tensor names and their files)")
-        for shard in weight_map.values():
-            if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-                raise ModelError(
-                    f"{index}: shard path {echo(shard)} escapes the model folder (expected a plain file name)"
-                )
-        return [folder / shard for shard in dict.fromkeys(weight_map.values())]
+        return [folder / shard for shard in dict.fromkeys(read_index(index).values())]
     found = sorted(path for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES) if folder.is_dir() else []
     found = [path for path in found if not path.name.startswith(NO_WEIGHTS)]
     if not found:

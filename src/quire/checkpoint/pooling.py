@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
+from quire.checkpoint.files import Fields, read_json_object, regular_file_size, unreadable
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
 from quire.errors import ConfigError, ModelError, echo

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.errors import ModelError, echo
 
 DEFAULT_THETA = 10000.0

@@ -143,6 +143,17 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_size: int, f
         )
 
 
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor as an index of shards says; raises `ModelError`."""
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path}: weight_map is missing or empty (expected tensor names and their files)")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+            raise ModelError(f"{path}: shard path {echo(shard)} escapes the model folder (expected a plain file name)")
+    return weight_map
+
+
 class Checkpoint:
     """All weights of a model folder: which file holds which tensor, and `read` to get one."""
 
@@ -190,14 +201,7 @@ class Checkpoint:
             self._home[name] = file
 
     def _open_sharded(self, index_path: Path) -> None:
-        weight_map = read_json_object(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index_path}: weight_map is missing or empty (expected tensor names and their files)")
-        for shard in weight_map.values():
-            if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-                raise ModelError(
-                    f"{index_path}: shard path {echo(shard)} escapes the model folder (expected a plain file name)"
-                )
+        weight_map = read_index(index_path)
         for shard in dict.fromkeys(weight_map.values()):
             path = self.folder / shard
             if not os.path.lexists(path):

@@ -176,6 +176,45 @@ class QuantizedTensor(ABC):
         return HostTensor(self.to_float32().T, "float32")
 
 
+@dataclass(frozen=True)
+class TransposedTensor(QuantizedTensor):
+    """A matrix [K, N] of which the transposed one, [N, K], is stored."""
+
+    inner: QuantizedTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[K, N]."""
+        return self.inner.shape[::-1]
+
+    @property
+    def layout(self) -> Layout | None:
+        """That of the stored matrix, which layers transpose back."""
+        return self.inner.layout
+
+    def rows(self, start: int, stop: int) -> QuantizedTensor:
+        """Return some of the stored columns."""
+        columns = self.inner.columns(start, stop)
+        assert isinstance(columns, QuantizedTensor), "such a slice would cut a group"
+        return TransposedTensor(columns)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Return some of the stored rows."""
+        return TransposedTensor(self.inner.rows(start, stop))
+
+    def transposed(self) -> Tensor:
+        """Return the stored matrix."""
+        return self.inner
+
+    def to_float32(self) -> np.ndarray:
+        """See `QuantizedTensor`."""
+        return self.inner.to_float32().T
+
+    def count_nonfinite(self) -> int:
+        """See `QuantizedTensor`."""
+        return self.inner.count_nonfinite()
+
+
 class SketchedTensor(QuantizedTensor):
     """The shape and layout of a quantized weight, for counting memory; its values mean nothing."""
 

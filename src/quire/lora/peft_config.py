@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.files import read_json_object
+from quire.checkpoint.files import Fields, read_json_object
 from quire.errors import ModelError, echo
 
 CONFIG_FILE = "adapter_config.json"

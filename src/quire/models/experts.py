@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.experts import RoutingParams
 from quire.layers.moe import MoEOptions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.attention import alibi_slopes
 from quire.models.decoder import INV_FREQ, DecoderNames, DecoderOptions

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.checkpoint.gguf.reader import GGUFFile
 from quire.errors import ModelError, echo
 

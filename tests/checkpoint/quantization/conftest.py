@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.checkpoint.quantization.parse import parse_quantization
-from quire.checkpoint.quantization.source import QuantizedSource
+from quire.checkpoint.quantization.parts import QuantizedSource
 from quire.checkpoint.safetensors import Checkpoint
 
 Open = Callable[[dict[str, torch.Tensor], dict[str, Any]], QuantizedSource]

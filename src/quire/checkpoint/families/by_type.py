@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

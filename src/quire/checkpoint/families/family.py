@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 
 LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import LLAMA_LIKE, Family
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 
 
 def _rotated_part(fields: Fields) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.checkpoint.families.by_type import FULL, SLIDING, every_nth_full, two_rotations
 from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from quire.checkpoint.families.dense import DENSE
 from quire.checkpoint.families.family import Family, Windows
 from quire.checkpoint.families.local import LOCAL
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 
 _BERT = {
     "layer_norm_eps": 1e-12,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.families import FAMILIES, Family
-from quire.checkpoint.fields import Fields
+from quire.checkpoint.files import Fields
 from quire.checkpoint.gguf.names import TABLES, NameTable, table_of
 from quire.checkpoint.gguf.reader import GGUFEntry, GGUFFile
 from quire.errors import ModelError, echo

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Change = Literal["", "unrotate_q", "unrotate_k", "minus_one", "turned", "by_head"]
+Change = Literal["", "unrotate_q", "unrotate_k", "minus_one", "transposed", "by_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ TABLES = {
             "output.weight": "lm_head.weight",
         },
         layers="transformer.h.",
-        changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "turned"),
+        changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
     ),
     "gptneox": NameTable(
         "GPTNeoXForCausalLM",
@@ -172,7 +172,7 @@ def recipes(table: NameTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator
         part = match[2] if match else ""
         if match and part in table.layer:
             change = table.changes.get(part, "")
-            if match[3] == "bias" and change == "turned":
+            if match[3] == "bias" and change == "transposed":
                 change = ""
             yield f"{table.layers}{match[1]}.{table.layer[part]}.{match[3]}", Recipe(stored, None, change)
         elif match and part in table.experts and len(shape) == 3:

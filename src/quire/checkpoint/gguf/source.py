@@ -11,9 +11,9 @@ from quire.checkpoint.gguf.blocks import FORMATS
 from quire.checkpoint.gguf.config import architecture_of, read_config
 from quire.checkpoint.gguf.names import Recipe, recipes
 from quire.checkpoint.gguf.reader import GGUFEntry, GGUFFile, shard_paths
-from quire.checkpoint.gguf.tensors import GGUFTensor, Turned, layout_of, make_tensor, reorder
+from quire.checkpoint.gguf.tensors import GGUFTensor, layout_of, make_tensor, reorder
 from quire.checkpoint.safetensors import TensorEntry
-from quire.checkpoint.tensor import HostTensor, Tensor
+from quire.checkpoint.tensor import HostTensor, Tensor, TransposedTensor
 from quire.errors import ModelError, echo
 
 SUFFIX = ".gguf"
@@ -59,7 +59,7 @@ class GGUFSource:
         recipe = self._recipes[name]
         entry, begin, end = self._span(recipe)
         shape = entry.shape if recipe.expert is None else entry.shape[1:]
-        if recipe.change == "turned":
+        if recipe.change == "transposed":
             shape = shape[::-1]
         dtype = _PLAIN.get(entry.format)
         return TensorEntry(dtype or "F32", shape, begin, end, None if dtype else layout_of(FORMATS[entry.format]))
@@ -104,8 +104,8 @@ class GGUFSource:
                 return reorder(tensor, np.arange(rows).reshape(3, self._heads, -1).swapaxes(0, 1).reshape(-1))
             case "minus_one":
                 return HostTensor(tensor.to_float32() - np.float32(1), "float32")
-            case "turned":
-                return Turned(tensor) if isinstance(tensor, GGUFTensor) else tensor.transposed()
+            case "transposed":
+                return TransposedTensor(tensor) if isinstance(tensor, GGUFTensor) else tensor.transposed()
         return tensor
 
     def _misfit(self, recipe: Recipe, problem: str) -> ModelError:

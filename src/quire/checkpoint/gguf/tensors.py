@@ -163,46 +163,6 @@ class _Within(QuantizedTensor):
         return self.whole.count_nonfinite()
 
 
-@dataclass(frozen=True)
-class Turned(QuantizedTensor):
-    """A matrix [K, N] that is stored as [N, K], for models whose files have it so."""
-
-    straight: GGUFTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[K, N]."""
-        rows, columns = self.straight.shape
-        return columns, rows
-
-    @property
-    def layout(self) -> Layout | None:
-        """See `QuantizedTensor.layout`."""
-        return self.straight.layout
-
-    def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """See `QuantizedTensor.rows`."""
-        cut = self.straight.columns(start, stop)
-        assert isinstance(cut, GGUFTensor), "rows of such a matrix are not cut"
-        return Turned(cut)
-
-    def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`."""
-        return Turned(self.straight.rows(start, stop))
-
-    def transposed(self) -> Tensor:
-        """See `QuantizedTensor.transposed`."""
-        return self.straight
-
-    def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
-        return self.straight.to_float32().T
-
-    def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
-        return self.straight.count_nonfinite()
-
-
 def layout_of(form: Format) -> Layout:
     """Return what weights of a format can be held as."""
     return Layout("integers", form.bits, form.group, form.minima)

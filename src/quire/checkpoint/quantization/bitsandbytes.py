@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.files import parse_json_object
+from quire.checkpoint.files import Fields, parse_json_object
 from quire.checkpoint.quantization.parts import Parts, Reader, Recipe
 from quire.checkpoint.quantization.tensors import CodeTensor, IntegerTensor, code_layout, integer_layout, nibbles
 from quire.checkpoint.tensor import QuantizedTensor
@@ -76,14 +75,12 @@ def _octets(module: str, parts: Parts) -> Recipe | None:
 
     def make(read: Reader) -> QuantizedTensor:
         values, sizes = read(weight).array, read(scale).to_float32()
-        return IntegerTensor(
-            lambda rows, across: values[rows, across],
-            lambda rows: (sizes[rows] * PER_STEP)[:, None],
+        return IntegerTensor.whole(
+            stored,
             inputs,
             layout,
-            range(outputs),
-            range(inputs),
-            inputs,
+            lambda rows, across: values[rows, across],
+            lambda rows: (sizes[rows] * PER_STEP)[:, None],
         )
 
     return Recipe((outputs, inputs), layout, names, make)
@@ -151,15 +148,6 @@ def _code_recipe(
             codes = nibbles(flat[first // 2 : -(-last // 2)], high_first=True)
             return codes[first % 2 :][: last - first].reshape(-1, inputs)[:, across]
 
-        return CodeTensor(
-            unpack,
-            lambda rows: absmax[of_group[rows]],
-            group,
-            layout,
-            range(outputs),
-            range(inputs),
-            inputs,
-            table=table,
-        )
+        return CodeTensor.whole(shape, group, layout, unpack, lambda rows: absmax[of_group[rows]], table=table)
 
     return Recipe(shape, layout, names, make)

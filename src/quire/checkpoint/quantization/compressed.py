@@ -3,8 +3,8 @@
 `pack-quantized`: `weight_packed` int32 [N, ceil(K * bits / 32)], neighbouring inputs from the lowest bits on, with half
 the range added; `weight_zero_point` packed likewise, but along N. `int-quantized`, `float-quantized` and
 `naive-quantized`: `weight` in int8 or an 8-bit float, `weight_zero_point` int8. `weight_scale` [N, G], [N, 1] or [1];
-`weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used. Floats of
-4 bits are in fp4.py.
+`weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used. Floats are
+read in floats.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.quantization.fp4 import MXFP4_GROUP, NVFP4_GROUP, fp4_recipe
-from quire.checkpoint.quantization.fp8 import float_recipe
+from quire.checkpoint.files import Fields
+from quire.checkpoint.quantization.floats import MXFP4_GROUP, NVFP4_GROUP, float_recipe, fp4_recipe
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, from_words, integer_layout
+from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout, signed, unpack_words
 from quire.checkpoint.tensor import QuantizedTensor
 from quire.errors import echo
 
@@ -202,72 +201,43 @@ def _integers(
         good &= parts.check(names[-1], zero_shapes, ("I32",) if packed else ("I8",), names[0])
     if not good:
         return None
-    group_of, order = None, f"{module}.weight_g_idx"
+    order = f"{module}.weight_g_idx"
+    group_of = parts.group_index(order, inputs, group, groups, beside=names[0], may_be_unused=True)
+    zero_name = names[-1]
     if order in parts:
-        parts.check(order, [(inputs,)], ("I32", "I64"), names[0])
-        found = parts.read(order).array.astype(np.int64)
-        if found.size and found.min() >= 0:  # -1 everywhere: no order
-            if found.max() >= groups:
-                raise parts.error(order, f"names group {found.max()} of {groups}")
-            group_of = None if np.array_equal(found, np.arange(inputs) // group) else found
         names = (*names, order)
-    return _recipe(scheme, names, shape, group, group_of)
-
-
-def _recipe(
-    scheme: WeightScheme, names: tuple[str, ...], shape: tuple[int, int], group: int, group_of: np.ndarray | None
-) -> Recipe:
-    outputs, inputs = shape
-    packed, bits = names[0].endswith("_packed"), scheme.bits
-    asymmetric, ordered = not scheme.symmetric, group_of is not None
-    # Four bits that lie in bytes are held in bytes: their signs are stored otherwise.
-    layout = integer_layout(bits if packed else 8, group, inputs, zeros=asymmetric, ordered=ordered)
-    if group_of is not None and (inputs % group or not np.all(np.bincount(group_of) == group)):
-        layout = None
-    unsigned = packed and bits == 4
+    unsigned, bits = packed and scheme.bits == 4, scheme.bits
+    # Four bits that lie in bytes stay in bytes: their signs are stored otherwise.
+    layout = integer_layout(bits if packed else 8, group, inputs, zeros=not scheme.symmetric, group_of=group_of)
 
     def make(read: Reader) -> QuantizedTensor:
         stored, by_row = read(names[0]).array, read(names[1]).to_float32()
-        by_row = np.broadcast_to(
-            by_row.reshape(1, 1) if by_row.size == 1 else by_row.reshape(outputs, -1), (outputs, -(-inputs // group))
-        )
+        by_row = by_row.reshape(1, 1) if by_row.size == 1 else by_row.reshape(outputs, -1)
+        by_row = np.broadcast_to(by_row, (outputs, groups))
 
         def unpack(rows: slice, across: slice) -> np.ndarray:
             if not packed:
                 return stored[rows, across]
-            values = _unpacked(stored[rows].view(np.uint32), bits, across)
-            return values if unsigned else (values ^ np.uint8(128)).view(np.int8)
+            values = unpack_words(stored[rows].view(np.uint32), bits, across)
+            return values if unsigned else signed(values)
+
+        points = np.zeros(0) if scheme.symmetric else read(zero_name).array
+        points = np.ascontiguousarray(points.T).view(np.uint32) if packed and points.size else points
 
         def zeros(rows: slice) -> np.ndarray:
-            points = read_zeros
-            if not packed:
-                return points[rows].astype(np.float32)
-            across = slice(rows.start, rows.stop)
-            values = _unpacked(points.T.view(np.uint32), bits, across).T.astype(np.float32)
-            return values - np.float32(0 if unsigned else 128)
+            if packed:
+                return unpack_words(points, bits, rows).T.astype(np.float32) - np.float32(0 if unsigned else 128)
+            return np.broadcast_to(points, by_row.shape)[rows].astype(np.float32)
 
-        if asymmetric:
-            points = read(names[-1 if not ordered else -2]).array
-            read_zeros = np.ascontiguousarray(points.T).T if packed else np.broadcast_to(points, by_row.shape)
-        return IntegerTensor(
-            unpack,
-            lambda rows: by_row[rows],
+        return IntegerTensor.whole(
+            shape,
             group,
             layout,
-            range(outputs),
-            range(inputs),
-            inputs,
-            zeros=zeros if asymmetric else None,
+            unpack,
+            lambda rows: by_row[rows],
+            zeros=None if scheme.symmetric else zeros,
             group_of=group_of,
             middle=8 if unsigned else 0,
         )
 
     return Recipe(shape, layout, names, make)
-
-
-def _unpacked(words: np.ndarray, bits: int, across: slice) -> np.ndarray:
-    """Return some columns of uint32 [M, W], each 32 / bits unsigned numbers, as uint8."""
-    in_word = 32 // bits
-    first = across.start // in_word
-    stored = from_words(words[:, first : -(-across.stop // in_word)], bits)
-    return stored[:, across.start - in_word * first : across.stop - in_word * first]

@@ -5,36 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from quire.checkpoint.fields import Fields
-from quire.checkpoint.files import read_json_object
-from quire.checkpoint.quantization.awq import parse_awq
+from quire.checkpoint.files import Fields, read_json_object
+from quire.checkpoint.quantization.awq_gptq import parse_awq, parse_gptq
 from quire.checkpoint.quantization.bitsandbytes import parse_bitsandbytes
 from quire.checkpoint.quantization.compressed import parse_compressed
-from quire.checkpoint.quantization.fp8 import FP8, parse_fp8
-from quire.checkpoint.quantization.gptq import parse_gptq
-from quire.checkpoint.quantization.mxfp4 import parse_mxfp4
-from quire.checkpoint.quantization.parts import Parts, Recipe
+from quire.checkpoint.quantization.floats import FP8, MXFP4, parse_fp8
+from quire.checkpoint.quantization.parts import StoredFormat
 from quire.errors import ModelError, echo
 
 KEYS = ("quantization_config", "compression_config")  # in config.json
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"  # of folders older than these keys
-
-
-class StoredFormat(Protocol):
-    """A method with its settings: `name` is what `--quantization` calls it."""
-
-    @property
-    def name(self) -> str:
-        """The method."""
-
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each quantized weight is made, by its name; notes missing parts, raises for misshapen ones."""
-
-
-def _parse_fbgemm(fields: Fields) -> StoredFormat:
-    return FP8(None)
 
 
 METHODS: dict[str, Callable[[Fields], StoredFormat]] = {
@@ -42,9 +24,9 @@ METHODS: dict[str, Callable[[Fields], StoredFormat]] = {
     "gptq": parse_gptq,
     "compressed-tensors": parse_compressed,
     "fp8": parse_fp8,
-    "fbgemm_fp8": _parse_fbgemm,
+    "fbgemm_fp8": lambda fields: FP8(None),
     "bitsandbytes": parse_bitsandbytes,
-    "mxfp4": parse_mxfp4,
+    "mxfp4": lambda fields: MXFP4(),
 }
 NAMES = tuple(name for name in METHODS if name != "fbgemm_fp8")
 

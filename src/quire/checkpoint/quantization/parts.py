@@ -1,17 +1,29 @@
-"""The stored parts of quantized weights: finding them by name, checking their shapes and types by headers alone."""
+"""Quantized weights of a checkpoint, put together from their stored parts.
+
+`Parts` finds parts by name and checks their shapes and types by headers alone. A format turns them into `Recipe`s, and
+`QuantizedSource` presents each `NAME.weight` in place of its parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor
+import numpy as np
+
+from quire.checkpoint.safetensors import TensorEntry
+from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor, Tensor
 from quire.checkpoint.weights import TensorSource
 from quire.errors import ModelError, echo
 
 SCALES = ("F16", "BF16", "F32")
 MAX_LISTED = 20
+# Scales of activations, which some checkpoints have beside weights, are not used.
+OF_ACTIVATIONS = tuple(
+    f".{name}_{part}" for name in ("input", "output", "activation", "q", "k", "v") for part in ("scale", "zero_point")
+)
 
 Reader = Callable[[str], HostTensor]
 
@@ -87,7 +99,7 @@ class Parts:
         return True
 
     def read(self, name: str) -> HostTensor:
-        """Read a small tensor that says what others mean."""
+        """Read a stored part."""
         tensor = self._source.read(name)
         assert isinstance(tensor, HostTensor)
         return tensor
@@ -95,6 +107,23 @@ class Parts:
     def error(self, name: str, text: str) -> ModelError:
         """Return the error that a part `text`."""
         return ModelError(f"{self._source.path_of(name)}: tensor {echo(name)} {text}")
+
+    def group_index(
+        self, name: str, inputs: int, group: int, groups: int, *, beside: str, may_be_unused: bool = False
+    ) -> np.ndarray | None:
+        """Return the group of each input, int64 [inputs], where it is not k // group ("act-order").
+
+        None for a regular order, for a missing tensor, and if `may_be_unused` for one with negative entries.
+        """
+        if name not in self:
+            return None
+        self.check(name, [(inputs,)], ("I32", "I64"), beside)
+        found = self.read(name).array.astype(np.int64)
+        if may_be_unused and found.size and found.min() < 0:
+            return None
+        if found.size and not 0 <= found.min() <= found.max() < groups:
+            raise self.error(name, f"names group {found.max() if found.max() >= groups else found.min()} of {groups}")
+        return None if np.array_equal(found, np.arange(inputs) // group) else found
 
     def finish(self) -> None:
         """Raise ModelError if any part was missing."""
@@ -117,3 +146,61 @@ class Parts:
         allowed = tuple(dtypes)
         if self.dtype(name) not in allowed:
             raise self.error(name, f"has the wrong dtype (expected {', '.join(allowed)}, got {self.dtype(name)})")
+
+
+class StoredFormat(Protocol):
+    """A quantization method with its settings: `name` is what `--quantization` calls it."""
+
+    @property
+    def name(self) -> str:
+        """The method."""
+
+    def recipes(self, parts: Parts) -> dict[str, Recipe]:
+        """Return how each quantized weight is made, by its name; notes missing parts, raises for misshapen ones."""
+
+
+class QuantizedSource:
+    """A `TensorSource` on another one. Only headers, and small tensors that describe others, are read at first."""
+
+    def __init__(self, source: TensorSource, stored: StoredFormat) -> None:
+        """Find all quantized weights. Raises ModelError if parts of one are missing or do not fit each other."""
+        self.folder = source.folder
+        self._source = source
+        self._parts = Parts(source)
+        self._recipes = stored.recipes(self._parts)
+        self._parts.finish()
+        hidden = {name for recipe in self._recipes.values() for name in recipe.parts}
+        plain = (name for name in source.names if not name.endswith(OF_ACTIVATIONS))
+        self._names = [name for name in plain if name not in hidden and name not in self._recipes]
+        self._names += self._recipes
+        self._known = set(self._names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, parts of quantized ones left out."""
+        return list(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return the header entry of a plain tensor; of a quantized one, its shape, layout and stored bytes."""
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return self._source.entry(name)
+        entries = [self._source.entry(part) for part in recipe.parts]
+        return TensorEntry("F32", recipe.shape, 0, sum(e.end - e.begin for e in entries), recipe.layout)
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds the tensor, or its first part."""
+        recipe = self._recipes.get(name)
+        return self._source.path_of(name if recipe is None else recipe.parts[0])
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor; a quantized one reads its parts when it is unpacked."""
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return self._source.read(name)
+        tensor = recipe.make(self._parts.read)
+        assert tensor.shape == recipe.shape
+        return tensor

@@ -1,12 +1,13 @@
-"""Quantized weights as tensors: integers with scales, and codes of small floats with scales, cut without being read.
+"""Quantized weights as tensors: integers with scales, and codes of small floats with scales, sliced without being read.
 
-Both know a function that unpacks some rows and columns of what the file holds, so that this file knows no format.
+Both have a function that unpacks some rows and columns of what the file holds, so that this file knows no format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,22 +23,35 @@ ByGroup = Callable[[slice], np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Cut(QuantizedTensor):
+class _Slice(QuantizedTensor):
     """Some rows and columns of a stored matrix.
 
     Attributes:
         unpack: the stored numbers. scales: those of the groups. group: columns that share one.
-        width: columns of the whole. held: what the whole can be held as.
-        span: rows of the matrix that this is; columns: likewise.
+        whole_layout: of the whole matrix, whose rows have `width` columns.
+        span, across: the rows and the columns of the matrix that this is.
     """
 
     unpack: Unpack
     scales: ByGroup
     group: int
-    held: Layout | None
+    whole_layout: Layout | None
+    width: int
     span: range
     across: range
-    width: int
+
+    @classmethod
+    def whole(
+        cls,
+        shape: tuple[int, int],
+        group: int,
+        layout: Layout | None,
+        unpack: Unpack,
+        scales: ByGroup,
+        **others: Any,
+    ) -> Self:
+        """Return a whole stored matrix; `others` are the attributes of the class."""
+        return cls(unpack, scales, group, layout, shape[1], range(shape[0]), range(shape[1]), **others)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +61,7 @@ class _Cut(QuantizedTensor):
     @property
     def layout(self) -> Layout | None:
         """See `QuantizedTensor.layout`."""
-        return self.held
+        return self.whole_layout
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
         """See `QuantizedTensor.rows`."""
@@ -61,17 +75,17 @@ class _Cut(QuantizedTensor):
         """See `QuantizedTensor.columns`."""
         if (start, stop) == (0, self.shape[1]):
             return self
-        cut = replace(self, across=self.across[start:stop])
-        if self.held is not None and fits_groups(self.held, start, stop):
-            return cut
-        return HostTensor(cut.to_float32(), "float32")
+        part = replace(self, across=self.across[start:stop])
+        if self.whole_layout is not None and fits_groups(self.whole_layout, start, stop):
+            return part
+        return HostTensor(part.to_float32(), "float32")
 
     def _stored(self) -> np.ndarray:
         across = slice(self.across.start, self.across.stop)
         return self._by_row(lambda rows: self.unpack(rows, across))
 
     def _by_row(self, of: ByGroup) -> np.ndarray:
-        """Return what `of` gives for the rows of this cut."""
+        """Return what `of` gives for these rows."""
         last = self.span[-1] + 1 if len(self.span) else self.span.start
         return of(slice(self.span.start, last))[:: self.span.step]
 
@@ -88,7 +102,7 @@ class _Cut(QuantizedTensor):
 
 
 @dataclass(frozen=True)
-class IntegerTensor(_Cut):
+class IntegerTensor(_Slice):
     """weight[n, k] = (stored[n, k] - zero[n, group of k]) * scale[n, group of k], in float32.
 
     Attributes:
@@ -117,16 +131,16 @@ class IntegerTensor(_Cut):
 
     def integers(self) -> Integers | None:
         """See `QuantizedTensor.integers`."""
-        if self.held is None:
+        if self.whole_layout is None:
             return None
         values, order = self._stored(), None
-        if self.held.ordered:
+        if self.whole_layout.ordered:
             assert self.group_of is not None
             order = np.argsort(self.group_of, kind="stable")
             values = values[:, order]
         zeros = None if self.zeros is None else self._groups(self.zeros)
-        group = self.held.group or len(self.across)
-        return Integers(self.held.bits, group, values, self._groups(self.scales), zeros, order)
+        group = self.whole_layout.group or len(self.across)
+        return Integers(self.whole_layout.bits, group, values, self._groups(self.scales), zeros, order)
 
     def count_nonfinite(self) -> int:
         """See `QuantizedTensor.count_nonfinite`."""
@@ -134,7 +148,7 @@ class IntegerTensor(_Cut):
 
 
 @dataclass(frozen=True)
-class CodeTensor(_Cut):
+class CodeTensor(_Slice):
     """weight[n, k] = value(code[n, k]) * scale[n, k // group]; kind and table as in `Codes`."""
 
     kind: str = "table"
@@ -150,9 +164,9 @@ class CodeTensor(_Cut):
 
     def codes(self) -> Codes | None:
         """See `QuantizedTensor.codes`."""
-        if self.held is None:
+        if self.whole_layout is None:
             return None
-        group = self.held.group or len(self.across)
+        group = self.whole_layout.group or len(self.across)
         return Codes(self.kind, group, self._stored(), self._groups(self.scales), self.table)
 
     def count_nonfinite(self) -> int:
@@ -166,40 +180,6 @@ class CodeTensor(_Cut):
             stored = replace(self, span=self.span[start : start + step])._stored()
             found += int(np.count_nonzero(stored & mask == mask))
         return found
-
-
-@dataclass(frozen=True)
-class TransposedTensor(QuantizedTensor):
-    """A matrix [K, N] of which the transposed one, [N, K], is stored."""
-
-    inner: QuantizedTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[K, N]."""
-        return self.inner.shape[1], self.inner.shape[0]
-
-    def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """Return some of the inner columns; see `QuantizedTensor.rows`."""
-        cut = self.inner.columns(start, stop)
-        assert isinstance(cut, QuantizedTensor), "a group would be cut"
-        return TransposedTensor(cut)
-
-    def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`."""
-        return TransposedTensor(self.inner.rows(start, stop))
-
-    def transposed(self) -> Tensor:
-        """Return the stored matrix."""
-        return self.inner
-
-    def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
-        return self.inner.to_float32().T
-
-    def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
-        return self.inner.count_nonfinite()
 
 
 @dataclass(frozen=True)
@@ -243,15 +223,24 @@ class StackedTensor(QuantizedTensor):
         return sum(part.count_nonfinite() for part in self.parts)
 
 
-def integer_layout(bits: int, group: int, width: int, *, zeros: bool = False, ordered: bool = False) -> Layout | None:
-    """Return how a matrix of integers can be held, None where groups are too small for the kernels."""
+def integer_layout(
+    bits: int, group: int, width: int, *, zeros: bool = False, group_of: np.ndarray | None = None
+) -> Layout | None:
+    """Return how a matrix of integers can be stored; None where the kernels do not take its groups.
+
+    Those are groups that are too small, or of different sizes; `group_of` as in `IntegerTensor`.
+    """
+    if group_of is not None and (width % group or not np.all(np.bincount(group_of) == group)):
+        return None
     if group >= width:
         return Layout("integers", bits, 0, zeros, False)
-    return Layout("integers", bits, group, zeros, ordered) if group % (32 if bits == 4 else 16) == 0 else None
+    return (
+        Layout("integers", bits, group, zeros, group_of is not None) if group % (32 if bits == 4 else 16) == 0 else None
+    )
 
 
 def code_layout(kind: str, group: int, width: int, scale_bytes: int = 4) -> Layout | None:
-    """Return how a matrix of codes can be held, None where groups are too small for the kernels."""
+    """Return how a matrix of codes can be stored; None where groups are too small for the kernels."""
     bits = 4 if kind == "table" else 8
     if group >= width:
         return Layout(kind, bits, 0, scale_bytes=scale_bytes)
@@ -264,7 +253,26 @@ def nibbles(packed: np.ndarray, *, high_first: bool = False) -> np.ndarray:
     return np.stack(pair, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
-def from_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return uint32 [M, W], each of 32 / bits unsigned numbers from the lowest bits on, as uint8 [M, W * 32 / bits]."""
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    return nibbles(octets) if bits == 4 else octets
+def unpack_nibbles(packed: np.ndarray, columns: slice) -> np.ndarray:
+    """Return some columns of bytes [N, M], each of two codes, the first in the low half."""
+    first = columns.start // 2
+    return nibbles(packed[:, first : -(-columns.stop // 2)])[:, columns.start - 2 * first : columns.stop - 2 * first]
+
+
+def unpack_words(words: np.ndarray, bits: int, columns: slice, order: list[int] | None = None) -> np.ndarray:
+    """Return some columns of uint32 [M, W], each of 32 / bits unsigned numbers, as uint8 [M, columns].
+
+    Numbers lie in a word from the lowest bits on, or number i of a word at place order[i].
+    """
+    in_word = 32 // bits
+    first = columns.start // in_word
+    octets = np.ascontiguousarray(words[:, first : -(-columns.stop // in_word)]).view(np.uint8)
+    values = nibbles(octets) if bits == 4 else octets
+    if order is not None:
+        values = values.reshape(len(words), -1, in_word)[:, :, order].reshape(len(words), -1)
+    return values[:, columns.start - in_word * first : columns.stop - in_word * first]
+
+
+def signed(values: np.ndarray) -> np.ndarray:
+    """Return bytes stored with 128 added as int8."""
+    return (values ^ np.uint8(128)).view(np.int8)
