@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ConfigError, ModelError
 from quire.kernels.create import create_backend
 from quire.layers.parallel import ParallelContext
-from quire.models.loader import load_model, weight_bytes
+from quire.models.loader import LoadProgress, load_model, weight_bytes
 from quire.step import LayerKVSpec
 from tests.helpers.checkpoints import PLAIN_CONFIG, family_parameters, plain_tensors, write_checkpoint, write_plain
 from tests.helpers.model_driver import ModelDriver
@@ -253,3 +255,26 @@ def test_ranks_together_compute_what_one_computes(
 def test_however_files_come_into_memory_the_weights_are_the_same(tmp_path: Path, strategy: str) -> None:
     write_plain(tmp_path)
     np.testing.assert_array_equal(logits(tmp_path, strategy=strategy), logits(tmp_path))
+
+
+def test_long_loads_say_how_far_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 1.0, 6.0, 7.0, 12.5])
+    with caplog.at_level(logging.INFO), LoadProgress("m", 4_000_000, clock=lambda: next(times)) as progress:
+        for _ in range(4):
+            progress.add(1_000_000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading m: 2 of 4 MB (50 %) after 6 s",
+        "loading m: 4 of 4 MB (100 %) after 12 s",
+    ]
+
+
+def test_a_terminal_gets_a_bar_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 0.5, 2.0, 3.0])
+    with LoadProgress("my-model", 3_000_000, clock=lambda: next(times)) as progress:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        for _ in range(3):
+            progress.add(1_000_000)
+        progress._bar.refresh()
+    assert "loading my-model" in capsys.readouterr().err

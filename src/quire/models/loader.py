@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -26,13 +31,17 @@ from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots
 from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
-from quire.models.progress import LoadProgress
 from quire.models.registry import build_model
 from quire.step import DTYPE_BYTES
 
+logger = logging.getLogger(__name__)
+
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 GIB = 2**30
+MB = 10**6
 GROUP = 64  # of 4-bit weights
+BAR_AFTER = 1.0  # seconds
+LINE_EVERY = 5.0
 
 
 def load_model(
@@ -72,24 +81,25 @@ def load_model(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
     parallel = parallel or ParallelContext()
+    builder = partial(Builder, backend=backend, parallel=parallel, lora=lora, latent_cache=latent_cache)
     if load_format == "dummy":
-        return build_model(
-            info, Builder(DummyWeights(seed), backend, parallel, lora=lora, latent_cache=latent_cache), length
-        )
-
+        return build_model(info, builder(DummyWeights(seed)), length)
     if load_format == "auto" and is_packed(info):
-        return _load_packed(
-            info, Builder(PackedNames([]), backend, parallel, lora=lora, latent_cache=latent_cache), length
-        )
+        return _load_packed(info, builder(PackedNames([])), length)
     checkpoint = open_weights(info, load_format, strategy)
     dry_run, counter = DryRunWeights(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
     model = build_model(info, Builder(dry_run, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     dry_run.check(model.ignored_weights + tied + _mtp_layers(info))
-    _check_memory(info, backend, counter.num_bytes)
+    free = backend.available_memory()
+    if counter.num_bytes > free:  # before the system starts to swap or kill
+        raise ModelError(
+            f"{info.path}: weights need {counter.num_bytes / GIB:.1f} GiB in {backend.quantization or backend.dtype}, "
+            f"{free / GIB:.1f} GiB are available"
+        )
     with LoadProgress(info.path.name, dry_run.num_bytes) as progress:
         weights = CheckpointWeights(checkpoint, allow_nonfinite=allow_nonfinite, on_read=progress.add)
-        return build_model(info, Builder(weights, backend, parallel, lora=lora, latent_cache=latent_cache), length)
+        return build_model(info, builder(weights), length)
 
 
 def config_digest(info: ModelInfo) -> str:
@@ -129,16 +139,6 @@ def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
     first = info.num_hidden_layers
     number = info.fields.integer("num_nextn_predict_layers", 0, high=64)
     return tuple(rf"\.layers\.{layer}\." for layer in range(first, first + number))
-
-
-def _check_memory(info: ModelInfo, backend: Backend, needed: int) -> None:
-    """Refuse a model that cannot fit before the system starts to swap or kill."""
-    free = backend.available_memory()
-    if needed > free:
-        raise ModelError(
-            f"{info.path}: weights need {needed / GIB:.1f} GiB in {backend.quantization or backend.dtype}, "
-            f"{free / GIB:.1f} GiB are available"
-        )
 
 
 class _ByteCounter:
@@ -187,3 +187,58 @@ class _ByteCounter:
         for expert in experts:
             self.pack_linear(*expert.first, gated=True)
             self.pack_linear(*expert.last)
+
+
+class LoadProgress:
+    """Shows how many bytes of weights were read: a bar on a terminal, lines in the log elsewhere.
+
+    Loads that are over in a moment show nothing. A context manager, after which the bar is gone.
+
+    Args:
+        name: of the model, as it is shown. total: bytes there are. clock: seconds, for tests.
+    """
+
+    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._name, self._total, self._clock = name, total, clock
+        self._started = self._line_at = clock()
+        self._done = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> LoadProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def add(self, num_bytes: int) -> None:
+        """Count what is about to be read."""
+        self._done += num_bytes
+        now = self._clock()
+        if sys.stderr.isatty():
+            if self._bar is None and now - self._started >= BAR_AFTER:
+                self._start_bar()
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=min(self._done, self._total))
+        elif now - self._line_at >= LINE_EVERY:
+            self._line_at = now
+            logger.info(
+                "loading %s: %d of %d MB (%d %%) after %.0f s",
+                self._name,
+                self._done // MB,
+                self._total // MB,
+                100 * self._done // max(1, self._total),
+                now - self._started,
+            )
+
+    def _start_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.add_task(self._name, total=self._total)
+        self._bar.start()

@@ -1,8 +1,7 @@
-"""What is said while weights are loaded, and what stays in memory of their files."""
+"""What of weight files stays in memory."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
@@ -11,30 +10,6 @@ import pytest
 
 from quire.checkpoint import mapped
 from quire.checkpoint.mapped import MappedFile, read_ahead, release
-from quire.models.progress import LoadProgress
-
-
-def test_long_loads_say_how_far_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    times = iter([0.0, 1.0, 6.0, 7.0, 12.5])
-    with caplog.at_level(logging.INFO), LoadProgress("m", 4_000_000, clock=lambda: next(times)) as progress:
-        for _ in range(4):
-            progress.add(1_000_000)
-    assert [record.getMessage() for record in caplog.records] == [
-        "loading m: 2 of 4 MB (50 %) after 6 s",
-        "loading m: 4 of 4 MB (100 %) after 12 s",
-    ]
-
-
-def test_a_terminal_gets_a_bar_after_a_second(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times = iter([0.0, 0.5, 2.0, 3.0])
-    with LoadProgress("my-model", 3_000_000, clock=lambda: next(times)) as progress:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-        for _ in range(3):
-            progress.add(1_000_000)
-        progress._bar.refresh()
-    assert "loading my-model" in capsys.readouterr().err
 
 
 def resident(path: Path) -> int:
