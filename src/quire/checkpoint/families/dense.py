@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.by_type import every_nth_full
-from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
+from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows, every_nth_full, llama_like
 from quire.checkpoint.files import Fields
 
 
@@ -61,7 +60,7 @@ def _hunyuan_base(fields: Fields) -> dict[str, Any]:
     return {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": stretched}}
 
 
-_WINDOW_LAYERS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_WINDOW_LAYERS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GPT2_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -81,28 +80,17 @@ _GLM = {
 }
 
 DENSE: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", {**LLAMA_LIKE, "max_position_embeddings": 2048}),
-    "MistralForCausalLM": Family(
-        "mistral",
-        {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        windows=Windows.ALL,
+    "LlamaForCausalLM": llama_like("llama", 2048),
+    "MistralForCausalLM": llama_like(
+        "mistral", 131072, num_key_value_heads=8, sliding_window=4096, windows=Windows.ALL
     ),
-    "Qwen2ForCausalLM": Family(
-        "qwen2", {**LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768}, windows=Windows.BY_LAYER
-    ),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        {**LLAMA_LIKE, **_WINDOW_LAYERS, "max_position_embeddings": 32768, "head_dim": 128},
-        windows=Windows.BY_LAYER,
-    ),
-    "Phi3ForCausalLM": Family(
+    "Qwen2ForCausalLM": llama_like("qwen2", 32768, **_WINDOW_LAYERS, windows=Windows.BY_LAYER),
+    "Qwen3ForCausalLM": llama_like("qwen3", 32768, **_WINDOW_LAYERS, head_dim=128, windows=Windows.BY_LAYER),
+    "Phi3ForCausalLM": llama_like(
         "phi3",
-        {
-            **LLAMA_LIKE,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-        },
+        4096,
+        rms_norm_eps=1e-5,
+        original_max_position_embeddings=4096,
         rotary_part="partial_rotary_factor",
         windows=Windows.ALL,
     ),
@@ -142,18 +130,15 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "norm_epsilon"},
         windows=Windows.ALL,
     ),
-    "Olmo2ForCausalLM": Family("olmo2", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
-    "GraniteForCausalLM": Family("granite", {**LLAMA_LIKE, "max_position_embeddings": 2048}),
-    "SmolLM3ForCausalLM": Family(
+    "Olmo2ForCausalLM": llama_like("olmo2", 2048, rms_norm_eps=1e-5),
+    "GraniteForCausalLM": llama_like("granite", 2048),
+    "SmolLM3ForCausalLM": llama_like(
         "smollm3",
-        {
-            **LLAMA_LIKE,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "rope_theta": 2000000.0,
-            "use_sliding_window": False,
-        },
+        32768,
+        tie_word_embeddings=True,
+        num_key_value_heads=4,
+        rope_theta=2000000.0,
+        use_sliding_window=False,
         windows=Windows.LISTED,
     ),
     "CohereForCausalLM": Family(
@@ -257,7 +242,7 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "layer_norm_eps"},
         rotary_part="partial_rotary_factor",
     ),
-    "OlmoForCausalLM": Family("olmo", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
+    "OlmoForCausalLM": llama_like("olmo", 2048, rms_norm_eps=1e-5),
     "NemotronForCausalLM": Family(
         "nemotron",
         {
@@ -270,41 +255,27 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "norm_eps"},
         rotary_part="partial_rotary_factor",
     ),
-    "ArceeForCausalLM": Family(
-        "arcee", {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096}
-    ),
-    "SeedOssForCausalLM": Family(
-        "seed_oss", {**LLAMA_LIKE, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288}
-    ),
-    "Ernie4_5ForCausalLM": Family(
+    "ArceeForCausalLM": llama_like("arcee", 4096, rms_norm_eps=1e-5, hidden_act="relu2"),
+    "SeedOssForCausalLM": llama_like("seed_oss", 524288, num_key_value_heads=8, head_dim=128),
+    "Ernie4_5ForCausalLM": llama_like(
         "ernie4_5",
-        {
-            **LLAMA_LIKE,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rope_theta": 500000.0,
-            "max_position_embeddings": 131072,
-        },
+        131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        num_key_value_heads=2,
+        head_dim=128,
+        rope_theta=500000.0,
     ),
     "GlmForCausalLM": Family("glm", _GLM, rotary_part="partial_rotary_factor"),
     "Glm4ForCausalLM": Family("glm4", _GLM, rotary_part="partial_rotary_factor"),
-    "Exaone4ForCausalLM": Family(
+    "Exaone4ForCausalLM": llama_like(
         "exaone4",
-        {
-            **LLAMA_LIKE,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 2048,
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-        },
+        2048,
+        rms_norm_eps=1e-5,
+        use_sliding_window=True,
+        sliding_window=4096,
         windows=Windows.LISTED,
         derive=_exaone4_types,
     ),
-    "HunYuanDenseV1ForCausalLM": Family(
-        "hunyuan_v1_dense",
-        {**LLAMA_LIKE, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        derive=_hunyuan_base,
-    ),
+    "HunYuanDenseV1ForCausalLM": llama_like("hunyuan_v1_dense", 2048, rms_norm_eps=1e-5, derive=_hunyuan_base),
 }

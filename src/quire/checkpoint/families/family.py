@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.checkpoint.files import Fields
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 
 
@@ -53,3 +54,59 @@ class Family:
     within: str | None = None
     pools: str | None = None
     causal: bool = True
+
+
+def llama_like(
+    model_type: str,
+    max_position_embeddings: int,
+    *,
+    keys: Mapping[str, str] | None = None,
+    rotary_part: str | None = None,
+    windows: Windows = Windows.NEVER,
+    derive: Callable[[Fields], Mapping[str, Any]] | None = None,
+    within: str | None = None,
+    **defaults: Any,
+) -> Family:
+    """Return a row of an architecture with Llama's defaults, but for these."""
+    return Family(
+        model_type,
+        {**LLAMA_LIKE, "max_position_embeddings": max_position_embeddings, **defaults},
+        keys or {},
+        rotary_part=rotary_part,
+        windows=windows,
+        derive=derive,
+        within=within,
+    )
+
+
+def num_layers(fields: Fields) -> int:
+    """Return the number of layers, for what is derived from it."""
+    return fields.integer("num_hidden_layers", low=1, high=4096)
+
+
+def layer_types(fields: Fields, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
+    """Return `layer_types` where the file has none: which layers attend through a window."""
+    if fields.values.get("layer_types") is not None:
+        return {}
+    return {"layer_types": [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers(fields))]}
+
+
+def every_nth_full(fields: Fields, period: int) -> dict[str, Any]:
+    """Return `layer_types` where the file has none: every `period`-th layer sees all, the others have a window."""
+    return layer_types(fields, lambda layer: bool((layer + 1) % period))
+
+
+def two_rotations(
+    fields: Fields, full_theta: float, local_theta: float, *, scale_local: bool = False
+) -> dict[str, Any]:
+    """Return `rope_parameters` by layer type, from those or from `rope_scaling`, filled up with these bases.
+
+    `rope_scaling` is for layers of full attention, unless `scale_local`.
+    """
+    scaling, given = fields.inner("rope_scaling"), fields.inner("rope_parameters")
+    parameters: dict[str, Any] = {}
+    for layer_type, theta in ((FULL, full_theta), (SLIDING, local_theta)):
+        own = given.inner(layer_type) if given else None
+        scaled = scaling.values if scaling and (layer_type == FULL or scale_local) else {}
+        parameters[layer_type] = {"rope_theta": theta, **scaled, **(own.values if own else {})}
+    return {"rope_scaling": None, "rope_parameters": parameters}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.family import LLAMA_LIKE, Family
+from quire.checkpoint.families.family import LLAMA_LIKE, Family, num_layers
 from quire.checkpoint.files import Fields
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
@@ -12,7 +12,7 @@ FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 def _linear_layers(fields: Fields) -> dict[str, Any]:
     """Every fourth layer attends where the file lists no types; sizes of experts stand for those of dense layers."""
-    layers = fields.integer("num_hidden_layers", low=1, high=4096)
+    layers = num_layers(fields)
     types = fields.values.get("layer_types")
     if types is None:
         period = fields.integer("full_attention_interval", 4, low=1)
@@ -35,7 +35,7 @@ def check_types(fields: Fields, layers: int, known: tuple[str, str]) -> None:
 
 def _lfm2(fields: Fields) -> dict[str, Any]:
     """Older files name the layers that attend; widths of feed-forward layers are two thirds of what is said."""
-    layers = fields.integer("num_hidden_layers", low=1, high=4096)
+    layers = num_layers(fields)
     types = fields.values.get("layer_types")
     if types is None:
         attending = fields.values.get("full_attn_idxs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.family import LLAMA_LIKE, Family
+from quire.checkpoint.families.family import LLAMA_LIKE, Family, llama_like, num_layers
 from quire.checkpoint.files import Fields
 
 
@@ -15,7 +15,7 @@ def _rotated_part(fields: Fields) -> dict[str, Any]:
 
 def _glm_layers(fields: Fields) -> dict[str, Any]:
     """Layers with experts are listed; all but the first have them where they are not."""
-    kinds, layers = fields.values.get("mlp_layer_types"), fields.integer("num_hidden_layers", low=1, high=4096)
+    kinds, layers = fields.values.get("mlp_layer_types"), num_layers(fields)
     first = 1
     if kinds is not None:
         if (
@@ -79,21 +79,18 @@ LATENT: dict[str, Family] = {
         },
         derive=_glm_layers,
     ),
-    "MiniCPM3ForCausalLM": Family(
+    "MiniCPM3ForCausalLM": llama_like(
         "minicpm3",
-        {
-            **LLAMA_LIKE,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 32768,
-            "q_lora_rank": 768,
-            "kv_lora_rank": 256,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "scale_emb": 12,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-        },
+        32768,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        q_lora_rank=768,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=256,
         derive=_rotated_part,
     ),
 }

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.by_type import FULL, SLIDING, every_nth_full, two_rotations
-from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows
+from quire.checkpoint.families.family import (
+    LLAMA_LIKE,
+    Family,
+    Windows,
+    every_nth_full,
+    layer_types,
+    llama_like,
+    two_rotations,
+)
 from quire.checkpoint.files import Fields
 
 
@@ -25,10 +32,7 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
 
 def _ministral(fields: Fields) -> dict[str, Any]:
     """All layers have the window where the file lists no types."""
-    if fields.values.get("layer_types") is not None:
-        return {}
-    layer_type = FULL if fields.values.get("sliding_window") is None else SLIDING
-    return {"layer_types": [layer_type] * fields.integer("num_hidden_layers", low=1, high=4096)}
+    return layer_types(fields, lambda layer: fields.values.get("sliding_window") is not None)
 
 
 def _ministral3(fields: Fields) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def _ministral3(fields: Fields) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-_LISTED = {"use_sliding_window": True, "sliding_window": 4096}
+_LISTED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096}
 _GEMMA = {
     "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -61,7 +65,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3 = {**_GEMMA, **_LISTED, "vocab_size": 262208, "max_position_embeddings": 131072}
-_MISTRAL = {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+_MISTRAL: dict[str, Any] = {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 LOCAL: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
@@ -89,12 +93,7 @@ LOCAL: dict[str, Family] = {
         derive=_gemma3,
         within="text_config",
     ),
-    "Olmo3ForCausalLM": Family(
-        "olmo3",
-        {**LLAMA_LIKE, **_LISTED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        windows=Windows.LISTED,
-        derive=_olmo3,
-    ),
+    "Olmo3ForCausalLM": llama_like("olmo3", 2048, **_LISTED, rms_norm_eps=1e-5, windows=Windows.LISTED, derive=_olmo3),
     "MinistralForCausalLM": Family("ministral", {**_MISTRAL, **_LISTED}, windows=Windows.LISTED, derive=_ministral),
     "Ministral3ForCausalLM": Family(
         "ministral3",

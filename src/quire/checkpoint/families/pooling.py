@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.families.dense import DENSE
-from quire.checkpoint.families.family import Family, Windows
+from quire.checkpoint.families.family import FULL, SLIDING, Family, Windows, layer_types
 from quire.checkpoint.families.local import LOCAL
 from quire.checkpoint.files import Fields
 
@@ -37,17 +37,14 @@ def _roberta_positions(fields: Fields) -> dict[str, Any]:
 
 def _modernbert_layers(fields: Fields) -> dict[str, Any]:
     """Types of layers, windows that reach as far to both sides, and rotations by type, from older keys."""
-    layers = fields.integer("num_hidden_layers", low=1, high=4096)
     every = fields.integer("global_attn_every_n_layers", 3, low=1)
-    types = fields.values.get("layer_types") or [
-        "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
-    ]
     ropes = fields.values.get("rope_parameters") or {
-        "full_attention": {"rope_type": "default", "rope_theta": fields.number("global_rope_theta", 160000.0)},
-        "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("local_rope_theta", 10000.0)},
+        FULL: {"rope_type": "default", "rope_theta": fields.number("global_rope_theta", 160000.0)},
+        SLIDING: {"rope_type": "default", "rope_theta": fields.number("local_rope_theta", 10000.0)},
     }
     window = fields.integer("local_attention", 128, low=2) // 2 + 1  # a token itself, and half to each side
-    return {"layer_types": types, "rope_parameters": ropes, "sliding_window": window, "use_sliding_window": True}
+    types = layer_types(fields, lambda layer: bool(layer % every))
+    return {**types, "rope_parameters": ropes, "sliding_window": window, "use_sliding_window": True}
 
 
 _BERT_KEYS = {"norm_eps": "layer_norm_eps"}
