@@ -19,10 +19,10 @@ from quire.engine_request import EngineRequest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
-class AdapterNews(msgspec.Struct, frozen=True):
-    """What became of a LoRA adapter that was asked for: what it is, or the `error` that keeps it from being used.
+class AdapterResult(msgspec.Struct, frozen=True):
+    """The result of loading a LoRA adapter, or the `error` that prevents its use.
 
-    `digest` names its content. Prompts may have ids below `vocab_size`; it generates ids below `num_logits`.
+    `digest` identifies its content. Prompts may have ids below `vocab_size`; it generates ids below `num_logits`.
     """
 
     digest: str = ""

@@ -44,8 +44,8 @@ def weight_of(kind: str, shape: tuple[int, int], group: int, *, short: bool = Fa
     scales = rng.uniform(0.5, 2, (outputs, -(-inputs // group))).astype(np.float32)
     table = NF4_TABLE if kind == "table" else None
     made = stored.codes(q, round_to(scales, "bfloat16") if short else scales, group, kind, table)
-    assert made.held is not None
-    return dataclasses.replace(made, held=made.held._replace(scale_bytes=2)) if short else made
+    assert made.whole_layout is not None
+    return dataclasses.replace(made, whole_layout=made.whole_layout._replace(scale_bytes=2)) if short else made
 
 
 def power_weight(shape: tuple[int, int], largest: float = 8.0) -> CodeTensor:
@@ -55,8 +55,8 @@ def power_weight(shape: tuple[int, int], largest: float = 8.0) -> CodeTensor:
     scales = (2.0 ** rng.integers(-20, 3, (outputs, -(-inputs // 32)))).astype(np.float32)
     q[3, :32], scales[3, 0], q[4, :32], scales[4, 0] = 0, 2.0**-127, 2, largest
     made = stored.codes(q, scales, 32, "table", np.array(E2M1, np.float32))
-    assert made.held is not None
-    return dataclasses.replace(made, held=made.held._replace(scale_bytes=2))
+    assert made.whole_layout is not None
+    return dataclasses.replace(made, whole_layout=made.whole_layout._replace(scale_bytes=2))
 
 
 def packed(

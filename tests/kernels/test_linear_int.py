@@ -415,8 +415,8 @@ def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool
     zeros = rng.integers(low, high, (64, groups)) if with_zeros else None
     tensor = stored.integers(q, scales, zeros, group)
     if ordered and group < inputs:
-        layout = tensor.held._replace(ordered=True)
-        tensor = dataclasses.replace(tensor, group_of=rng.permutation(inputs) // group, held=layout)
+        layout = tensor.whole_layout._replace(ordered=True)
+        tensor = dataclasses.replace(tensor, group_of=rng.permutation(inputs) // group, whole_layout=layout)
     parts = [tensor.rows(0, 32), tensor.rows(32, 64)]
     weight = stored_int.pack_integers(parts, None, ONE, True)
     assert weight is not None
@@ -437,7 +437,9 @@ def test_parts_with_orders_of_their_own_are_not_packed_as_they_are() -> None:
     rng = np.random.default_rng(13)
     tensor = stored.integers(rng.integers(0, 16, (32, 64), dtype=np.uint8), np.ones((32, 2)), None, 32)
     parts = [
-        dataclasses.replace(tensor, group_of=rng.permutation(64) // 32, held=tensor.held._replace(ordered=True))
+        dataclasses.replace(
+            tensor, group_of=rng.permutation(64) // 32, whole_layout=tensor.whole_layout._replace(ordered=True)
+        )
         for _ in range(2)
     ]
     assert stored_int.pack_integers(parts, None, ONE) is None

@@ -11,7 +11,7 @@ from quire.engine_request import LoRARequest
 from quire.errors import ModelError
 from quire.layers.lora import LoRASlots
 from quire.lora.adapter import Adapter
-from quire.lora.store import PATIENCE_SECONDS, AdapterStore
+from quire.lora.store import MAX_OVERTAKE_SECONDS, AdapterStore
 
 
 class FakeSlots:
@@ -32,9 +32,9 @@ class FakeSlots:
 class Store(AdapterStore):
     """Reads adapters out of thin air, but not number 13; `read` has the numbers of those that were."""
 
-    def __init__(self, num_slots: int, max_held: int) -> None:
+    def __init__(self, num_slots: int, max_loaded: int) -> None:
         self.now, self.read_numbers, self.fake = 0.0, list[int](), FakeSlots(num_slots)
-        super().__init__(cast(LoRASlots, self.fake), max_held, clock=lambda: self.now)
+        super().__init__(cast(LoRASlots, self.fake), max_loaded, clock=lambda: self.now)
 
     def _read(self, request: LoRARequest) -> tuple[Adapter, Any]:
         self.read_numbers.append(request.lora_int_id)
@@ -42,103 +42,103 @@ class Store(AdapterStore):
             raise ModelError("it is no good")
         return Adapter({}, 160, 160, f"digest-{request.lora_int_id}"), {"name": request.lora_name}
 
-    def ask(self, number: int, user: str) -> None:
+    def request(self, number: int, user: str) -> None:
         self.prepare(LoRARequest(f"a{number}", number, "/x"), user)
 
-    def told(self) -> dict[str, str]:
-        """What everybody is told until nothing is being read any more."""
+    def results(self) -> dict[str, str]:
+        """The results of all users, polled until nothing is being read any more."""
         found: dict[str, str] = {}
         while True:
-            found |= {user: news.error or news.digest for user, news in self.poll(0.5).items()}
+            found |= {user: result.error or result.digest for user, result in self.poll(0.5).items()}
             if self._reading is None:
                 return found
 
 
 @pytest.fixture
 def store() -> Any:
-    made = Store(num_slots=2, max_held=2)
+    made = Store(num_slots=2, max_loaded=2)
     yield made
     made.close()
 
 
 def test_each_is_read_once_for_all_who_want_it(store: Store) -> None:
-    store.ask(1, "a")
-    store.ask(1, "b")
-    assert store.told() == {"a": "digest-1", "b": "digest-1"}
-    store.ask(1, "c")
-    assert store.told() == {"c": "digest-1"} and store.read_numbers == [1]
+    store.request(1, "a")
+    store.request(1, "b")
+    assert store.results() == {"a": "digest-1", "b": "digest-1"}
+    store.request(1, "c")
+    assert store.results() == {"c": "digest-1"} and store.read_numbers == [1]
 
 
 def test_what_is_used_stays_and_the_rest_goes_by_age(store: Store) -> None:
     for number, user in ((1, "a"), (2, "b")):
-        store.ask(number, user)
-    store.told()
-    store.ask(3, "c")
-    assert store.told() == {}, "both are in use"
+        store.request(number, user)
+    store.results()
+    store.request(3, "c")
+    assert store.results() == {}, "both are in use"
     store.release(2, "b")
-    assert store.told() == {"c": "digest-3"}
+    assert store.results() == {"c": "digest-3"}
     store.release(1, "a")
     store.release(3, "c")
-    store.ask(1, "d")
-    store.told()
+    store.request(1, "d")
+    store.results()
     store.release(1, "d")
-    store.ask(4, "e")
-    store.told()
+    store.request(4, "e")
+    store.results()
     assert store.read_numbers == [1, 2, 3, 4], "3 has gone, which was used before 1"
-    store.ask(1, "f")
-    assert store.told() == {"f": "digest-1"} and store.read_numbers == [1, 2, 3, 4]
+    store.request(1, "f")
+    assert store.results() == {"f": "digest-1"} and store.read_numbers == [1, 2, 3, 4]
 
 
 def test_users_of_what_is_there_overtake_for_a_while_only(store: Store) -> None:
-    store.ask(1, "a")
-    store.ask(2, "b")
-    store.told()
-    store.ask(3, "waits")
-    store.ask(1, "early")
-    assert store.told() == {"early": "digest-1"}
-    store.now = PATIENCE_SECONDS
-    store.ask(1, "late")
+    store.request(1, "a")
+    store.request(2, "b")
+    store.results()
+    store.request(3, "waits")
+    store.request(1, "early")
+    assert store.results() == {"early": "digest-1"}
+    store.now = MAX_OVERTAKE_SECONDS
+    store.request(1, "late")
     store.release(1, "a")
-    assert store.told() == {}
+    assert store.results() == {}
     store.release(1, "early")
-    assert store.told() == {"waits": "digest-3"}
+    assert store.results() == {"waits": "digest-3"}
     store.release(2, "b")
-    assert store.told() == {"late": "digest-1"}
+    assert store.results() == {"late": "digest-1"}
 
 
 def test_who_no_longer_waits_is_not_told_and_holds_nobody_up(store: Store) -> None:
-    store.ask(1, "a")
-    store.ask(2, "b")
-    store.told()
+    store.request(1, "a")
+    store.request(2, "b")
+    store.results()
     for number, user in ((3, "c"), (4, "d"), (3, "e")):
-        store.ask(number, user)
+        store.request(number, user)
     store.release(3, "c")
     store.release(3, "e")
     store.release(1, "a")
-    assert store.told() == {"d": "digest-4"} and 3 not in store.read_numbers
+    assert store.results() == {"d": "digest-4"} and 3 not in store.read_numbers
 
 
 def test_one_that_is_no_good_leaves_nothing_and_is_tried_again(store: Store) -> None:
-    store.ask(13, "a")
-    store.ask(13, "b")
-    assert store.told() == {"a": "it is no good", "b": "it is no good"}
-    store.ask(13, "c")
-    assert store.told() == {"c": "it is no good"} and store.read_numbers == [13, 13]
+    store.request(13, "a")
+    store.request(13, "b")
+    assert store.results() == {"a": "it is no good", "b": "it is no good"}
+    store.request(13, "c")
+    assert store.results() == {"c": "it is no good"} and store.read_numbers == [13, 13]
 
 
 def test_slots_go_to_those_of_the_step_and_are_taken_from_those_used_longest_ago() -> None:
-    store = Store(num_slots=2, max_held=4)
+    store = Store(num_slots=2, max_loaded=4)
     for number in (1, 2, 3):
-        store.ask(number, f"user-{number}")
-    store.told()
+        store.request(number, f"user-{number}")
+    store.results()
     np.testing.assert_array_equal(store.slots_of(np.array([1, 0, 2, 1])), [0, -1, 1, 0])
     np.testing.assert_array_equal(store.slots_of(np.array([2, 0])), [1, -1])
     np.testing.assert_array_equal(store.slots_of(np.array([0, 0])), [-1, -1])
     np.testing.assert_array_equal(store.slots_of(np.array([3, 2])), [0, 1])
     assert store.fake.there == ["a3", "a2"] and store.fake.fills == 3
     store.release(3, "user-3")
-    store.forget(3)
+    store.unload(3)
     assert store.fake.there == [None, "a2"]
-    store.forget(2)
+    store.unload(2)
     assert store.fake.there == [None, "a2"], "it is in use"
     store.close()

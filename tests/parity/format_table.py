@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from quire.checkpoint.gguf import blocks
 from quire.checkpoint.gguf.tensors import GGUFTensor
 from quire.checkpoint.hf_config import load_model_info
-from quire.checkpoint.quantization import bitsandbytes, compressed, fp8, gptq
+from quire.checkpoint.quantization import awq_gptq, bitsandbytes, compressed, floats
 from quire.checkpoint.quantization.parse import METHODS, parse_quantization
 from quire.checkpoint.quantization.parts import QuantizedSource
 from quire.checkpoint.safetensors import Checkpoint
@@ -151,12 +151,16 @@ class Watching(CPUBackend):
 
 def accepted() -> set[str]:
     """Return all that the readers of quantized checkpoints and of GGUF files take, by what a row is to show."""
-    found = set(METHODS) | {f"gptq {bits} bits" for bits in gptq.BITS} | {f"gptq as {kind}" for kind in gptq.FORMATS}
+    found = (
+        set(METHODS)
+        | {f"gptq {bits} bits" for bits in awq_gptq.GPTQ_BITS}
+        | {f"gptq as {kind}" for kind in awq_gptq.GPTQ_FORMATS}
+    )
     found |= {f"compressed-tensors {kind}" for kind in (*compressed.FORMATS, *compressed.FP4_FORMATS)}
     found |= {f"compressed-tensors by {strategy}" for strategy in compressed.STRATEGIES}
     found |= {f"compressed-tensors {bits} bits" for bits in compressed.BITS}
     found |= {f"bitsandbytes {kind}" for kind in ("8 bits", *bitsandbytes.KINDS)}
-    found |= {f"fp8 {kind}" for kind in fp8.KINDS.values()}
+    found |= {f"fp8 {kind}" for kind in floats.KINDS.values()}
     return found | {f"GGUF {name}" for name in blocks.FORMATS}
 
 

@@ -15,7 +15,7 @@ from quire.engine_request import EngineRequest, LoRARequest
 from quire.errors import ConfigError, RequestError, echo
 from quire.executor.base import Adapters, Executor
 from quire.scheduler.request import Request
-from quire.step import AdapterNews, SequenceOutput
+from quire.step import AdapterResult, SequenceOutput
 from quire.structured.lark import GRAMMAR_FAILED
 
 
@@ -90,8 +90,8 @@ class LoadedAdapter:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._results: dict[str, AdapterNews] = {}  # by user: the id of a request, or `_user_of_load`
-        self._loads: dict[int, AdapterNews | None] = {}  # by adapter, of `load`
+        self._results: dict[str, AdapterResult] = {}  # by user: the id of a request, or `_user_of_load`
+        self._loads: dict[int, AdapterResult | None] = {}  # by adapter, of `load`
 
     @property
     def _adapters(self) -> Adapters:
@@ -154,7 +154,7 @@ class LoadedAdapter:
 
     def unload(self, number: int) -> dict[str, Any]:
         """Unload an adapter as soon as no request uses it."""
-        self._adapters.forget(number)
+        self._adapters.unload(number)
         return {}
 
     def _poll(self, wait: float) -> None:
@@ -173,7 +173,7 @@ def _user_of_load(number: int) -> str:
     return f"\0load {number}"
 
 
-def _unknown_token(request: Request, adapter: AdapterNews) -> str | None:
+def _unknown_token(request: Request, adapter: AdapterResult) -> str | None:
     """Return an error if a request has token ids beyond the vocabulary of its adapter."""
     highest = max(max(sequence.token_ids) for sequence in request.sequences)
     if highest >= adapter.vocab_size:

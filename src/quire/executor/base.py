@@ -8,7 +8,7 @@ from typing import Protocol
 
 from quire.engine_request import LoRARequest
 from quire.kernels.memory import DeviceMemory
-from quire.step import AdapterNews, Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import AdapterResult, Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 
 
 class Adapters(Protocol):
@@ -17,13 +17,13 @@ class Adapters(Protocol):
     def prepare(self, request: LoRARequest, user: str) -> None:
         """Begin to load an adapter if necessary. Every call must be followed by one of `release`."""
 
-    def poll(self, wait: float = 0.0) -> dict[str, AdapterNews]:
+    def poll(self, wait: float = 0.0) -> dict[str, AdapterResult]:
         """Return the outcome of finished loads by user; with none, wait up to `wait` seconds for one."""
 
     def release(self, number: int, user: str) -> None:
         """End one use of an adapter, or the wait for it."""
 
-    def forget(self, number: int) -> None:
+    def unload(self, number: int) -> None:
         """Unload an adapter as soon as no request uses it."""
 
 

@@ -59,7 +59,7 @@ class Attention:
         kv_cache.leave()
         return out
 
-    def kv_spec(self) -> LayerKVSpec:
+    def cache_spec(self) -> LayerKVSpec:
         """Say what this layer caches per token."""
         params = self.params
         return LayerKVSpec(params.num_kv_heads, params.head_size, self.backend.kv_dtype, params.sliding_window)

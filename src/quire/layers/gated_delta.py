@@ -1,9 +1,9 @@
-"""Gated delta net (Yang et al. 2024, Gated Delta Networks, section 3.4): attention's place, with a state of fixed size.
+"""Gated delta net (Yang et al. 2024, Gated Delta Networks, section 3.4): linear attention with a state of fixed size.
 
     q, k, v = split(silu(conv(in_proj(x))));  out = out_proj(norm(delta_rule(q / |q|, k / |k|, v)) * silu(z))
 
-A matrix for each head is all that is kept of a sequence, beside the last inputs of the convolution. What it forgets at
-a token, and how much of the token it takes up, is computed from the token.
+The state of a sequence is a matrix for each head, and the last inputs of the convolution. The decay of the matrix at a
+token, and how much of the token is written to it (beta), are computed from the token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeltaSizes:
 
 
 class GatedDeltaNet:
-    """One layer's; a rank has a part of the key heads, and the value heads that go with them."""
+    """One layer, a `Mixer`; ranks split the key heads, and the value heads that go with them."""
 
     def __init__(self, builder: Builder, hidden_size: int, sizes: DeltaSizes, *, eps: float, activation: str) -> None:
         self.backend, parallel = builder.backend, builder.parallel
@@ -57,7 +57,7 @@ class GatedDeltaNet:
         read = _read_by_group if sizes.by_group else _read_apart
         inputs, gates = read(builder, hidden_size, sizes, mine)
         self.in_proj = self.backend.pack_linear(inputs)
-        self.gates = self.backend.pack_linear(gates, exact=True)  # small, and what a state lives by
+        self.gates = self.backend.pack_linear(gates, exact=True)  # small, and errors in them accumulate in the state
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         parts = (_span(mine, sizes.key_dim), _span(mine, sizes.key_dim, keys), _values(mine, sizes, 2 * keys))
         self.conv = ShortConv(builder, "conv1d", 2 * keys + values, sizes.taps, mine=parts, activation=activation)
@@ -94,7 +94,7 @@ class GatedDeltaNet:
         return self.out_proj(self.norm(out) * self.backend.activation(z, "silu"))
 
     def cache_spec(self) -> LayerStateSpec:
-        """Say what this layer keeps of a sequence: the convolution's last inputs, and the matrices."""
+        """Return the state of a sequence: the convolution's last inputs, and the matrices."""
         return LayerStateSpec((self.conv.state_shape, self.matrix_shape))
 
 

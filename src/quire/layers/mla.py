@@ -1,11 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads from one small vector per token.
 
-    latent = norm(kv_a(x)), and a rotated key that all heads share, side by side: all that is cached of a token
+    latent = norm(kv_a(x)), cached beside a rotated key that all heads share
     k_nope[h] = W_UK[h] latent;  v[h] = W_UV[h] latent
 
-Neither is ever made: q_nope[h] . (W_UK[h] latent) is (W_UK[h]^T q_nope[h]) . latent, so that queries are brought to the
-latent space, heads attend to the cached vectors, and W_UV is applied to what they found there. For comparison, and for
-whoever has more memory than time, `Builder.latent_cache` can be off: then keys and values are made and cached.
+Neither is materialized ("weight absorption"): q_nope[h] . (W_UK[h] latent) is (W_UK[h]^T q_nope[h]) . latent. So
+queries are projected to the latent space, heads attend to the cached vectors, and W_UV is applied to their outputs.
+Without `Builder.latent_cache`, keys and values of every head are computed and cached.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class LatentAttention:
             builder, "kv_a_proj_with_mqa", hidden_size, sizes.rank + sizes.rope, bias=bias
         )
         self.kv_a_layernorm = RMSNorm(builder, "kv_a_layernorm", sizes.rank, eps)
-        self.inside: LatentSpace | HeadSpace
+        self.attention: AbsorbedAttention | MaterializedAttention
         if builder.latent_cache:
-            self.inside = LatentSpace(builder, sizes, self.num_heads, scale)
+            self.attention = AbsorbedAttention(builder, sizes, self.num_heads, scale)
         else:
-            self.inside = HeadSpace(builder, sizes, self.num_heads, scale)
+            self.attention = MaterializedAttention(builder, sizes, self.num_heads, scale)
         self.o_proj = RowParallelLinear(builder, "o_proj", sizes.heads * sizes.value, hidden_size, bias=bias)
 
     def __call__(
@@ -90,13 +90,13 @@ class LatentAttention:
         self.rotary(positions, q_rope.reshape(tokens, self.num_heads * rope), k_rope)
         latent = self.kv_a_layernorm(both[:, :rank])
         own = cache.enter(metadata)
-        out = self.inside.attend(q[:, :nope], q_rope, latent, k_rope, cache, own)
+        out = self.attention.attend(q[:, :nope], q_rope, latent, k_rope, cache, own)
         cache.leave()
-        return self.o_proj(self.inside.values(take_rows(self.backend, out, rows)))
+        return self.o_proj(self.attention.values(take_rows(self.backend, out, rows)))
 
     def cache_spec(self) -> LayerKVSpec:
         """Return what this layer caches per token."""
-        return self.inside.kv_spec()
+        return self.attention.cache_spec()
 
 
 class QueryProjection:
@@ -117,7 +117,7 @@ class QueryProjection:
         return self.last(x if self.first is None else self.norm(self.first(x)))
 
 
-class LatentSpace:
+class AbsorbedAttention:
     """Attention in the latent space: a token's cache is its latent vector and its rotated key."""
 
     def __init__(self, builder: Builder, sizes: LatentSizes, num_heads: int, scale: float) -> None:
@@ -143,19 +143,19 @@ class LatentSpace:
         queries = queries.reshape(tokens, self.num_heads * self.params.head_size)
         return self.backend.paged_attention(queries, kv_cache.cache, metadata, self.params)
 
-    def values(self, found: Array) -> Array:
-        """What heads found in the latent space [R, Hq * rank] -> [R, Hq * value]."""
-        rows = found.reshape(found.shape[0] * self.num_heads, self.params.out_size)
+    def values(self, out: Array) -> Array:
+        """Outputs of heads in the latent space [R, Hq * rank] -> [R, Hq * value]."""
+        rows = out.reshape(out.shape[0] * self.num_heads, self.params.out_size)
         values = self.backend.head_linear(rows, self.to_values)
-        return values.reshape(found.shape[0], self.num_heads * values.shape[1])
+        return values.reshape(out.shape[0], self.num_heads * values.shape[1])
 
-    def kv_spec(self) -> LayerKVSpec:
+    def cache_spec(self) -> LayerKVSpec:
         """One vector for each token."""
         return LayerKVSpec(1, self.params.head_size, self.backend.kv_dtype, latent=True)
 
 
-class HeadSpace:
-    """Ordinary attention: keys and values of all heads are made and cached, values as large as keys."""
+class MaterializedAttention:
+    """Multi-head attention: keys and values of all heads are computed and cached, values padded to the size of keys."""
 
     def __init__(self, builder: Builder, sizes: LatentSizes, num_heads: int, scale: float) -> None:
         self.backend, self.sizes, self.num_heads = builder.backend, sizes, num_heads
@@ -173,27 +173,27 @@ class HeadSpace:
     def attend(
         self, q: Array, q_rope: Array, latent: Array, k_rope: Array, kv_cache: LayerCache, metadata: AttentionMetadata
     ) -> Array:
-        """As in `LatentSpace` -> [T, Hq * D]; only the first elements of each head are of its value."""
+        """As in `AbsorbedAttention` -> [T, Hq * D]; only the first elements of each head are of its value."""
         concat, nope, tokens = self.backend.concat, self.sizes.nope, latent.shape[0]
         rows, width = tokens * self.num_heads, self.num_heads * self.sizes.key
         made = self.kv_b_proj(latent).reshape(rows, nope + self.sizes.value)
         shared = concat([k_rope] * self.num_heads).reshape(rows, self.sizes.rope)
         keys, values = concat([made[:, :nope], shared]), made[:, nope:]
         missing = self.sizes.key - self.sizes.value
-        values = concat([values, keys[:, :missing]] if missing else [values])  # what fills them up is cut off again
+        values = concat([values, keys[:, :missing]] if missing else [values])  # padding, see `values`
         keys, values = keys.reshape(tokens, width), values.reshape(tokens, width)
         self.backend.write_kv(keys, values, kv_cache.cache, metadata.slot_mapping)
         queries = concat([q, q_rope]).reshape(tokens, width)
         return self.backend.paged_attention(queries, kv_cache.cache, metadata, self.params)
 
-    def values(self, found: Array) -> Array:
+    def values(self, out: Array) -> Array:
         """Padded values [R, Hq * D] -> [R, Hq * value]."""
-        rows = found.reshape(found.shape[0] * self.num_heads, self.sizes.key)
+        rows = out.reshape(out.shape[0] * self.num_heads, self.sizes.key)
         return self.backend.concat([rows[:, : self.sizes.value]]).reshape(
-            found.shape[0], self.num_heads * self.sizes.value
+            out.shape[0], self.num_heads * self.sizes.value
         )
 
-    def kv_spec(self) -> LayerKVSpec:
+    def cache_spec(self) -> LayerKVSpec:
         """Keys and values of all heads for each token."""
         return LayerKVSpec(self.num_heads, self.sizes.key, self.backend.kv_dtype)
 

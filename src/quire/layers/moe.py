@@ -1,7 +1,7 @@
-"""Feed-forward layers that are mixtures of experts: a router, experts of which each token sees a few, and a shared one.
+"""Mixture-of-experts layers: a router, routed experts of which each token uses a few, and a shared expert.
 
-Ranks split every expert, as they split a dense layer: each holds a share of the inner values of all experts, and the
-results are summed over ranks once. The router is held whole, and never quantized.
+Ranks split every expert as they split a dense layer: each holds a share of the inner dimension of all experts, and the
+results are summed over ranks once. The router is replicated, and never quantized.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class MoENames:
     """Names in the checkpoint, below the layer's.
 
     Attributes:
-        block: the feed-forward layer's own name, or "mlp", as transformers 5 has it. router: what makes the logits.
+        block: the feed-forward layer, which transformers 5 calls "mlp" everywhere. router: the linear layer of logits.
         correction: see `RoutingParams.bias`.
         experts: stands before the number of an expert. gate, up, down: of each expert.
-        stacked: gate and up of all experts in one tensor, and down of all, where there are no tensors of each.
-        shared, shared_gate: the expert that every token sees, and what its output is weighted by.
+        stacked: gate and up of all experts in one tensor, and down of all, in files without tensors of each.
+        shared, shared_gate: the shared expert, and the gate of its output.
     """
 
     block: str = "mlp"
@@ -48,7 +48,7 @@ class MoENames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEOptions:
-    """What the mixtures of one model are.
+    """The mixture-of-experts layers of one model.
 
     Attributes:
         routing: without the bias, which is read if `correction` is set; `correction_is_row`: from a matrix of one row.
@@ -87,7 +87,7 @@ class MoE:
             bias = builder.get(names.correction, shape)
             bias = bias.matrix(0) if options.correction_is_row else bias
             self.routing = replace(self.routing, bias=self.backend.vector(bias))
-        self.experts = self.backend.pack_experts(ReadExperts(builder, hidden_size, options))
+        self.experts = self.backend.pack_experts(ExpertWeights(builder, hidden_size, options))
         self.shared = SharedExpert(builder, hidden_size, options) if options.shared_size else None
 
     def __call__(self, x: Array) -> Array:
@@ -100,7 +100,7 @@ class MoE:
 
 
 class SharedExpert:
-    """The expert that every token sees; its result is this rank's part of the sum over ranks."""
+    """The expert that every token uses; its result is this rank's part of the sum over ranks."""
 
     def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
         names, inner = options.names, options.shared_size
@@ -120,8 +120,12 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadExperts:
-    """What `read_experts` yields, with its length."""
+class ExpertWeights:
+    """This rank's part of each expert, read as it is iterated over.
+
+    Experts have tensors of their own, or stacked tensors hold all of them: files on the hub mostly have the former,
+    models of transformers 5 can be saved either way.
+    """
 
     builder: Builder
     hidden_size: int
@@ -131,33 +135,25 @@ class ReadExperts:
         return self.options.routing.num_experts
 
     def __iter__(self) -> Iterator[Expert]:
-        return read_experts(self.builder, self.hidden_size, self.options)
-
-
-def read_experts(builder: Builder, hidden_size: int, options: MoEOptions) -> Iterator[Expert]:
-    """Yield this rank's part of each expert, from tensors of its own or from those that hold all experts.
-
-    transformers names both: files on the hub mostly have tensors of each expert, models of version 5 can be saved
-    either way.
-    """
-    names, number, inner = options.names, options.routing.num_experts, options.inner_size
-    parallel, stacked = builder.parallel, options.names.stacked
-    share = parallel.share(inner, f"size of {names.block}.{names.experts}")
-    start, stop = parallel.tp_rank * share, (parallel.tp_rank + 1) * share
-    if options.transposed or (not builder.has(f"{names.experts}.0.{names.down}.weight") and builder.has(stacked[1])):
-        whole = _stacked(builder, hidden_size, options)
-    else:
-        whole = (_single(builder.under(f"{names.experts}.{e}"), hidden_size, options) for e in range(number))
-    for expert in whole:
-        yield Expert(
-            gate=expert.gate.rows(start, stop),
-            up=expert.up.rows(start, stop),
-            down=expert.down.columns(start, stop),
-            gate_bias=None if expert.gate_bias is None else expert.gate_bias.rows(start, stop),
-            up_bias=None if expert.up_bias is None else expert.up_bias.rows(start, stop),
-            # The sum over ranks must hold this bias once.
-            down_bias=expert.down_bias if parallel.tp_rank == 0 else None,
-        )
+        builder, options, names = self.builder, self.options, self.options.names
+        parallel, has = builder.parallel, builder.has
+        share = parallel.share(options.inner_size, f"size of {names.block}.{names.experts}")
+        start, stop = parallel.tp_rank * share, (parallel.tp_rank + 1) * share
+        if options.transposed or (not has(f"{names.experts}.0.{names.down}.weight") and has(names.stacked[1])):
+            experts = _stacked(builder, self.hidden_size, options)
+        else:
+            places = (builder.under(f"{names.experts}.{number}") for number in range(len(self)))
+            experts = (_single(place, self.hidden_size, options) for place in places)
+        for expert in experts:
+            yield Expert(
+                gate=expert.gate.rows(start, stop),
+                up=expert.up.rows(start, stop),
+                down=expert.down.columns(start, stop),
+                gate_bias=None if expert.gate_bias is None else expert.gate_bias.rows(start, stop),
+                up_bias=None if expert.up_bias is None else expert.up_bias.rows(start, stop),
+                # The sum over ranks must hold this bias once.
+                down_bias=expert.down_bias if parallel.tp_rank == 0 else None,
+            )
 
 
 def _single(builder: Builder, hidden_size: int, options: MoEOptions) -> Expert:

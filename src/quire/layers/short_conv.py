@@ -1,4 +1,4 @@
-"""Convolutions of single channels over a sequence's last few tokens, whose inputs are kept between steps."""
+"""Causal depthwise convolutions over a sequence's last few tokens, whose inputs are a state between steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An adapter's folder, read and checked in full against the model before anything of it is used.
+"""Reading an adapter's folder, checked in full against the model before anything of it is used.
 
-Every tensor must have its place in the model and the shape that belongs there, every value must be finite, and nothing
-may be missing or left over: an adapter that loads is one that does what it was trained to do.
+Every tensor must belong to a layer of the model and have its shape, every value must be finite, and nothing may be
+missing or left over: an adapter that loads does what it was trained to do.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _sort(file: SafetensorsFile, targets: Mapping[str, LoRATarget]) -> dict[str,
 def _find(module: str, targets: Mapping[str, LoRATarget]) -> LoRATarget | None:
     """Return the target of this name; files of some models lack the outermost part of names.
 
-    Of models that take images too, the text part is adapted: "language_model" is inside their names.
+    Of models that take images too, the language model is adapted: "language_model" is inside their names.
     """
     names = (module, module.partition(".")[2], module.replace("language_model.", "", 1))
     return next((targets[name] for name in names if name in targets), None)
@@ -142,14 +142,14 @@ def _check_targets(
     config: PeftConfig, modules: Mapping[str, _Found], targets: Mapping[str, LoRATarget], path: Path
 ) -> None:
     """Make sure that all the config names is there, and nothing else."""
-    meant = [name for name in targets if config.means(name)]
-    if config.targets is not None and not meant and not config.saved:
+    selected = [name for name in targets if config.selects(name)]
+    if config.targets is not None and not selected and not config.saved:
         shown = config.targets.pattern if isinstance(config.targets, re.Pattern) else list(config.targets)
         raise ModelError(
             f"{config.path}: target_modules is {echo(shown)}, of which this model has none (expected some of "
             f"{_shown(targets)})"
         )
-    for name in meant:
+    for name in selected:
         if name not in modules:
             raise ModelError(f"{path}: no tensors for {name} (expected by target_modules of {CONFIG_FILE})")
     if isinstance(config.targets, tuple):
@@ -160,7 +160,7 @@ def _check_targets(
                     f"{_shown(targets)})"
                 )
     for name, found in modules.items():
-        if "whole" not in found.tensors and config.means(name) is False:
+        if "whole" not in found.tensors and config.selects(name) is False:
             raise ModelError(f"{path}: tensors for {name}, which target_modules of {CONFIG_FILE} does not name")
 
 

@@ -39,14 +39,14 @@ CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What is needed of adapter_config.json.
+    """The fields of adapter_config.json that matter for inference.
 
     Attributes:
         targets: suffixes of module names; a regular expression for whole names; None for all linear layers.
-        excluded: modules that `targets` does not mean, in the same two ways, or None.
-        layers: numbers of the layers that are meant, None for all. layers_patterns: names that stand before them.
+        excluded: modules that `targets` leaves out, in the same two ways, or None.
+        layers: numbers of the selected layers, None for all. layers_patterns: names that stand before the number.
         saved: modules that the adapter holds whole.
-        ties: whether what it does to the embedding is meant for a head that is tied to it as well.
+        ties: whether a change of the embedding also applies to a head that is tied to it.
     """
 
     path: Path
@@ -71,8 +71,8 @@ class PeftConfig:
         rank = self.rank_of(module)
         return _by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
-    def means(self, module: str) -> bool | None:
-        """Whether a linear layer or table of the model is to be changed; None if only PEFT could tell."""
+    def selects(self, module: str) -> bool | None:
+        """Whether the adapter changes a linear layer or table of the model; None if only PEFT could tell."""
         if self.excluded is not None and _matches(self.excluded, module):
             return False
         if any(module == name or module.endswith(f".{name}") for name in self.saved):

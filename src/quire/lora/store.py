@@ -1,8 +1,8 @@
-"""`AdapterStore`: adapters in host memory, and which of them lie in the model's slots.
+"""`AdapterStore`: adapters in host memory, and which of them are in the model's slots.
 
-Reading, checking and packing happen in a thread of its own, beside the steps. An adapter that some request needs stays;
-others are kept while there is room for so many, and those that were used longest ago go first, from memory as from
-slots. One that went is read again when a request needs it.
+Adapters are read, checked and packed in a thread of the store, beside the steps. An adapter with users stays loaded;
+others stay while there is room, and the least recently used are unloaded first, from memory as from slots. An unloaded
+adapter is read again when a request needs it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from quire.engine_request import LoRARequest
 from quire.errors import QuireError
 from quire.layers.lora import LoRASlots, PackedAdapter
 from quire.lora.adapter import Adapter, read_adapter
-from quire.step import AdapterNews
+from quire.step import AdapterResult
 
 logger = logging.getLogger(__name__)
 
 
-PATIENCE_SECONDS = 5.0  # so long may users of adapters that are there overtake one whose adapter finds no room
+MAX_OVERTAKE_SECONDS = 5.0  # how long users of loaded adapters may overtake an adapter that waits for room
 
 
 @dataclass(slots=True)
-class _Held:
-    """An adapter in memory. users: who needs it."""
+class _Loaded:
+    """An adapter in host memory, and the users that need it."""
 
     packed: PackedAdapter
-    news: AdapterNews
+    result: AdapterResult
     users: set[str]
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """An adapter that is to be read, or lent to further users when their turn has come; since [monotonic seconds]."""
+class _Waiting:
+    """An adapter to be read, or a loaded one whose new users wait for their turn; since [monotonic seconds]."""
 
     request: LoRARequest
     since: float
@@ -52,16 +52,16 @@ class AdapterStore:
     """Adapters of one model.
 
     Args:
-        slots: the model's. max_held: most adapters in host memory.
+        slots: the model's. max_loaded: most adapters in host memory.
         clock: monotonic seconds.
     """
 
-    def __init__(self, slots: LoRASlots, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.slots, self._max_held, self._clock = slots, max(max_held, slots.num_slots), clock
-        self._held: OrderedDict[int, _Held] = OrderedDict()  # by number, used longest ago first
-        self._wanted: OrderedDict[int, _Wanted] = OrderedDict()  # by number, in the order in which they were asked for
+    def __init__(self, slots: LoRASlots, max_loaded: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.slots, self._max_loaded, self._clock = slots, max(max_loaded, slots.num_slots), clock
+        self._loaded: OrderedDict[int, _Loaded] = OrderedDict()  # by number, least recently used first
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by number, in order of arrival
         self._reading: tuple[LoRARequest, Future[tuple[Adapter, PackedAdapter]]] | None = None
-        self._news: dict[str, AdapterNews] = {}
+        self._results: dict[str, AdapterResult] = {}  # by user, not yet polled
         self._in_slot: list[int | None] = [None] * slots.num_slots
         self._used_at = [0] * slots.num_slots  # number of the step
         self._num_steps = 0
@@ -70,88 +70,88 @@ class AdapterStore:
     # ---- in memory ----
 
     def prepare(self, request: LoRARequest, user: str) -> None:
-        """See that an adapter is there for a user, and stays until `release`; `poll` says when, or why not.
+        """Load an adapter for a user if necessary, and keep it until `release`; `poll` returns the result.
 
-        Where one has waited for too long, adapters that are there get no more users, so that one of them can go.
+        While another adapter has waited for too long, loaded adapters get no more users, so that one can be unloaded.
         """
         number = request.lora_int_id
-        first = next(iter(self._wanted.values()), None)
-        overtakes = first is None or self._clock() - first.since < PATIENCE_SECONDS
-        if number in self._held and number not in self._wanted and overtakes:
-            self._lend(number, {user})
+        first = next(iter(self._waiting.values()), None)
+        may_overtake = first is None or self._clock() - first.since < MAX_OVERTAKE_SECONDS
+        if number in self._loaded and number not in self._waiting and may_overtake:
+            self._add_users(number, {user})
             return
-        wanted = self._wanted.setdefault(number, _Wanted(request, self._clock(), set()))
-        wanted.users.add(user)
+        waiting = self._waiting.setdefault(number, _Waiting(request, self._clock(), set()))
+        waiting.users.add(user)
         self._advance()
 
-    def poll(self, wait: float = 0.0) -> dict[str, AdapterNews]:
-        """Return, by user, what became of what was asked for; with nothing to tell wait so many seconds."""
-        if wait and not self._news and self._reading is not None:
+    def poll(self, wait: float = 0.0) -> dict[str, AdapterResult]:
+        """Return the results of finished loads by user; with none, wait up to `wait` seconds for one."""
+        if wait and not self._results and self._reading is not None:
             wait_for([self._reading[1]], timeout=wait)
         self._advance()
-        news, self._news = self._news, {}
-        return news
+        results, self._results = self._results, {}
+        return results
 
     def release(self, number: int, user: str) -> None:
-        """Say that one who asked for an adapter needs it no more, or waits for it no more."""
-        self._news.pop(user, None)
-        for place in (self._held, self._wanted):
+        """End a use of an adapter, or the wait for it."""
+        self._results.pop(user, None)
+        for place in (self._loaded, self._waiting):
             if number in place:
                 place[number].users.discard(user)
         self._advance()
 
-    def forget(self, number: int) -> None:
-        """Let an adapter go as soon as nobody needs it."""
-        held = self._held.get(number)
-        if held is not None:
-            self._held.move_to_end(number, last=False)
-            if not held.users:
+    def unload(self, number: int) -> None:
+        """Unload an adapter as soon as it has no users."""
+        loaded = self._loaded.get(number)
+        if loaded is not None:
+            self._loaded.move_to_end(number, last=False)
+            if not loaded.users:
                 self._drop(number)
 
-    def _lend(self, number: int, users: set[str]) -> None:
-        held = self._held[number]
-        held.users |= users
-        self._held.move_to_end(number)
-        self._news.update(dict.fromkeys(users, held.news))
+    def _add_users(self, number: int, users: set[str]) -> None:
+        loaded = self._loaded[number]
+        loaded.users |= users
+        self._loaded.move_to_end(number)
+        self._results.update(dict.fromkeys(users, loaded.result))
 
     def _advance(self) -> None:
-        """Take in what was read; serve those who wait, in order, and read the next adapter if there is room for it."""
+        """Take over the adapter that was read; serve waiting users in order, and read the next adapter if it fits."""
         if self._reading is not None:
             request, future = self._reading
             if not future.done():
                 return
             self._reading = None
-            self._take(self._wanted.pop(request.lora_int_id), future)
-        while self._wanted:
-            number, wanted = next(iter(self._wanted.items()))
-            if not wanted.users:  # nobody waits for it any more
-                del self._wanted[number]
-            elif number in self._held:
-                del self._wanted[number]
-                self._lend(number, wanted.users)
+            self._finish_read(self._waiting.pop(request.lora_int_id), future)
+        while self._waiting:
+            number, waiting = next(iter(self._waiting.items()))
+            if not waiting.users:
+                del self._waiting[number]
+            elif number in self._loaded:
+                del self._waiting[number]
+                self._add_users(number, waiting.users)
             elif self._make_room():
-                self._reading = wanted.request, self._thread.submit(self._read, wanted.request)
+                self._reading = waiting.request, self._thread.submit(self._read, waiting.request)
                 return
             else:
                 return
 
     def _make_room(self) -> bool:
-        while len(self._held) >= self._max_held:
-            idle = next((number for number, held in self._held.items() if not held.users), None)
-            if idle is None:
+        while len(self._loaded) >= self._max_loaded:
+            unused = next((number for number, loaded in self._loaded.items() if not loaded.users), None)
+            if unused is None:
                 return False
-            self._drop(idle)
+            self._drop(unused)
         return True
 
     def _drop(self, number: int) -> None:
-        del self._held[number]
-        for slot, there in enumerate(self._in_slot):
-            if there == number:
+        del self._loaded[number]
+        for slot, in_slot in enumerate(self._in_slot):
+            if in_slot == number:
                 self._in_slot[slot] = None
                 self.slots.fill(slot, {}, self.slots.base_vocab)
 
     def _read(self, request: LoRARequest) -> tuple[Adapter, PackedAdapter]:
-        """The thread: read, check and pack one adapter."""
+        """Read, check and pack one adapter, in the store's thread."""
         started, slots = time.perf_counter(), self.slots
         adapter = read_adapter(
             Path(request.lora_path).expanduser(),
@@ -165,46 +165,46 @@ class AdapterStore:
         logger.info("adapter %s: loaded in %.2f s", request.lora_name, time.perf_counter() - started)
         return adapter, packed
 
-    def _take(self, wanted: _Wanted, future: Future[tuple[Adapter, PackedAdapter]]) -> None:
+    def _finish_read(self, waiting: _Waiting, future: Future[tuple[Adapter, PackedAdapter]]) -> None:
         try:
             adapter, packed = future.result()
         except QuireError as error:
-            self._news.update(dict.fromkeys(wanted.users, AdapterNews(error=error.message)))
-            return
+            failure = error.message
         except (OSError, MemoryError) as error:
-            message = f"{wanted.request.lora_path}: {type(error).__name__}: {error}"
-            self._news.update(dict.fromkeys(wanted.users, AdapterNews(error=message)))
+            failure = f"{waiting.request.lora_path}: {type(error).__name__}: {error}"
+        else:
+            number = waiting.request.lora_int_id
+            result = AdapterResult(adapter.digest, adapter.vocab_size, adapter.num_logits)
+            self._loaded[number] = _Loaded(packed, result, set())
+            self._add_users(number, waiting.users)
             return
-        news = AdapterNews(adapter.digest, adapter.vocab_size, adapter.num_logits)
-        number = wanted.request.lora_int_id
-        self._held[number] = _Held(packed, news, set())
-        self._lend(number, wanted.users)
+        self._results.update(dict.fromkeys(waiting.users, AdapterResult(error=failure)))
 
     # ---- in slots ----
 
     def place(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Return the slots of the adapters of a step, which are there; those that lack one get it from others."""
+        """Return the slots of the loaded adapters of a step; those without one get the least recently used slots."""
         self._num_steps += 1
-        wanted = set(numbers)
-        found = {there: slot for slot, there in enumerate(self._in_slot) if there in wanted and there is not None}
+        needed = set(numbers)
+        found = {number: slot for slot, number in enumerate(self._in_slot) if number is not None and number in needed}
         for slot in found.values():
             self._used_at[slot] = self._num_steps
-        for number in sorted(wanted - found.keys()):
+        for number in sorted(needed - found.keys()):
             slot = min(
                 (slot for slot in range(len(self._in_slot)) if self._used_at[slot] < self._num_steps),
                 key=lambda slot: (self._in_slot[slot] is not None, self._used_at[slot]),
             )
-            held = self._held[number]
-            self.slots.fill(slot, held.packed, held.news.num_logits)
+            loaded = self._loaded[number]
+            self.slots.fill(slot, loaded.packed, loaded.result.num_logits)
             self._in_slot[slot], self._used_at[slot] = number, self._num_steps
             found[number] = slot
         return found
 
     def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the slot of each row of a step whose adapters are `numbers`, int64 [S], 0 for none; -1 for none."""
-        wanted = np.unique(numbers[numbers > 0])
+        needed = np.unique(numbers[numbers > 0])
         slots = np.full(len(numbers), -1, np.int64)
-        for number, slot in self.place(wanted.tolist()).items() if len(wanted) else ():
+        for number, slot in self.place(needed.tolist()).items() if len(needed) else ():
             slots[numbers == number] = slot
         return slots
 

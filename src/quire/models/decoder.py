@@ -261,7 +261,7 @@ class DecoderAttention:
 
     def cache_spec(self) -> LayerKVSpec:
         """See `Mixer`."""
-        return self.attention.kv_spec()
+        return self.attention.cache_spec()
 
 
 def clip(backend: Backend, x: Array, limit: float) -> Array:

@@ -162,7 +162,7 @@ def test_integers_in_another_order() -> None:
     tensor = integer_weight(4, (6, 128), 32, zeros=True)
     group_of = rng.permutation(np.arange(128) // 32)
     assert tensor.layout is not None
-    ordered = replace(tensor, group_of=group_of, held=tensor.layout._replace(ordered=True))
+    ordered = replace(tensor, group_of=group_of, whole_layout=tensor.layout._replace(ordered=True))
     gpu, oracle = pair("float16")
     assert agrees(gpu, oracle, [ordered], (1, 6)).order is not None
     weight = gpu.pack_linear([ordered, replace(ordered, group_of=group_of[::-1])])
