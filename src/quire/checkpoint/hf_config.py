@@ -6,7 +6,6 @@ Everything in these files is data: `auto_map` and other pointers to code are ign
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -14,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint import foreign
 from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
 from quire.checkpoint.files import Fields, read_json_object
 from quire.checkpoint.gguf.source import gguf_config, is_gguf
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization
 from quire.checkpoint.rope import RopeParameters, parse_rope
+from quire.checkpoint.transformers_config import EXTRA, FALLBACK, is_installed, supports, transformers_sizes
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a model folder says about its model: all that the front and the engine need before weights are loaded.
+    """Everything that the frontend and the engine need to know of a model before its weights are loaded.
 
     Attributes:
         path: the model folder, or the GGUF file.
@@ -62,7 +61,7 @@ class ModelInfo:
         norm_eps, hidden_act, tie_word_embeddings: as named in most config.json files.
         layer_windows: per layer, the sliding window in tokens (itself included), or None for full attention.
         dtype: of the weights: "float32", "bfloat16" or "float16".
-        bos_token_id, pad_token_id: or None. eos_token_ids: every id that ends a text; may be empty.
+        bos_token_id, pad_token_id: or None. eos_token_ids: every end-of-sequence id; may be empty.
         sampling_defaults: SamplingParams fields that generation_config.json recommends.
         keeps_states: some layers keep a state for each sequence that cannot go back (`step.LayerStateSpec`).
         raw: config.json with overrides merged and the architecture's defaults filled in.
@@ -127,12 +126,12 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     path, config = read_config(folder, overrides)
     if is_gguf(folder) and model_impl == "transformers":
         raise ModelError(f"{folder}: GGUF files do not run on transformers' code (model_impl)")
-    if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and foreign.knows(config)):
-        return _foreign_info(folder, config)
+    if model_impl == "transformers" or (model_impl == "auto" and not _is_known(config) and supports(config)):
+        return _transformers_info(folder, config)
     architecture, family = _architecture(config, path)
     _refuse_unsupported(config, path)
     if family.within is not None:
-        config = _text_part(config, family.within, path)
+        config = _language_model(config, family.within, path)
     fields = Fields({**family.defaults, **config}, path)
     if family.derive is not None:
         fields = Fields({**fields.values, **family.derive(fields)}, path)
@@ -159,11 +158,7 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layer_windows=windows,
         keeps_states=family.keeps_states,
-        dtype=_dtype(fields),
-        bos_token_id=_single_id("bos_token_id", generation, fields, vocab_size),
-        pad_token_id=_single_id("pad_token_id", generation, fields, vocab_size),
-        eos_token_ids=_eos_token_ids(generation, fields, vocab_size),
-        sampling_defaults=_sampling_defaults(generation),
+        **_tokens_and_dtype(fields, generation, vocab_size),
         raw=fields.values,
         causal=family.causal and fields.flag("is_causal", True),
         pools=family.pools,
@@ -181,37 +176,44 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tup
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
-    """Whether an architecture of ours is named, or none is, so that model_type decides."""
+    """Whether `architectures` names one of `FAMILIES`, or none at all, so that model_type decides."""
     names = config.get("architectures")
     return not isinstance(names, list) or any(EARLIER_NAMES.get(name, name) in FAMILIES for name in map(str, names))
 
 
-def _foreign_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
+def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
     """Return what transformers' own configuration says."""
     fields, generation = Fields(config, folder / CONFIG_FILE), _generation_fields(folder)
-    sizes = foreign.foreign_sizes(folder, config)
+    sizes = transformers_sizes(folder, config)
     logger.warning(
-        "%s: model_type %s runs on transformers' code, slower than a model of ours", folder, sizes.model_type
+        "%s: model_type %s runs on transformers' code, slower than a model of ours", folder, sizes["model_type"]
     )
     return ModelInfo(
         path=folder,
-        architecture=foreign.FALLBACK,
-        **{item.name: getattr(sizes, item.name) for item in dataclasses.fields(sizes)},
-        max_model_len=sizes.max_position_embeddings,
-        longest_model_len=sizes.max_position_embeddings,
+        architecture=FALLBACK,
+        **sizes,
+        max_model_len=sizes["max_position_embeddings"],
+        longest_model_len=sizes["max_position_embeddings"],
         rope=None,
         norm_eps=1e-6,
-        dtype=_dtype(fields),
-        bos_token_id=_single_id("bos_token_id", generation, fields, sizes.vocab_size),
-        pad_token_id=_single_id("pad_token_id", generation, fields, sizes.vocab_size),
-        eos_token_ids=_eos_token_ids(generation, fields, sizes.vocab_size),
-        sampling_defaults=_sampling_defaults(generation),
+        **_tokens_and_dtype(fields, generation, sizes["vocab_size"]),
         raw=config,
     )
 
 
+def _tokens_and_dtype(fields: Fields, generation: Fields, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of `ModelInfo` that config.json has for every architecture."""
+    return {
+        "dtype": _dtype(fields),
+        "bos_token_id": _single_id("bos_token_id", generation, fields, vocab_size),
+        "pad_token_id": _single_id("pad_token_id", generation, fields, vocab_size),
+        "eos_token_ids": _eos_token_ids(generation, fields, vocab_size),
+        "sampling_defaults": _sampling_defaults(generation),
+    }
+
+
 def merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `over` on `base`, objects key by key; null removes."""
+    """Merge `over` into `base`, objects key by key; null removes a key."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), dict):
@@ -223,10 +225,10 @@ def merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _text_part(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Lay what the file says of its text model on what it says of the whole."""
+def _language_model(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Merge the object of the language model over the config of the whole model."""
     text = Fields(config, path).inner(key)
-    logger.warning("%s: images are not supported yet; of this model the text part is loaded", path)
+    logger.warning("%s: images are not supported yet; only its language model is loaded", path)
     of_all = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id")
     return {**config, **(text.values if text else {}), **{name: config[name] for name in of_all if name in config}}
 
@@ -253,8 +255,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
             return name, FAMILIES[name]
     code = "; its own code (auto_map) is not run" if config.get("auto_map") else ""
     shown = ", ".join(echo(name) for name in names[:4])
-    if not code and not foreign.is_installed():
-        code = f"; transformers may have it: {foreign.EXTRA}"
+    if not code and not is_installed():
+        code = f"; transformers may have it: {EXTRA}"
     raise ModelError(f"{path}: architecture {shown} is not supported{code} (supported: {', '.join(FAMILIES)})")
 
 
@@ -267,7 +269,7 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
-    """Read the layer sizes and check that they fit each other."""
+    """Read the layer sizes and check that they are consistent."""
     heads_key, hidden_key = _key(family, "num_attention_heads"), _key(family, "hidden_size")
     layers = fields.integer(_key(family, "num_hidden_layers"), low=1, high=MAX_LAYERS)
     hidden = fields.integer(hidden_key, low=1, high=MAX_SIZE)
@@ -369,13 +371,13 @@ def _single_id(key: str, generation: Fields, config: Fields, vocab_size: int) ->
 
 
 def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Every end-of-text id of both files; generation_config.json's come first."""
+    """End-of-sequence ids of both files; generation_config.json's come first."""
     ids = _ids(generation, "eos_token_id", vocab_size) + _ids(config, "eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))
 
 
 def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
-    """Read an id or a list of ids, leaving out those that no text can hold."""
+    """Read an id or a list of ids, leaving out those outside of the vocabulary."""
     value = fields.values.get(key)
     if value is None:
         return []

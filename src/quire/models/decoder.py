@@ -401,7 +401,7 @@ class Decoder:
         if options.language_model:
             weights = LanguageModelWeights(builder.weights)
             builder = replace(builder, weights=weights)
-            # config.json says it of the whole model and of its text part, not always the same.
+            # config.json says it of the whole model and of its language model, which may differ.
             info = replace(info, tie_word_embeddings="lm_head.weight" not in weights)
         names, hidden, eps = options.names, info.hidden_size, info.norm_eps
         width = options.embedding_size or hidden

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.foreign import foreign_config
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.transformers_config import transformers_config
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
@@ -46,7 +46,7 @@ class TransformersForCausalLM:
         self._planned: tuple[Any, ...] | None = None  # table, widest product and head, where memory is only counted
         self._name = f"quire_{next(_numbers)}"
         self._register()
-        self._config = foreign_config(info.path, info.raw)
+        self._config = transformers_config(info.path, info.raw)
         skeleton = self._skeleton()
         self._plan = dict(getattr(skeleton, "tp_plan", None) or {})
         check_ranks(self.parallel, self._plan, type(skeleton).__name__)

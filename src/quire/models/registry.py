@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
-from quire.checkpoint.foreign import FALLBACK
 from quire.checkpoint.hf_config import ModelInfo
+from quire.checkpoint.transformers_config import FALLBACK
 from quire.layers.builder import Builder
 from quire.models.decoder import Decoder, DecoderOptions
 from quire.models.interface import Model

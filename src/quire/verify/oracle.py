@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.files import read_json_object
-from quire.checkpoint.foreign import foreign_config, is_installed
 from quire.checkpoint.hf_config import CONFIG_FILE, ModelInfo, merged
 from quire.checkpoint.open import open_weights
+from quire.checkpoint.transformers_config import is_installed, transformers_config
 from quire.errors import ConfigError, ModelError, echo
 
 _numbers = itertools.count()
@@ -51,7 +51,7 @@ class Oracle:
         path = info.path / CONFIG_FILE  # as it is: `info.raw` has what this package derives from it as well
         config = merged(read_json_object(path), overrides or {}) if path.is_file() else dict(info.raw)
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        self._config = foreign_config(info.path, plain, generates=info.pooling is None)
+        self._config = transformers_config(info.path, plain, generates=info.pooling is None)
         self._weights = None if self.reads_files else _state(info, load_format)
         self._model = self._load("eager")
         self.name = type(self._model).__name__

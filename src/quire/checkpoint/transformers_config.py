@@ -1,14 +1,13 @@
-"""`ModelInfo` of models that only transformers has a class for, see `models/fallback.py`.
+"""Configurations of models that run on transformers' own code, see `models/fallback.py`.
 
-transformers' own configuration class reads config.json then, so that its defaults hold. No code of the model folder is
-run. Needs transformers and PyTorch, which are imported only here and only when a model asks for it.
+transformers' configuration class reads config.json, so that its defaults apply. No code of the model folder is run.
+transformers and PyTorch are imported only when such a model is opened.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +17,31 @@ FALLBACK = "TransformersForCausalLM"
 EXTRA = "pip install 'quire[transformers]'"
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignSizes:
-    """What of a foreign configuration the engine needs to know; meanings as in `ModelInfo`."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    hidden_act: str
-    layer_windows: tuple[int | None, ...]
-
-
 def is_installed() -> bool:
-    """Whether what this needs is there; imports nothing."""
+    """Whether PyTorch and transformers are installed; imports neither."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
-def knows(config: Mapping[str, Any]) -> bool:
+def supports(config: Mapping[str, Any]) -> bool:
     """Whether transformers is installed and has a class for one of `architectures` in what it calls model_type.
 
-    Looks at its files only: to import them takes seconds, which nobody should wait for who mistyped a name.
+    Searches its files without importing them, which takes seconds.
     """
     model_type, names = config.get("model_type"), config.get("architectures")
     spec = importlib.util.find_spec("transformers") if is_installed() else None
     if spec is None or spec.origin is None or not isinstance(model_type, str) or not isinstance(names, list):
         return False
-    wanted = [f"class {name}(" for name in names if isinstance(name, str)]
+    classes = [f"class {name}(" for name in names if isinstance(name, str)]
     for folder in Path(spec.origin).parent.joinpath("models").iterdir():
         # "gemma3_text" is at home in gemma3
         if model_type.replace("-", "_").startswith(folder.name):
             texts = (path.read_text("utf-8") for path in folder.glob("modeling_*.py"))
-            if any(word in text for text in texts for word in wanted):
+            if any(line in text for text in texts for line in classes):
                 return True
     return False
 
 
-def foreign_config(folder: Path, config: Mapping[str, Any], *, generates: bool = True) -> Any:
+def transformers_config(folder: Path, config: Mapping[str, Any], *, generates: bool = True) -> Any:
     """Return transformers' configuration object for `config`, what config.json says.
 
     With `generates` it must be that of a causal language model.
@@ -87,11 +68,11 @@ def foreign_config(folder: Path, config: Mapping[str, Any], *, generates: bool =
     return found
 
 
-def foreign_sizes(folder: Path, config: Mapping[str, Any]) -> ForeignSizes:
-    """Read the sizes of a model from transformers' configuration. Raises ModelError as `foreign_config` does."""
+def transformers_sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of `ModelInfo`, read from transformers' configuration; raises as `transformers_config` does."""
     if config.get("quantization_config") is not None:
         raise ModelError(f"{folder / 'config.json'}: quantized weights are not supported through transformers")
-    found = foreign_config(folder, config)
+    found = transformers_config(folder, config)
     text = found.get_text_config(decoder=True)
 
     def number(name: str, default: int | None = None) -> int:
@@ -112,20 +93,20 @@ def foreign_sizes(folder: Path, config: Mapping[str, Any]) -> ForeignSizes:
             f"{folder / 'config.json'}: layer type {echo(unknown[0])} is not supported through transformers "
             f"(supported: full_attention, sliding_attention)"
         )
-    return ForeignSizes(
-        model_type=found.model_type,
-        vocab_size=number("vocab_size"),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", max(1, hidden // heads)),
-        intermediate_size=number("intermediate_size", 4 * hidden),
-        max_position_embeddings=number("max_position_embeddings"),
-        tie_word_embeddings=bool(getattr(found, "tie_word_embeddings", False)),
-        hidden_act=str(getattr(text, "hidden_act", "silu")),
-        layer_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
-    )
+    return {
+        "model_type": found.model_type,
+        "vocab_size": number("vocab_size"),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("num_key_value_heads", heads),
+        "head_dim": number("head_dim", max(1, hidden // heads)),
+        "intermediate_size": number("intermediate_size", 4 * hidden),
+        "max_position_embeddings": number("max_position_embeddings"),
+        "tie_word_embeddings": bool(getattr(found, "tie_word_embeddings", False)),
+        "hidden_act": str(getattr(text, "hidden_act", "silu")),
+        "layer_windows": tuple(window if kind == "sliding_attention" else None for kind in types),
+    }
 
 
 def _line(error: Exception) -> str:
