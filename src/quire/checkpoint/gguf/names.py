@@ -1,7 +1,7 @@
-"""What ggml calls the tensors that transformers calls otherwise, and what llama.cpp's converters do to them.
+"""Names of tensors in ggml and in transformers, and what llama.cpp's converters change in the tensors.
 
 One table for each architecture: names of a layer's tensors without "blk.N." and ".weight" -> names without the prefix.
-Some tensors are stored otherwise than transformers has them; `Recipe.change` says how to undo that.
+Some tensors are stored otherwise than transformers has them; `Origin.change` says how to undo that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class NameTable:
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
-class Recipe(NamedTuple):
-    """Where a tensor comes from: the stored one, which of its matrices (None: all of it), and what undoes what."""
+class Origin(NamedTuple):
+    """Which stored tensor a weight is, which matrix of it (None: all), and how to undo the converter's change."""
 
     stored: str
     expert: int | None = None
@@ -160,13 +160,13 @@ def table_of(architecture: str, names: Iterable[str]) -> NameTable | None:
     return TABLES.get(architecture)
 
 
-def recipes(table: NameTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Recipe]]:
+def origins(table: NameTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Origin]]:
     """Yield transformers' name of each tensor, and where it comes from; unknown ones keep their names."""
     for stored, shape in shapes.items():
         if stored in FACTORS:
             continue
         if stored in table.top:
-            yield table.top[stored], Recipe(stored, None, table.changes.get(stored.partition(".")[0], ""))
+            yield table.top[stored], Origin(stored, None, table.changes.get(stored.partition(".")[0], ""))
             continue
         match = _LAYER.fullmatch(stored)
         part = match[2] if match else ""
@@ -174,10 +174,10 @@ def recipes(table: NameTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator
             change = table.changes.get(part, "")
             if match[3] == "bias" and change == "transposed":
                 change = ""
-            yield f"{table.layers}{match[1]}.{table.layer[part]}.{match[3]}", Recipe(stored, None, change)
+            yield f"{table.layers}{match[1]}.{table.layer[part]}.{match[3]}", Origin(stored, None, change)
         elif match and part in table.experts and len(shape) == 3:
             before, after = table.experts[part]
             for expert in range(min(shape[0], 65536)):
-                yield f"{table.layers}{match[1]}.{before}{expert}{after}", Recipe(stored, expert)
+                yield f"{table.layers}{match[1]}.{before}{expert}{after}", Origin(stored, expert)
         else:
-            yield stored, Recipe(stored)
+            yield stored, Origin(stored)

@@ -244,15 +244,16 @@ def _read_strings(cursor: _Cursor, count: int) -> list[str]:
         raise cursor.error("holds a text that is not UTF-8") from None
 
 
-def shard_paths(path: Path, file: GGUFFile) -> list[Path]:
-    """Return the files of a model that is split into several, in order, `path` alone where it is not.
+def open_shards(path: Path, *, eager: bool = False) -> list[GGUFFile]:
+    """Open all files of a model that may be split into several, in order; `path` is the first.
 
     Raises:
         ModelError: `path` is not the first, or does not have the name of one.
     """
-    count = file.metadata.get("split.count", 1)
+    first = GGUFFile(path, eager=eager)
+    count = first.metadata.get("split.count", 1)
     if type(count) is not int or count <= 1:
-        return [path]
+        return [first]
     match = _SHARD.fullmatch(path.name)
     if match is None or int(match[3]) != count or count > MAX_SHARDS:
         raise ModelError(
@@ -260,4 +261,5 @@ def shard_paths(path: Path, file: GGUFFile) -> list[Path]:
         )
     if int(match[2]) != 1:
         raise ModelError(f"{path}: is not the first of {count} files (expected {match[1]}-00001-of-{match[3]}.gguf)")
-    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
+    names = (f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(2, count + 1))
+    return [first, *(GGUFFile(path.with_name(name), eager=eager) for name in names)]
