@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.train.config import PRESETS, TrainConfig, config_from_preset
-from quire.train.schedule import learning_rate, row_length
+from quire.train.trainer import learning_rate, row_length
 
 CONFIG = TrainConfig(steps=1000, warmup_steps=100, learning_rate=1e-3, min_lr_ratio=0.1, long_fraction=0.2)
 

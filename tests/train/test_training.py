@@ -153,9 +153,15 @@ def test_progress_bar_run_on_the_built_in_corpus_scores_the_tasks(
     monkeypatch.setattr("quire.train.report.task_scores", lambda model, tokenizer: {"add": {"cases": 1, "right": 0}})
     monkeypatch.setattr("quire.train.data.ChatSource.num_passages", 5)
     config = dataclasses.replace(
-        TINY, out=str(tmp_path), tokenizer="bpe", vocab_size=300, max_position=128, batch_tokens=256, steps=2,
+        TINY,
+        out=str(tmp_path),
+        tokenizer="bpe",
+        vocab_size=300,
+        max_position=128,
+        batch_tokens=256,
+        steps=2,
         passage_tokens=128,
-    )  # fmt: skip
+    )
     metrics = train(config).metrics
     assert metrics["tasks"] == {"add": {"cases": 1, "right": 0}}
     assert set(metrics["test_by_source"]) == {"chat"}

@@ -13,8 +13,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.engine.resolve import load_info, resolve_config
-from quire.verify.check import Report, verify
-from quire.verify.compare import LayerErrors, first_difference, relative_error
+from quire.verify.check import LayerErrors, Report, first_difference, relative_error, verify
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.pooling_checkpoints import DECODER, MODERN, write_model
 

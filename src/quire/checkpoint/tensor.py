@@ -1,7 +1,7 @@
-"""A tensor as it lies in a checkpoint: what a weight file yields and what backends pack. Reading files is not here.
+"""A tensor as it is stored in a checkpoint: what weight files yield and backends pack. Reading files is not here.
 
-`HostTensor` holds plain numbers. `QuantizedTensor` stands for those that some files hold in fewer bits: it is cut like
-a plain one, and made into numbers only when a backend packs it, piece by piece.
+`HostTensor` holds plain numbers. `QuantizedTensor` stands for weights that are stored in fewer bits: it is sliced like
+a plain one, and dequantized only when a backend packs it, piece by piece.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class HostTensor:
         return HostTensor(self.array.T, self.dtype)
 
     def release(self) -> None:
-        """Let the file's memory go, for now at least; the values stay what they are."""
+        """Release the mapped pages; they are read again on use."""
         release(self.array)
 
 
 class Layout(NamedTuple):
-    """What a quantized weight can be held as, known before its values are read: how much memory that takes.
+    """The storage format in which backends can keep a quantized weight, known before its values are read.
 
     kind: "integers" for what `QuantizedTensor.integers` gives; "table", "e4m3" or "e5m2" for what `codes` gives.
     bits: 4 or 8. group: neighbours of a row that share a scale; 0 where a whole row does. zeros: whether groups have
@@ -113,9 +113,9 @@ class Codes(NamedTuple):
 
 
 class QuantizedTensor(ABC):
-    """A weight that a checkpoint holds in fewer bits than a float has; usually views of mapped memory.
+    """A weight that is stored in fewer bits than a float has; usually views of mapped memory.
 
-    Cutting is cheap and reads nothing. `to_float32` is what the format says the weights are, to the last bit.
+    Slicing is cheap and reads nothing. `to_float32` gives the weights that the format defines, to the last bit.
     """
 
     dtype = "quantized"
@@ -131,7 +131,7 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return columns [start, stop) of the last axis; plain numbers where a group would be cut."""
+        """Return columns [start, stop) of the last axis; plain numbers if that splits a group."""
 
     @abstractmethod
     def to_float32(self) -> np.ndarray:
@@ -163,7 +163,7 @@ class QuantizedTensor(ABC):
         return 0
 
     def release(self) -> None:
-        """Let the file's memory go, where the format can tell which it is."""
+        """Release the file's mapped pages, where the format knows them."""
         return
 
     @property
@@ -216,7 +216,7 @@ class TransposedTensor(QuantizedTensor):
 
 
 class SketchedTensor(QuantizedTensor):
-    """The shape and layout of a quantized weight, for counting memory; its values mean nothing."""
+    """The shape and layout of a quantized weight, for a dry run; its values are arbitrary."""
 
     def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
         self._shape, self._layout = shape, layout
@@ -228,28 +228,28 @@ class SketchedTensor(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """What the weights can be held as."""
+        """See `QuantizedTensor`."""
         return self._layout
 
     def matrix(self, index: int) -> Tensor:
-        """Return number `index` of a stack."""
+        """See `QuantizedTensor`."""
         return SketchedTensor(self._shape[1:], self._layout)
 
     def alternate(self, start: int) -> Tensor:
-        """Return every other row."""
+        """See `QuantizedTensor`."""
         return SketchedTensor((len(range(start, self._shape[0], 2)), *self._shape[1:]), self._layout)
 
     def transposed(self) -> Tensor:
-        """Return the matrix transposed: what has a layout is what a layer makes a weight of."""
+        """See `QuantizedTensor`; the layout is that of the matrix that a layer packs."""
         return SketchedTensor(self._shape[::-1], self._layout)
 
     def rows(self, start: int, stop: int) -> SketchedTensor:
-        """Return rows [start, stop) of the first axis."""
+        """See `QuantizedTensor`."""
         stop = min(stop, self._shape[0])
         return SketchedTensor((max(0, stop - start), *self._shape[1:]), self._layout)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return columns [start, stop) of the last axis, plain where a group would be cut."""
+        """See `QuantizedTensor`."""
         shape = (*self._shape[:-1], stop - start)
         if shape == self._shape or fits_groups(self._layout, start, stop):
             return SketchedTensor(shape, self._layout)
@@ -261,7 +261,7 @@ class SketchedTensor(QuantizedTensor):
 
 
 def fits_groups(layout: Layout | None, start: int, stop: int) -> bool:
-    """Whether some columns of a weight, not all, can be held as the whole can."""
+    """Whether some columns of a weight, not all, can have the layout of the whole."""
     if layout is None or layout.ordered:
         return False
     return layout.group == 0 or (start % layout.group == 0 and stop % layout.group == 0)

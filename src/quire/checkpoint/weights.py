@@ -1,8 +1,8 @@
-"""Where a model gets its tensors by name and shape: from a checkpoint, from a survey of one, or made up.
+"""Where a model reads its tensors by name and shape: a checkpoint, a dry run of one, or dummy weights.
 
-A model's constructor asks for each tensor it needs. Run against a `DryRunWeights` first, it costs nothing and finds
-every missing or misshapen tensor at once; then it runs against `CheckpointWeights`. Slicing and packing belong to the
-layers and the backend.
+A model's constructor reads each tensor it needs. Run on `DryRunWeights` first, it costs nothing and finds every missing
+or misshapen tensor at once; then it runs on `CheckpointWeights`. Slicing and packing belong to the layers and the
+backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LISTED = 20
 
 
 class TensorSource(Protocol):
-    """Weights of a model folder under the names that transformers gives them, whatever its files call and hold them.
+    """Weights of a model folder under transformers' names, whatever the names and formats in its files.
 
     `Checkpoint` reads safetensors; others read other files, or put the parts of quantized weights together.
     """
@@ -72,7 +72,7 @@ class CheckpointWeights:
         allow_nonfinite: bool = False,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
-        """Read from `checkpoint`; `on_read` is told how many stored bytes the next tensor has."""
+        """Read from `checkpoint`; `on_read` is called with the stored bytes of each tensor before it is read."""
         self._checkpoint, self._on_read = checkpoint, on_read
         self._allow_nonfinite = allow_nonfinite
 
@@ -159,7 +159,7 @@ class DryRunWeights:
 
 
 class DummyWeights:
-    """Invents small random weights, the same for the same seed and name; for trying a config without its weights."""
+    """Small random weights, the same for the same seed and name; for trying a config without its weights."""
 
     def __init__(self, seed: int = 0) -> None:
         values = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
@@ -174,13 +174,13 @@ class DummyWeights:
         """Return random values of standard deviation 0.02; ones for the weight vectors of norms."""
         if len(shape) == 1 and name.endswith("weight"):
             return HostTensor(np.ones(shape, np.float32), "float32")
-        return _InventedTensor(self._twice, -zlib.crc32(name.encode()), shape)
+        return _DummyTensor(self._twice, -zlib.crc32(name.encode()), shape)
 
 
-class _InventedTensor(QuantizedTensor):
-    """Numbers of one short list, over and over, from a place on; `twice` holds the list twice in a row, in bfloat16.
+class _DummyTensor(QuantizedTensor):
+    """A short list of numbers, repeated from an offset on; `twice` holds the list twice in a row, in bfloat16.
 
-    Backends take it in pieces, most of which are views of the list: so it costs neither time nor memory of its own.
+    Backends take it in pieces, most of which are views of the list, so that it costs neither time nor memory.
     """
 
     dtype = "bfloat16"
@@ -195,22 +195,22 @@ class _InventedTensor(QuantizedTensor):
 
     @property
     def repeated(self) -> tuple[np.ndarray, int]:
-        """The list twice in a row, bits of bfloat16, and where in it this tensor begins, modulo the list's length.
+        """The list twice in a row, bits of bfloat16, and the offset of this tensor, modulo the list's length.
 
-        A device that has the list makes the tensor by itself.
+        With the list on a device, the tensor can be made there.
         """
         return self._twice, self._first
 
-    def matrix(self, index: int) -> _InventedTensor:
+    def matrix(self, index: int) -> _DummyTensor:
         """See `QuantizedTensor`."""
         inner = self._shape[1:]
-        return _InventedTensor(self._twice, self._first + index * math.prod(inner), inner)
+        return _DummyTensor(self._twice, self._first + index * math.prod(inner), inner)
 
-    def rows(self, start: int, stop: int) -> _InventedTensor:
+    def rows(self, start: int, stop: int) -> _DummyTensor:
         """See `QuantizedTensor`."""
         stop = min(stop, self._shape[0])
         inner = self._shape[1:]
-        return _InventedTensor(self._twice, self._first + start * math.prod(inner), (stop - start, *inner))
+        return _DummyTensor(self._twice, self._first + start * math.prod(inner), (stop - start, *inner))
 
     def columns(self, start: int, stop: int) -> Tensor:
         """See `QuantizedTensor`."""

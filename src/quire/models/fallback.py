@@ -111,9 +111,14 @@ class TransformersForCausalLM:
         else:
             try:
                 model = auto.from_pretrained(
-                    self.info.path, config=self._config, dtype="auto", attn_implementation=self._name,
-                    use_safetensors=True, local_files_only=True, trust_remote_code=False,
-                )  # fmt: skip
+                    self.info.path,
+                    config=self._config,
+                    dtype="auto",
+                    attn_implementation=self._name,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                )
             except (OSError, ValueError, RuntimeError) as error:
                 raise ModelError(f"{self.info.path}: {str(error).splitlines()[0]}") from None
         model = model.eval()

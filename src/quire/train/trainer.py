@@ -7,6 +7,7 @@ functions of the step number, and the weights, optimizer moments and generator s
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from quire.train.config import TrainConfig, TrainResult
 from quire.train.data import SPLITS, Batch, ChatSource, Source, TextSource, make_batch, split_text
 from quire.train.model import Llama, ModelConfig
 from quire.train.report import measure, plot_loss
-from quire.train.schedule import learning_rate, row_length
 from quire.train.tokenizer import build_char, load_tokenizer, save_tokenizer, train_bpe
 
 TOKENIZER_DIALOGUES = 2000
@@ -128,6 +128,24 @@ def make_optimizer(config: TrainConfig, model: Llama) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rate of step `step` (counted from 0): linear warm-up, then half a cosine down to min_lr_ratio of the peak.
+
+    Loshchilov and Hutter 2017, without restarts.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def row_length(config: TrainConfig, step: int) -> int:
+    """Tokens per row at `step`: context_length first, max_position in the last `long_fraction` of the steps."""
+    is_long = step >= round(config.steps * (1 - config.long_fraction))
+    return config.max_position if is_long else config.context_length
 
 
 def make_step_batch(config: TrainConfig, sources: list[Source], shares: list[float], step: int) -> Batch:

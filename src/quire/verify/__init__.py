@@ -1,1 +1,1 @@
-"""Proof that a model computes what transformers computes: the oracle, our side, and where they part."""
+"""Comparing a model with transformers' model of the same folder."""

@@ -1,4 +1,8 @@
-"""What `quire verify` does: logits of prompts whole and in pieces, greedy text, and layers where they differ."""
+"""`verify`, behind `quire verify`: compares logits of whole and chunked prompts, greedy text, and attention layers.
+
+Errors are relative to the largest expected value. Of layers, the scores of queries and keys are compared rather than
+queries and keys, since the dimensions of a head may be ordered differently on the two sides.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,47 @@ from quire.config import EngineConfig
 from quire.errors import ModelError
 from quire.kernels.gpu.probe import check_gpu
 from quire.tokenizer.tokenizer import Tokenizer
-from quire.verify.compare import LayerErrors, first_difference, layer_errors, relative_error
 from quire.verify.oracle import LayerTrace, Oracle
 from quire.verify.subject import Subject
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-QUANTIZED_TOLERANCE = 0.25  # of weights in few bits: what they are worth is another question
+QUANTIZED_TOLERANCE = 0.25
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "def add(a: int, b: int) -> int:\n    return a + b\n",
     "Im Jahre 1905 erschienen vier Arbeiten; e = mc^2 steht in der letzten. \u7b2c\u4e00\u7ae0\u3002",
 )
-PIECES = (1, 5, 2, 9)  # lengths that prompts are cut into, over and over
+CHUNKS = (1, 5, 2, 9)  # lengths of the chunks of prompts, repeated
+
+
+@dataclass(frozen=True, slots=True)
+class LayerErrors:
+    """Relative errors of one attention layer: what it stores of a token, its scores, and what came out.
+
+    `first_scores` are those of the first token with itself, which no rotation changes.
+    """
+
+    layer: int
+    values: float
+    scores: float
+    first_scores: float
+    output: float
+
+    def worst(self) -> float:
+        """The largest."""
+        return max(self.values, self.scores, self.output)
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
-        logits, pieces: worst relative errors of prompts computed whole, and in pieces beside another sequence; of
-            hidden states where the model makes vectors. scores: of the logits of classes, where it has them.
+        logits, pieces: largest relative errors of prompts computed whole, and in chunks beside another sequence; of
+            hidden states for embedding models. scores: of the logits of classes.
         greedy_same, greedy_tokens: how many tokens of our greedy texts transformers would have chosen, and of how many.
-        closest: the largest lead, relative to the largest logit, that transformers' choice had over one that differed.
-        layers: errors by layer, where they were looked at. first: the first layer that differs, in words.
+        closest: the largest margin, relative to the largest logit, of transformers' choice over a different one.
+        layers: errors by layer, if they were compared. first: a description of the first layer that differs.
     """
 
     oracle: str
@@ -88,17 +109,17 @@ def verify(
     """Compare a model with transformers' of the same folder.
 
     Args:
-        config: resolved; its dtype, quantization and device are those of our side.
+        config: resolved; its dtype, quantization and device are those of our model.
         length: of prompts [tokens]. num_tokens: of greedy text.
         tolerance: relative error of logits that passes; by default by dtype and quantization.
-        all_layers: look at layers even if nothing differs.
+        all_layers: compare layers even if nothing differs.
 
     Raises:
         ConfigError: transformers is not installed, or there is no GPU although one is asked for.
-        ModelError: either side cannot load the model.
+        ModelError: one of the two cannot load the model.
     """
     if config.device.device == "cuda":
-        check_gpu()  # before memory and time are spent on the other side
+        check_gpu()  # before transformers' model is loaded
     prompts = prompts_of(info, tokenizer, length, config.model.seed)
     oracle = Oracle(info, config.model.load_format, config.model.hf_overrides)
     longest = max(map(len, prompts)) + (num_tokens if info.pooling is None else 0)
@@ -122,7 +143,7 @@ def verify(
 
 
 def _trace(config: EngineConfig, info: ModelInfo, subject: Subject, prompt: list[int]) -> list[LayerTrace]:
-    """Return what attention layers see; where they cache latents, what they see when they cache keys and values."""
+    """Return the inputs and outputs of attention layers; latent attention runs with materialized keys and values."""
     found = subject.trace(prompt)
     if found or not config.cache.latent_cache:
         return found
@@ -138,19 +159,19 @@ def _compare_prompt(report: Report, oracle: Oracle, subject: Subject, prompt: li
     expected = oracle.logits(prompt)
     logits = subject.feed("whole", prompt)
     report.logits = max(report.logits, relative_error(logits, expected))
-    report.pieces = max(report.pieces, relative_error(_in_pieces(subject, prompt), expected))
+    report.pieces = max(report.pieces, relative_error(_in_chunks(subject, prompt), expected))
     text = [int(logits[-1].argmax())]
     while len(text) < num_tokens:
         text.append(int(subject.feed("whole", text[-1:])[-1].argmax()))
     subject.drop("whole")
     report.num_tokens += len(prompt) + len(text)
     # If the oracle, given our text, would choose each of its tokens next, then its own greedy text is the same.
-    told = oracle.logits(prompt + text)[len(prompt) - 1 : -1]
-    chosen = told[np.arange(len(text)), text]
+    theirs = oracle.logits(prompt + text)[len(prompt) - 1 : -1]
+    chosen = theirs[np.arange(len(text)), text]
     report.greedy_tokens += len(text)
-    report.greedy_same += int((told.argmax(axis=1) == text).sum())
-    lead = (told.max(axis=1) - chosen).max() / max(float(np.abs(told).max()), 1e-30)
-    report.closest = max(report.closest, float(lead))
+    report.greedy_same += int((theirs.argmax(axis=1) == text).sum())
+    margin = (theirs.max(axis=1) - chosen).max() / max(float(np.abs(theirs).max()), 1e-30)
+    report.closest = max(report.closest, float(margin))
 
 
 def _compare_text(report: Report, oracle: Oracle, subject: Subject, text: list[int], causal: bool) -> None:
@@ -159,24 +180,85 @@ def _compare_text(report: Report, oracle: Oracle, subject: Subject, text: list[i
     subject.drop("whole")
     report.logits = max(report.logits, relative_error(hidden, expected))
     if causal:
-        report.pieces = max(report.pieces, relative_error(_in_pieces(subject, text), expected))
+        report.pieces = max(report.pieces, relative_error(_in_chunks(subject, text), expected))
     scores = oracle.scores(text)
     if scores is not None:
         report.scores = max(report.scores, relative_error(subject.scores(hidden), scores))
     report.num_tokens += len(text)
 
 
-def _in_pieces(subject: Subject, prompt: list[int]) -> np.ndarray:
-    """Return the logits of a prompt that is computed piece by piece, in blocks that lie scattered."""
+def _in_chunks(subject: Subject, prompt: list[int]) -> np.ndarray:
+    """Return the logits of a prompt that is computed in chunks, whose blocks are not contiguous."""
     found, start, number = [], 0, 0
     while start < len(prompt):
-        stop = start + PIECES[number % len(PIECES)]
+        stop = start + CHUNKS[number % len(CHUNKS)]
         found.append(subject.feed("pieces", prompt[start:stop]))
         subject.feed("beside", prompt[start:stop][:1])
         start, number = stop, number + 1
     subject.drop("pieces")
     subject.drop("beside")
     return np.concatenate(found)
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest expected value; infinity where shapes differ."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        error = np.abs(actual.astype(np.float64) - expected).max() / max(float(np.abs(expected).max()), 1e-30)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def layer_errors(ours: list[LayerTrace], theirs: list[LayerTrace]) -> list[LayerErrors]:
+    """Compare layer by layer."""
+    found = []
+    for layer, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        our_scores, their_scores = scores_of(our), scores_of(their)
+        width = their.values.shape[2]  # a cache may pad values
+        found.append(
+            LayerErrors(
+                layer,
+                relative_error(our.values[..., :width], their.values),
+                relative_error(our_scores, their_scores),
+                relative_error(our_scores[:, :1, :1], their_scores[:, :1, :1]),
+                relative_error(our.output[..., :width], their.output),
+            )
+        )
+    return found
+
+
+def scores_of(trace: LayerTrace) -> np.ndarray:
+    """Return queries times keys of each head, zero above the diagonal, [Hq, T, T]."""
+    keys = np.repeat(trace.keys, trace.queries.shape[1] // trace.keys.shape[1], axis=1)
+    return np.tril(np.einsum("qhd,khd->hqk", trace.queries, keys))
+
+
+def first_difference(errors: list[LayerErrors], tolerance: float) -> str | None:
+    """Describe which layer differs first and in what; None if none does."""
+    for at in errors:
+        if at.worst() <= tolerance:
+            continue
+        if at.values > tolerance and at.scores > tolerance:
+            return f"layer {at.layer}: queries, keys and values differ: {_before(at.layer)}"
+        if at.values > tolerance:
+            return f"layer {at.layer}: values differ, scores agree: the value projection"
+        if at.scores > tolerance and at.first_scores <= tolerance:
+            return (
+                f"layer {at.layer}: scores differ from the second token on, values agree: rotary positions "
+                "(rope_theta, rope_scaling, how much of a head is rotated)"
+            )
+        if at.scores > tolerance:
+            return (
+                f"layer {at.layer}: scores differ, values agree: query and key projections, their norms, or the scale"
+            )
+        return f"layer {at.layer}: scores and values agree, attention's output differs: window, mask, softcap or sinks"
+    return None
+
+
+def _before(layer: int) -> str:
+    if layer == 0:
+        return "the embedding, the first norm, or the projections"
+    return f"what layer {layer - 1} adds after its attention (output projection, feed-forward layer), or norms"
 
 
 def as_json(report: Report) -> dict[str, Any]:

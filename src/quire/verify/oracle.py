@@ -1,7 +1,7 @@
-"""The other side: transformers' model of the same folder, in float32, and what its attention layers see.
+"""`Oracle`: transformers' model of a folder, in float32, and the inputs and outputs of its attention layers.
 
 PyTorch and transformers are imported when an `Oracle` is made. Weights that transformers cannot read itself (quantized
-ones, other files) are handed to it as this package understands them; then only the model's code is compared.
+ones, other files) are dequantized by this package; then only the model's code is compared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What one attention layer saw, float32: queries [T, Hq, D], already multiplied by the scale, keys [T, Hkv, D],
-    values [T, Hkv, Dv], and what came out [T, Hq, Dv]."""
+    """Inputs and output of one attention layer, float32: queries [T, Hq, D], already multiplied by the scale, keys
+    [T, Hkv, D], values [T, Hkv, Dv], output [T, Hq, Dv]."""
 
     queries: np.ndarray
     keys: np.ndarray
@@ -57,7 +57,7 @@ class Oracle:
         self.name = type(self._model).__name__
 
     def _class(self) -> Any:
-        """Return the class that loads it: with what this package computes on top of the body."""
+        """Return the automatic class that loads the model."""
         import transformers
 
         if self._info.pooling is None:
@@ -73,15 +73,21 @@ class Oracle:
         kind = self._class() if source is not None else self._class()._model_mapping[type(self._config)]
         try:
             model = kind.from_pretrained(
-                source, config=self._config, state_dict=self._weights, dtype=torch.float32,
-                attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            )  # fmt: skip
+                source,
+                config=self._config,
+                state_dict=self._weights,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ModelError(f"{self._info.path}: transformers cannot load it: {echo(str(error))}") from None
         return model.eval()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Return the logits after each token, float32 [T, V], or its hidden states [T, H] where vectors are made."""
+        """Return the logits after each token, float32 [T, V], or its hidden states [T, H] of embedding models."""
         import torch
 
         if self._info.pooling is not None:
@@ -94,7 +100,7 @@ class Oracle:
         return found
 
     def scores(self, token_ids: list[int]) -> np.ndarray | None:
-        """Return the logits of a text's classes, float32 [N]; None where there are no classes."""
+        """Return the logits of a text's classes, float32 [N]; None for other models."""
         import torch
 
         if not self._info.architecture.endswith("ForSequenceClassification"):
@@ -104,7 +110,7 @@ class Oracle:
         return found
 
     def trace(self, token_ids: list[int]) -> list[LayerTrace]:
-        """Return what each attention layer saw; nothing where the model's code does not show it."""
+        """Return the traces of all attention layers; none if the model takes no attention function."""
         import torch
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, eager_mask

@@ -1,4 +1,4 @@
-"""Our side: the model on its backend and the paged cache, fed by hand, and what its attention layers see."""
+"""`Subject`: our model on its backend and a paged cache, fed by hand; traces of its attention layers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,25 @@ class Subject:
     def __init__(self, config: EngineConfig, info: ModelInfo, *, length: int, num_sequences: int = 4) -> None:
         model, device = config.model, config.device
         backend = create_backend(
-            device.device, model.dtype, config.cache.kv_cache_dtype, device.num_threads, model.quantization,
-            device.simd_level, batch_invariant=device.batch_invariant,
-        )  # fmt: skip
+            device.device,
+            model.dtype,
+            config.cache.kv_cache_dtype,
+            device.num_threads,
+            model.quantization,
+            device.simd_level,
+            batch_invariant=device.batch_invariant,
+        )
         self.backend = _Tracer(backend)
         self.model = load_model(
-            info, cast(Backend, self.backend), max_model_len=length, load_format=model.load_format, seed=model.seed,
+            info,
+            cast(Backend, self.backend),
+            max_model_len=length,
+            load_format=model.load_format,
+            seed=model.seed,
             strategy=model.safetensors_load_strategy,
-            allow_nonfinite=model.allow_nonfinite, latent_cache=config.cache.latent_cache,
-        )  # fmt: skip
+            allow_nonfinite=model.allow_nonfinite,
+            latent_cache=config.cache.latent_cache,
+        )
         self._block_size = config.cache.block_size
         groups = self.model.kv_cache_spec().groups(length)
         per_sequence = -(-length // self._block_size)
@@ -59,7 +69,7 @@ class Subject:
     def feed(self, name: str, tokens: list[int]) -> np.ndarray:
         """Append tokens to a sequence, compute them in one step, and return the logits after each, float32 [n, V].
 
-        Of a model that makes vectors, their hidden states [n, H].
+        Of an embedding model, their hidden states [n, H].
         """
         start = self._lengths.get(name, 0)
         new_blocks = self._grow(name, start + len(tokens))
@@ -82,21 +92,21 @@ class Subject:
         return np.concatenate(rows)
 
     def scores(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the logits of a text's classes, float32 [N], made of its hidden states [T, H]."""
+        """Return the logits of a text's classes, float32 [N], from its hidden states [T, H]."""
         assert isinstance(self.model, PoolingModel)
         pooled = {"cls": hidden[:1], "lasttoken": hidden[-1:], "mean": hidden.mean(axis=0, keepdims=True)}
         rows = self.model.project(self.backend.from_numpy(pooled[self.model.spec.kinds[0]]))
         return np.array(self.backend.to_numpy(rows))[0]
 
     def drop(self, name: str) -> None:
-        """Forget a sequence; its blocks serve others."""
+        """End a sequence and free its blocks."""
         for table in self._tables.pop(name):
             self._free += table
         del self._lengths[name]
         self._finished.append(name)
 
     def trace(self, tokens: list[int]) -> list[LayerTrace]:
-        """Return what each attention layer sees of a new sequence; nothing of layers that cache something else."""
+        """Return the traces of the attention layers that cache keys and values, for a new sequence."""
         self.backend.seen = []
         self.feed("traced", tokens)
         self.drop("traced")
@@ -104,7 +114,7 @@ class Subject:
         return seen
 
     def close(self) -> None:
-        """Let go of what the runner holds."""
+        """Free the runner's resources."""
         self._runner.close()
 
     def _grow(self, name: str, length: int) -> list[list[int]]:
@@ -119,7 +129,7 @@ class Subject:
 
 
 class _Tracer:
-    """A backend that notes what attention layers are given while `seen` is a list; then nothing is recorded."""
+    """A backend that traces attention layers while `seen` is a list; steps are not recorded as programs then."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -132,11 +142,11 @@ class _Tracer:
     rotary_write_kv = AttentionOps.rotary_write_kv  # the default, which calls `write_kv` below
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Record, unless values are to be seen as they come."""
+        """See `Backend`; not recorded while tracing."""
         return self._unless_seen(build, self._backend.graph)
 
     def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        """The same in pieces."""
+        """See `Backend`; not recorded while tracing."""
         return self._unless_seen(build, self._backend.graph_pieces)
 
     def _unless_seen(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
@@ -152,7 +162,7 @@ class _Tracer:
         return run
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
-        """Note keys and values."""
+        """See `Backend`; keeps keys and values for the trace."""
         if self.seen is not None:
             self._written = self._copy(k), self._copy(v)
         self._backend.write_kv(k, v, cache, slot_mapping)
@@ -165,7 +175,7 @@ class _Tracer:
         params: AttentionParams,
         fresh: tuple[Array, Array] | None = None,
     ) -> Array:
-        """Note queries and the result."""
+        """See `Backend`; adds a trace."""
         queries = self._copy(q) if self.seen is not None else None
         output = self._backend.paged_attention(q, cache, metadata, params, fresh)
         if queries is not None and self.seen is not None and self._written is not None:
