@@ -236,13 +236,13 @@ class Command:
 
     def run(self, *words: str) -> tuple[int, str]:
         """Return exit code and output."""
-        done = subprocess.run(self._words(words), capture_output=True, text=True, env=self._env, timeout=300)
+        done = subprocess.run(self._words(words), capture_output=True, text=True, env=self._env, timeout=900)
         return done.returncode, done.stdout + done.stderr
 
     def python(self, code: str, *words: str) -> str:
         """Return the output of a program."""
         found = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, env=self._env, timeout=300
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, env=self._env, timeout=900
         )
         if found.returncode:
             raise RuntimeError(found.stderr)
@@ -309,7 +309,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 900  # the first start compiles kernels
         while "ready url=" not in log.read_text(errors="replace"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(log.read_text())

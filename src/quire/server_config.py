@@ -154,9 +154,10 @@ class ServerConfig:
         False, "Serve /sleep, /wake_up, /reset_prefix_cache and others that operate the models; needs an API key."
     )
     admin_api_key: list[str] = option(
-        [], "Key for these routes, which then take no other, and which is good for nothing else; may be repeated.",
+        [],
+        "Key for these routes, which then take no other, and which is good for nothing else; may be repeated.",
         secret=True,
-    )  # fmt: skip
+    )
 
     lora_modules: list[str] = option(
         [],

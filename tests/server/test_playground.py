@@ -17,7 +17,7 @@ from quire.errors import EngineDeadError
 from quire.executor.null import NullExecutor
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext
-from quire.server.metrics import SECONDS, RecentPast
+from quire.server.metrics import HISTORY_SECONDS, History
 from quire.server.model_pool import ServedModel
 from quire.server.paths import OPEN_PATHS, PAGE_FOLDER, PROBES, STATE_PATH, page_path
 from quire.step import SchedulerStats
@@ -307,7 +307,7 @@ def test_the_last_minutes_are_told(make_server: MakeServer) -> None:
     usage = answer.json()["usage"]
     history = server.http.get(STATE_PATH).json()["history"]
     seconds = history["seconds"]
-    assert history["length"] == SECONDS
+    assert history["length"] == HISTORY_SECONDS
     assert sum(row[1] for row in seconds) == usage["prompt_tokens"]
     assert sum(row[2] for row in seconds) == usage["completion_tokens"]
     assert sum(row[3] for row in seconds) == 1
@@ -320,7 +320,7 @@ def test_the_last_minutes_are_told(make_server: MakeServer) -> None:
 
 def test_seconds_are_added_up_and_forgotten() -> None:
     now = [1000.2]
-    past = RecentPast(lambda: now[0])
+    past = History(lambda: now[0])
     stats = SchedulerStats(num_running=2, num_blocks=10, num_free_blocks=5)
     past.on_step(stats, 7, 2)
     past.on_first_token(0.5)
@@ -336,9 +336,9 @@ def test_seconds_are_added_up_and_forgotten() -> None:
     assert first.sum_first == pytest.approx(0.6)
     assert (second.number, second.num_next) == (1004, 1)
     assert [item.number for item in past.since(1001)] == [1004]
-    for number in range(2 * SECONDS):
+    for number in range(2 * HISTORY_SECONDS):
         now[0] = 2000.0 + number
         past.on_next_token(0.01)
-    assert len(past.since(0)) <= SECONDS
-    now[0] += 10 * SECONDS
+    assert len(past.since(0)) <= HISTORY_SECONDS
+    now[0] += 10 * HISTORY_SECONDS
     assert past.since(0) == []

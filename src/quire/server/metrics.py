@@ -1,7 +1,8 @@
-"""`Metrics`: what a server counts, for Prometheus, and the line about throughput in its log.
+"""Metrics for Prometheus, the line about throughput in the log, and the history that the playground plots.
 
-Of each model there are `ModelMetrics` (`model_metrics.py`); here stands what belongs to none, and what makes one answer
-to a scrape of everything.
+`ModelMetrics` count for one model, under vLLM's names so that existing dashboards and autoscalers work; `Metrics` are
+the server's. `ModelMetrics`, `History` and `StatsLog` are fed as `StatListener`s of an `AsyncLLM`. Gauges and counters
+of the scheduler are read from its latest snapshot at a scrape. All labels have few values, none from a client.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -17,17 +18,58 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 
-from quire.config import EngineConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import FinishedRequest
 from quire.step import STATS_COUNTERS, SchedulerStats
 
-# fmt: off
-HTTP_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-LAG_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 10)
-# fmt: on
-LAG_PERIOD = 0.25
 REJECTIONS = ("queue_full", "rate_limit", "shutting_down", "loading")
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
+STAGES = ("queued", "prefill", "decode")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
+ENGINE = "0"
+LABELS = ("model_name", "engine")
+LAG_PERIOD = 0.25
+HISTORY_SECONDS = 300
+
+
+def _buckets(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+HTTP_BUCKETS = _buckets(".005 .01 .025 .05 .1 .25 .5 1 2.5 5 10 30 60 120 300")
+LAG_BUCKETS = _buckets(".001 .0025 .005 .01 .025 .05 .1 .25 .5 1 2.5 10")
+FIRST_TOKEN_BUCKETS = _buckets(".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+NEXT_TOKEN_BUCKETS = _buckets(".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80")
+REQUEST_BUCKETS = _buckets(".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+STEP_TOKEN_BUCKETS = _buckets("1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384")
+N_BUCKETS = _buckets("1 2 5 10 20")
+PREEMPTION_BUCKETS = _buckets("1 2 3 4 5 10 20")
+# Attribute of `ModelMetrics`: name, help and buckets.
+HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
+    "first_token": ("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS),
+    "next_token": ("inter_token_latency_seconds", "Token to token.", NEXT_TOKEN_BUCKETS),
+    "per_token": (
+        "request_time_per_output_token_seconds",
+        "Mean time per token after the first.",
+        NEXT_TOKEN_BUCKETS,
+    ),
+    "e2e": ("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS),
+    "queue": ("request_queue_time_seconds", "Arrival to scheduling.", REQUEST_BUCKETS),
+    "inference": ("request_inference_time_seconds", "Scheduling to last token.", REQUEST_BUCKETS),
+    "prefill": ("request_prefill_time_seconds", "Scheduling to first token.", REQUEST_BUCKETS),
+    "decode": ("request_decode_time_seconds", "First to last token.", REQUEST_BUCKETS),
+    "step_tokens": ("iteration_tokens_total", "Tokens computed per step.", STEP_TOKEN_BUCKETS),
+    "n": ("request_params_n", "Completions per request.", N_BUCKETS),
+    "preemptions": ("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS),
+}
+# The same for those whose last bucket is the context length.
+LENGTH_HISTOGRAMS: Mapping[str, tuple[str, str]] = {
+    "prompt": ("request_prompt_tokens", "Prompt tokens per request."),
+    "generation": ("request_generation_tokens", "Tokens generated per request."),
+    "longest": ("request_max_num_generation_tokens", "Tokens of the longest completion per request."),
+    "max_tokens": ("request_params_max_tokens", "max_tokens of requests."),
+    "computed": ("request_prefill_kv_computed_tokens", "Prompt tokens computed rather than found in a cache."),
+}
 
 
 class Metrics:
@@ -120,6 +162,313 @@ class Metrics:
         return found.values()
 
 
+class ModelMetrics:
+    """The metrics of one model.
+
+    Args:
+        model_name: value of the label. rejections: reasons of rejections that are there from the beginning, with zero.
+    """
+
+    def __init__(self, model_name: str, rejections: Iterable[str] = ()) -> None:
+        self.model_name = model_name
+        self.history = History()
+        self._labels = (model_name, ENGINE)
+        self._metrics: list[MetricWrapperBase] = []
+        self._llm: AsyncLLM | None = None
+        self._before = (0, 0)  # restarts and quarantined requests of the engines that were attached before
+        self._total = _Total()
+        self._num_scheduled = 0
+        self._sleep_level = 0
+        self._histograms = {key: self._histogram(*item) for key, item in HISTOGRAMS.items()}
+        self._lengths: dict[str, Histogram] = {}
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._corrupted = self._counter("corrupted_requests", "Requests that ended with numbers that are not finite.")
+        self._success = self._labelled("vllm:request_success", "Requests ended.", "finished_reason", FINISH_REASONS)
+        self._aborted = self._labelled(
+            "quire:requests_aborted", "Requests that were aborted, by how far they had come.", "stage", STAGES
+        )
+        self._rejections = self._labelled("vllm:admission_rejections", "Requests not accepted.", "reason", rejections)
+
+    def attach(self, llm: AsyncLLM | None) -> None:
+        """Take the scheduler's gauges and counters from this engine from now on; from none while there is none."""
+        if self._llm is not None and self._llm is not llm:
+            restarts, condemned = self._before
+            self._before = (restarts + self._llm.num_restarts, condemned + self._llm.num_condemned)
+        self._llm = llm
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        metric = Histogram(f"vllm:{name}", text, LABELS, registry=None, buckets=tuple(buckets))
+        self._metrics.append(metric)
+        return metric.labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        metric = Counter(f"vllm:{name}", text, LABELS, registry=None)
+        self._metrics.append(metric)
+        return metric.labels(*self._labels)
+
+    def _labelled(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
+        """Return a counter with another label, of which these values are there from the beginning."""
+        metric = Counter(name, text, (*LABELS, label), registry=None)
+        self._metrics.append(metric)
+        for value in values:
+            metric.labels(*self._labels, value)
+        return metric
+
+    # ---- StatListener ----
+
+    def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+        """Count the tokens of a step."""
+        self.history.on_step(stats, num_prompt_tokens, num_generation_tokens)
+        if num_prompt_tokens:
+            self._prompt_tokens.inc(num_prompt_tokens)
+        if num_generation_tokens:
+            self._generation_tokens.inc(num_generation_tokens)
+        if self._total.take(stats):
+            self._num_scheduled = 0
+        scheduled = stats.num_scheduled_tokens - self._num_scheduled
+        if scheduled > 0:
+            self._histograms["step_tokens"].observe(scheduled)
+            self._num_scheduled = stats.num_scheduled_tokens
+
+    def on_first_token(self, seconds: float) -> None:
+        """Count the time to a first token."""
+        self.history.on_first_token(seconds)
+        self._histograms["first_token"].observe(seconds)
+
+    def on_next_token(self, seconds: float) -> None:
+        """Count the time between two tokens."""
+        self.history.on_next_token(seconds)
+        self._histograms["next_token"].observe(seconds)
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        """Count a finished request, also one that was aborted."""
+        reason = request.finish_reason if request.finish_reason in FINISH_REASONS else "error"
+        self._success.labels(*self._labels, reason).inc()
+        if request.finish_reason == "error" and not request.refused:
+            self._corrupted.inc()
+        if request.finish_reason == "abort":
+            self._aborted.labels(*self._labels, request.stage).inc()
+        self._cached_tokens.inc(request.num_cached_tokens)
+        values: dict[str, float | None] = {
+            "n": request.n,
+            "preemptions": request.num_preemptions,
+            "e2e": request.e2e_seconds,
+            "queue": request.queue_seconds,
+            "inference": request.inference_seconds,
+            "prefill": request.prefill_seconds,
+            "decode": request.decode_seconds,
+        }
+        if request.decode_seconds is not None and request.num_generation_tokens > request.num_sequences:
+            per_sequence = request.num_generation_tokens / request.num_sequences
+            values["per_token"] = request.decode_seconds / (per_sequence - 1)
+        for key, value in values.items():
+            if value is not None:
+                self._histograms[key].observe(value)
+        lengths = {
+            "prompt": request.num_prompt_tokens,
+            "generation": request.num_generation_tokens,
+            "longest": request.most_generation_tokens,
+            "max_tokens": request.max_tokens,
+            "computed": request.num_prompt_tokens - request.num_cached_tokens,
+        }
+        for key, histogram in self._length_histograms().items():
+            histogram.observe(lengths[key])
+
+    def _length_histograms(self) -> dict[str, Histogram]:
+        """Make them with the first finished request: only then the context length, their last bucket, is known."""
+        if not self._lengths:
+            buckets = one_two_five(self._llm.max_model_len if self._llm is not None else 131072)
+            self._lengths = {key: self._histogram(*item, buckets) for key, item in LENGTH_HISTOGRAMS.items()}
+        return self._lengths
+
+    # ---- counted by the server ----
+
+    def on_rejected(self, reason: str) -> None:
+        """Count a rejected request; `reason` is one of a few words, never a client's."""
+        self._rejections.labels(*self._labels, reason).inc()
+
+    def on_sleep(self, level: int) -> None:
+        """Note the model's sleep level: 1, its weights are on the host; 2, they are gone; 0, it is awake."""
+        self._sleep_level = level
+
+    # ---- a scrape ----
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield everything, as prometheus_client's collectors do."""
+        for metric in list(self._metrics):
+            yield from metric.collect()
+        llm = self._llm
+        yield from self._health(llm)
+        if llm is None or not llm.ready:
+            yield from self._counters()
+            return
+        self._total.take(llm.stats)
+        yield from self._gauges(llm.stats)
+        yield from self._counters()
+        yield self._cache_info(llm)
+
+    def _gauge(self, name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+        """Return a gauge with one value, or one for each value of a label."""
+        return self._family(GaugeMetricFamily, name, text, values, label)
+
+    def _count(self, name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+        """As `_gauge`, a counter."""
+        return self._family(CounterMetricFamily, name, text, values, label)
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: float | Mapping[str, float],
+        label: str,
+    ) -> Metric:
+        family = kind(name, text, labels=(*LABELS, label) if label else LABELS)
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                family.add_metric((*self._labels, key), value)
+        else:
+            family.add_metric(self._labels, values)
+        return family
+
+    def _info(self, name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+        """Return a gauge whose labels are what it says."""
+        gauge = GaugeMetricFamily(name, text, labels=(*LABELS, *labels))
+        gauge.add_metric((*self._labels, *labels.values()), value)
+        return gauge
+
+    def _health(self, llm: AsyncLLM | None) -> Iterator[Metric]:
+        gauge = self._gauge
+        up = llm is not None and llm.ready and not llm.recovering
+        yield gauge("quire:engine_up", "1 while there is an engine that takes requests.", up)
+        restarts, condemned = self._before
+        if llm is not None:
+            restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
+            text = "1 while an engine that died is being replaced."
+            yield gauge("quire:engine_recovering", text, llm.recovering)
+            text = "1 once an engine has died and will not be replaced."
+            yield gauge("quire:engine_failed", text, llm.errored)
+            yield gauge("quire:engine_stalled", "1 while the engine is silent without a reason.", llm.stalled)
+            text = "For how long the engine has been silent; 0 while its work explains that."
+            yield gauge("quire:engine_heartbeat_age_seconds", text, llm.silent_seconds)
+            if llm.last_recovery_seconds is not None:
+                text = "How long the last replacement of an engine took."
+                yield gauge("quire:engine_last_recovery_seconds", text, llm.last_recovery_seconds)
+        yield self._count("quire:engine_restarts", "Engines that replaced one that died.", restarts)
+        yield self._count("quire:requests_condemned", "Requests that killed engines.", condemned)
+
+    def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
+        gauge = self._gauge
+        yield gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
+        yield gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
+        text = "Of those waiting, requests swapped out to the host."
+        yield gauge("vllm:num_requests_swapped", text, stats.num_swapped)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage)
+        text = "Share of the host's blocks that are swapped out, 0 to 1."
+        yield gauge("vllm:cpu_cache_usage_perc", text, stats.host_cache_usage)
+        tiers = {"device": stats.num_blocks, "host": stats.num_host_blocks, "disk": stats.num_disk_blocks}
+        yield gauge(
+            "quire:kv_blocks", "KV blocks: all of the device's and the host's, those stored on disk.", tiers, "tier"
+        )
+        text = "KV blocks that no request holds; they may hold what is cached."
+        free = {"device": stats.num_free_blocks, "host": stats.num_free_host_blocks}
+        yield gauge("quire:kv_blocks_free", text, free, "tier")
+        text = (
+            "Of the device's KV blocks those with layers on the host (kv-resident-layers): held by requests, and free."
+        )
+        thin = {"used": stats.num_used_thin_blocks, "free": stats.num_free_thin_blocks}
+        yield gauge("quire:kv_blocks_thin", text, thin, "state")
+        text = "Requests waiting: for room, or (deferred) for a grammar to be compiled."
+        waiting = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
+        yield gauge("vllm:num_requests_waiting_by_reason", text, waiting, "reason")
+        if self._llm is not None and self._llm.config.lora.enable_lora:
+            text = "Adapters of requests that run and that wait; the value is the time."
+            labels = {
+                "max_lora": str(self._llm.config.lora.max_loras),
+                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+                "running_lora_adapters": ",".join(stats.running_adapters),
+            }
+            yield self._info("vllm:lora_requests_info", text, labels, time.time())
+        states = {state: float(level == self._sleep_level) for level, state in enumerate(SLEEP_STATES)}
+        yield gauge("vllm:engine_sleep_state", "1 at the state that the engine is in.", states, "sleep_state")
+
+    def _counters(self) -> Iterator[Metric]:
+        count, total = self._count, self._total.values()
+        queries, hits = total["prefix_cache_queries"], total["prefix_cache_hits"]
+        host, disk = total["host_cache_hits"], total["disk_cache_hits"]
+        device = max(hits - host - disk, 0)
+        yield count("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
+        yield count("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        text = "Prompt tokens that the device's prefix cache did not have."
+        yield count("vllm:external_prefix_cache_queries", text, queries - hits + host + disk)
+        text = "Tokens brought back from the host or from disk."
+        yield count("vllm:external_prefix_cache_hits", text, host + disk)
+        yield count("vllm:num_preemptions", "Preemptions so far.", total["num_preemptions"])
+        text = "Prompt tokens admitted, by where their KV comes from."
+        sources = {"local_compute": queries - hits, "local_cache_hit": device, "external_kv_transfer": host + disk}
+        yield count("vllm:prompt_tokens_by_source", text, sources, "source")
+        text = "Prompt tokens found in the prefix cache at admission, by tier."
+        tiers = {"device": device, "host": host, "disk": disk}
+        yield count("vllm:prompt_tokens_cached_by_source", text, tiers, "source")
+        tiers = {"host": host, "disk": disk}
+        yield count("quire:prefix_cache_hits_by_tier", "Tokens brought back, by tier.", tiers, "tier")
+        swapped = total["num_swapped_out"]
+        kinds = {"recompute": total["num_preemptions"] - swapped, "swap": swapped}
+        yield count("quire:preemptions", "Preemptions, by what became of the KV.", kinds, "kind")
+        yield count("quire:engine_steps", "Steps of the engine.", total["num_steps"])
+        text = "Time from step to step while there was work."
+        yield count("quire:step_seconds", text, total["step_seconds"])
+        text = "Of quire:step_seconds, time in which the device waited for the host."
+        yield count("quire:step_host_gap_seconds", text, total["host_gap_seconds"])
+        text = "Tokens computed for sequences that had ended before that was known."
+        yield count("quire:discarded_tokens", text, total["num_discarded_tokens"])
+
+    def _cache_info(self, llm: AsyncLLM) -> Metric:
+        cache = llm.config.cache
+        prefixes = cache.enable_prefix_caching is not False and not llm.model_info.keeps_states
+        labels = {
+            "block_size": str(cache.block_size),
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": str(prefixes),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "num_gpu_blocks": str(llm.stats.num_blocks),
+        }
+        return self._info("vllm:cache_config_info", "KV cache settings.", labels, 1)
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    buckets = []
+    scale = 1
+    while scale <= most:
+        buckets += [factor * scale for factor in (1, 2, 5) if factor * scale <= most]
+        scale *= 10
+    return tuple(buckets)
+
+
+class _Total:
+    """The counters of all engines that a model has had, one after the other; each began at zero."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = dict.fromkeys(STATS_COUNTERS, 0)
+        self._latest = SchedulerStats()
+
+    def take(self, stats: SchedulerStats) -> bool:
+        """Take over a newer snapshot; return whether it is another engine's than the last one."""
+        latest, self._latest = self._latest, stats
+        if stats is latest or stats.num_steps >= latest.num_steps:
+            return False
+        for name in STATS_COUNTERS:
+            self._before[name] += getattr(latest, name)
+        return True
+
+    def values(self) -> dict[str, float]:
+        """Return the sums."""
+        return {name: before + getattr(self._latest, name) for name, before in self._before.items()}
+
+
 class StatsLog:
     """Sums up what happened between two lines of the log."""
 
@@ -170,416 +519,6 @@ class StatsLog:
         )
 
 
-ENGINE = "0"
-LABELS = ("model_name", "engine")
-# fmt: off
-FIRST_TOKEN_BUCKETS = (
-    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)
-NEXT_TOKEN_BUCKETS = (
-    .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)
-REQUEST_BUCKETS = (
-    .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)
-STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-N_BUCKETS = (1, 2, 5, 10, 20)
-PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
-# fmt: on
-FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
-STAGES = ("queued", "prefill", "decode")
-SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
-
-
-def one_two_five(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50, ... up to `most`."""
-    buckets = []
-    scale = 1
-    while scale <= most:
-        buckets += [factor * scale for factor in (1, 2, 5) if factor * scale <= most]
-        scale *= 10
-    return tuple(buckets)
-
-
-class ModelMetrics:
-    """The metrics of one model.
-
-    Args:
-        model_name: value of the label.
-        rejections: reasons of rejections that are there from the beginning, with zero.
-    """
-
-    def __init__(self, model_name: str, rejections: Iterable[str] = ()) -> None:
-        self.model_name = model_name
-        self.recent = RecentPast()
-        self._labels = (model_name, ENGINE)
-        self._metrics: list[MetricWrapperBase] = []
-        self._llm: AsyncLLM | None = None
-        self._before = (0, 0)  # restarts and condemned requests of the engines that were attached before
-        self._total = _Total()
-        self._num_scheduled = 0
-        self._sleep_level = 0
-        self._lengths: _LengthHistograms | None = None
-        self._make_latencies()
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", STEP_TOKEN_BUCKETS)
-        self._n = self._histogram("request_params_n", "Completions per request.", N_BUCKETS)
-        self._preemptions = self._histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._corrupted = self._counter("corrupted_requests", "Requests that ended with numbers that are not finite.")
-        self._success = self._counter_per("vllm:request_success", "Requests ended.", "finished_reason", FINISH_REASONS)
-        self._aborted = self._counter_per(
-            "quire:requests_aborted",
-            "Requests that were aborted, by how far they had come.",
-            "stage",
-            STAGES,
-        )
-        self._rejections = self._labelled("vllm:admission_rejections", "Requests not accepted.", "reason")
-        for reason in rejections:
-            self._rejections.labels(*self._labels, reason)
-
-    def attach(self, llm: AsyncLLM | None) -> None:
-        """Take the scheduler's gauges and counters from this engine from now on; from none while there is none."""
-        if self._llm is not None and self._llm is not llm:
-            restarts, condemned = self._before
-            self._before = (restarts + self._llm.num_restarts, condemned + self._llm.num_condemned)
-        self._llm = llm
-
-    def _make_latencies(self) -> None:
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS
-        )
-        self._next_token = self._histogram("inter_token_latency_seconds", "Token to token.", NEXT_TOKEN_BUCKETS)
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first.", NEXT_TOKEN_BUCKETS
-        )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to scheduling.", REQUEST_BUCKETS)
-        self._inference = self._histogram(
-            "request_inference_time_seconds", "Scheduling to last token.", REQUEST_BUCKETS
-        )
-        self._prefill = self._histogram("request_prefill_time_seconds", "Scheduling to first token.", REQUEST_BUCKETS)
-        self._decode = self._histogram("request_decode_time_seconds", "First to last token.", REQUEST_BUCKETS)
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        metric = Histogram(f"vllm:{name}", text, LABELS, registry=None, buckets=tuple(buckets))
-        self._metrics.append(metric)
-        return metric.labels(*self._labels)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        metric = Counter(f"vllm:{name}", text, LABELS, registry=None)
-        self._metrics.append(metric)
-        return metric.labels(*self._labels)
-
-    def _labelled(self, name: str, text: str, label: str) -> Counter:
-        metric = Counter(name, text, (*LABELS, label), registry=None)
-        self._metrics.append(metric)
-        return metric
-
-    def _counter_per(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-        metric = self._labelled(name, text, label)
-        return {value: metric.labels(*self._labels, value) for value in values}
-
-    # StatListener
-
-    def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
-        """Count the tokens of a step."""
-        self.recent.on_step(stats, num_prompt_tokens, num_generation_tokens)
-        if num_prompt_tokens:
-            self._prompt_tokens.inc(num_prompt_tokens)
-        if num_generation_tokens:
-            self._generation_tokens.inc(num_generation_tokens)
-        if self._total.take(stats):
-            self._num_scheduled = 0
-        scheduled = stats.num_scheduled_tokens - self._num_scheduled
-        if scheduled > 0:
-            self._step_tokens.observe(scheduled)
-            self._num_scheduled = stats.num_scheduled_tokens
-
-    def on_first_token(self, seconds: float) -> None:
-        """Note the time to a first token."""
-        self.recent.on_first_token(seconds)
-        self._first_token.observe(seconds)
-
-    def on_next_token(self, seconds: float) -> None:
-        """Note the time between two tokens."""
-        self.recent.on_next_token(seconds)
-        self._next_token.observe(seconds)
-
-    def on_finished(self, request: FinishedRequest) -> None:
-        """Note a finished request, also one that was aborted."""
-        self._success.get(request.finish_reason, self._success["error"]).inc()
-        if request.finish_reason == "error" and not request.refused:
-            self._corrupted.inc()
-        if request.finish_reason == "abort":
-            self._aborted[request.stage].inc()
-        self._cached_tokens.inc(request.num_cached_tokens)
-        self._n.observe(request.n)
-        self._preemptions.observe(request.num_preemptions)
-        self._length_histograms().observe(request)
-        self._e2e.observe(request.e2e_seconds)
-        for histogram, seconds in (
-            (self._queue, request.queue_seconds),
-            (self._inference, request.inference_seconds),
-            (self._prefill, request.prefill_seconds),
-            (self._decode, request.decode_seconds),
-        ):
-            if seconds is not None:
-                histogram.observe(seconds)
-        if request.decode_seconds is not None and request.num_generation_tokens > request.num_sequences:
-            per_sequence = request.num_generation_tokens / request.num_sequences
-            self._per_token.observe(request.decode_seconds / (per_sequence - 1))
-
-    def _length_histograms(self) -> _LengthHistograms:
-        """Make them with the first finished request: only then the context length, their last bucket, is known."""
-        if self._lengths is None:
-            most = self._llm.max_model_len if self._llm is not None else 131072
-            self._lengths = _LengthHistograms(self._histogram, one_two_five(most))
-        return self._lengths
-
-    # What others tell of the model
-
-    def on_rejected(self, reason: str) -> None:
-        """Count a request that was turned away; `reason` is one of a few words, never a client's."""
-        self._rejections.labels(*self._labels, reason).inc()
-
-    def on_sleep(self, level: int) -> None:
-        """Note that the model sleeps: 1, its weights are on the host; 2, they are gone; 0, it is awake."""
-        self._sleep_level = level
-
-    # A scrape
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield everything, as prometheus_client's collectors do."""
-        for metric in list(self._metrics):
-            yield from metric.collect()
-        llm = self._llm
-        yield from self._health(llm)
-        if llm is None or not llm.ready:
-            yield from self._counters()
-            return
-        stats = llm.stats
-        self._total.take(stats)
-        yield from self._gauges(stats)
-        yield from self._counters()
-        prefixes = llm.config.cache.enable_prefix_caching is not False and not llm.model_info.keeps_states
-        yield self._cache_info(llm.config, stats, prefixes)
-
-    def _health(self, llm: AsyncLLM | None) -> Iterable[Metric]:
-        up = llm is not None and llm.ready and not llm.recovering
-        yield self._gauge_by("quire:engine_up", "1 while there is an engine that takes requests.", None, {"": up})
-        restarts, condemned = self._before
-        if llm is not None:
-            restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
-            yield self._gauge_by(
-                "quire:engine_recovering", "1 while an engine that died is being replaced.", None, {"": llm.recovering}
-            )
-            yield self._gauge_by(
-                "quire:engine_failed", "1 once an engine has died and will not be replaced.", None, {"": llm.errored}
-            )
-            yield self._gauge_by(
-                "quire:engine_stalled", "1 while the engine is silent without a reason.", None, {"": llm.stalled}
-            )
-            yield self._gauge_by(
-                "quire:engine_heartbeat_age_seconds",
-                "For how long the engine has been silent; 0 while its work explains that.",
-                None,
-                {"": llm.silent_seconds},
-            )
-            if llm.last_recovery_seconds is not None:
-                yield self._gauge_by(
-                    "quire:engine_last_recovery_seconds",
-                    "How long the last replacement of an engine took.",
-                    None,
-                    {"": llm.last_recovery_seconds},
-                )
-        yield self._counter_by("quire:engine_restarts", "Engines that replaced one that died.", None, {"": restarts})
-        yield self._counter_by("quire:requests_condemned", "Requests that killed engines.", None, {"": condemned})
-
-    def _gauges(self, stats: SchedulerStats) -> Iterable[Metric]:
-        gauges = {
-            "num_requests_running": ("Requests in the batch.", stats.num_running),
-            "num_requests_waiting": ("Requests waiting to be scheduled.", stats.num_waiting),
-            "num_requests_swapped": ("Of those waiting, requests swapped out to the host.", stats.num_swapped),
-            "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage),
-            "cpu_cache_usage_perc": (
-                "Share of the host's blocks that are swapped out, 0 to 1.",
-                stats.host_cache_usage,
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            yield self._gauge_by(f"vllm:{name}", text, None, {"": value})
-        yield self._gauge_by(
-            "quire:kv_blocks",
-            "KV blocks: all of the device's and the host's, those stored on disk.",
-            "tier",
-            {"device": stats.num_blocks, "host": stats.num_host_blocks, "disk": stats.num_disk_blocks},
-        )
-        yield self._gauge_by(
-            "quire:kv_blocks_free",
-            "KV blocks that no request holds; they may hold what is cached.",
-            "tier",
-            {"device": stats.num_free_blocks, "host": stats.num_free_host_blocks},
-        )
-        yield self._gauge_by(
-            "quire:kv_blocks_thin",
-            "Of the device's KV blocks those with layers on the host (kv-resident-layers): held by requests, and free.",
-            "state",
-            {"used": stats.num_used_thin_blocks, "free": stats.num_free_thin_blocks},
-        )
-        yield self._gauge_by(
-            "vllm:num_requests_waiting_by_reason",
-            "Requests waiting: for room, or (deferred) for a grammar to be compiled.",
-            "reason",
-            {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred},
-        )
-        yield from self._adapters(stats)
-        yield self._gauge_by(
-            "vllm:engine_sleep_state",
-            "1 at the state that the engine is in.",
-            "sleep_state",
-            {state: float(level == self._sleep_level) for level, state in enumerate(SLEEP_STATES)},
-        )
-
-    def _adapters(self, stats: SchedulerStats) -> Iterable[Metric]:
-        if self._llm is None or not self._llm.config.lora.enable_lora:
-            return
-        info = {
-            "max_lora": str(self._llm.config.lora.max_loras),
-            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
-            "running_lora_adapters": ",".join(stats.running_adapters),
-        }
-        text = "Adapters of requests that run and that wait; the value is the time."
-        gauge = GaugeMetricFamily("vllm:lora_requests_info", text, labels=(*LABELS, *info))
-        gauge.add_metric((*self._labels, *info.values()), time.time())
-        yield gauge
-
-    def _gauge_by(self, name: str, text: str, label: str | None, values: Mapping[str, float]) -> Metric:
-        gauge = GaugeMetricFamily(name, text, labels=LABELS if label is None else (*LABELS, label))
-        for key, value in values.items():
-            gauge.add_metric(self._labels if label is None else (*self._labels, key), value)
-        return gauge
-
-    def _counter_by(self, name: str, text: str, label: str | None, values: Mapping[str, float]) -> Metric:
-        counter = CounterMetricFamily(name, text, labels=LABELS if label is None else (*LABELS, label))
-        for key, value in values.items():
-            counter.add_metric(self._labels if label is None else (*self._labels, key), value)
-        return counter
-
-    def _counters(self) -> Iterable[Metric]:
-        total = self._total.values()
-        queries, hits = total["prefix_cache_queries"], total["prefix_cache_hits"]
-        host, disk = total["host_cache_hits"], total["disk_cache_hits"]
-        device = max(hits - host - disk, 0)
-        counters = {
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", queries),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", hits),
-            "external_prefix_cache_queries": (
-                "Prompt tokens that the device's prefix cache did not have.",
-                queries - hits + host + disk,
-            ),
-            "external_prefix_cache_hits": ("Tokens brought back from the host or from disk.", host + disk),
-            "num_preemptions": ("Preemptions so far.", total["num_preemptions"]),
-        }
-        for name, (text, value) in counters.items():
-            yield self._counter_by(f"vllm:{name}", text, None, {"": value})
-        yield self._counter_by(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens admitted, by where their KV comes from.",
-            "source",
-            {"local_compute": queries - hits, "local_cache_hit": device, "external_kv_transfer": host + disk},
-        )
-        yield self._counter_by(
-            "vllm:prompt_tokens_cached_by_source",
-            "Prompt tokens found in the prefix cache at admission, by tier.",
-            "source",
-            {"device": device, "host": host, "disk": disk},
-        )
-        yield self._counter_by(
-            "quire:prefix_cache_hits_by_tier", "Tokens brought back, by tier.", "tier", {"host": host, "disk": disk}
-        )
-        swapped = total["num_swapped_out"]
-        yield self._counter_by(
-            "quire:preemptions",
-            "Preemptions, by what became of the KV.",
-            "kind",
-            {"recompute": total["num_preemptions"] - swapped, "swap": swapped},
-        )
-        counters = {
-            "engine_steps": ("Steps of the engine.", total["num_steps"]),
-            "step_seconds": ("Time from step to step while there was work.", total["step_seconds"]),
-            "step_host_gap_seconds": (
-                "Of quire:step_seconds, time in which the device waited for the host.",
-                total["host_gap_seconds"],
-            ),
-            "discarded_tokens": (
-                "Tokens computed for sequences that had ended before that was known.",
-                total["num_discarded_tokens"],
-            ),
-        }
-        for name, (text, value) in counters.items():
-            yield self._counter_by(f"quire:{name}", text, None, {"": value})
-
-    def _cache_info(self, config: EngineConfig, stats: SchedulerStats, prefixes: bool) -> Metric:
-        info = {
-            "block_size": str(config.cache.block_size),
-            "cache_dtype": config.cache.kv_cache_dtype,
-            "enable_prefix_caching": str(prefixes),
-            "gpu_memory_utilization": str(config.cache.gpu_memory_utilization),
-            "num_gpu_blocks": str(stats.num_blocks),
-        }
-        gauge = GaugeMetricFamily("vllm:cache_config_info", "KV cache settings.", labels=(*LABELS, *info))
-        gauge.add_metric((*self._labels, *info.values()), 1)
-        return gauge
-
-
-class _Total:
-    """The counters of all engines that a model has had, one after the other; each began at zero."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = dict.fromkeys(STATS_COUNTERS, 0)
-        self._latest = SchedulerStats()
-
-    def take(self, stats: SchedulerStats) -> bool:
-        """Take over a newer snapshot; return whether it is another engine's than the last one."""
-        latest, self._latest = self._latest, stats
-        if stats is latest or stats.num_steps >= latest.num_steps:
-            return False
-        for name in STATS_COUNTERS:
-            self._before[name] += getattr(latest, name)
-        return True
-
-    def values(self) -> dict[str, float]:
-        """Return the sums."""
-        return {name: before + getattr(self._latest, name) for name, before in self._before.items()}
-
-
-class _LengthHistograms:
-    """Histograms whose buckets end at the context length."""
-
-    def __init__(self, make: Callable[[str, str, Iterable[float]], Histogram], buckets: tuple[int, ...]) -> None:
-        self.prompt = make("request_prompt_tokens", "Prompt tokens per request.", buckets)
-        self.generation = make("request_generation_tokens", "Tokens generated per request.", buckets)
-        self.longest = make(
-            "request_max_num_generation_tokens", "Tokens of the longest completion per request.", buckets
-        )
-        self.max_tokens = make("request_params_max_tokens", "max_tokens of requests.", buckets)
-        self.computed = make(
-            "request_prefill_kv_computed_tokens", "Prompt tokens computed rather than found in a cache.", buckets
-        )
-
-    def observe(self, request: FinishedRequest) -> None:
-        self.prompt.observe(request.num_prompt_tokens)
-        self.generation.observe(request.num_generation_tokens)
-        self.longest.observe(request.most_generation_tokens)
-        self.max_tokens.observe(request.max_tokens)
-        self.computed.observe(request.num_prompt_tokens - request.num_cached_tokens)
-
-
-SECONDS = 300
-
-
 class Second(msgspec.Struct, array_like=True):
     """One second.
 
@@ -605,8 +544,8 @@ class Second(msgspec.Struct, array_like=True):
     cache_hits: int = 0
 
 
-class RecentPast:
-    """The last `SECONDS` seconds of one model.
+class History:
+    """What happened in each of the last `HISTORY_SECONDS` seconds of one model, in bounded memory.
 
     Args:
         clock: seconds, monotonic.
@@ -614,7 +553,7 @@ class RecentPast:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seconds: deque[Second] = deque(maxlen=SECONDS)
+        self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
 
     def now(self) -> int:
         """Return the number of this second."""
@@ -651,5 +590,5 @@ class RecentPast:
 
     def since(self, number: int) -> list[Second]:
         """Return the seconds from `number` on in which something happened; the last one may not be over."""
-        oldest = max(number, self.now() - SECONDS)
+        oldest = max(number, self.now() - HISTORY_SECONDS)
         return [second for second in self._seconds if second.number >= oldest]

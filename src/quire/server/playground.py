@@ -26,7 +26,7 @@ from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
 from quire.server.json_io import json_response
-from quire.server.metrics import SECONDS
+from quire.server.metrics import HISTORY_SECONDS
 from quire.server.model_pool import ServedModel
 from quire.server.parsing import check_query
 from quire.server.paths import PAGE_FOLDER, STATE_PATH, page_path
@@ -148,9 +148,9 @@ def _describe(
         "stats": {**msgspec.to_builtins(llm.stats), "kv_usage": llm.stats.kv_cache_usage},
     }
     if context.metrics is not None:
-        recent = context.metrics.model(model.names[0]).recent
-        seconds = recent.since(query.get("since", 0))
-        answer["history"] = {"now": recent.now(), "length": SECONDS, "seconds": seconds}
+        history = context.metrics.model(model.names[0]).history
+        seconds = history.since(query.get("since", 0))
+        answer["history"] = {"now": history.now(), "length": HISTORY_SECONDS, "seconds": seconds}
     answer["picture_number"] = latest.number
     if latest.snapshot is not None:
         answer["picture_age"] = round(time.monotonic() - latest.taken, 3)
