@@ -316,14 +316,14 @@ class FakeWorker:
 
 def expected_output(prompt: list[int], request: Request, length_limit: int, index: int = 0) -> tuple[list[int], str]:
     """What sequence `index` of `request` yields on its own, by definition: output token ids and finish reason."""
-    prefix = prefixes(prompt, request.cache_salt)[-1]
+    prefix = prefixes(prompt, request.spec.cache_salt)[-1]
     output: list[int] = []
     while True:
-        token_id = sample(prefix, request.seeds[index])
+        token_id = sample(prefix, request.spec.seeds[index])
         output.append(token_id)
-        if token_id in request.stop_ids and len(output) >= request.sampling_params.min_tokens:
+        if token_id in request.stop_ids and len(output) >= request.spec.sampling_params.min_tokens:
             return output, "stop"
-        if len(output) >= request.max_tokens or len(prompt) + len(output) >= length_limit:
+        if len(output) >= request.spec.max_tokens or len(prompt) + len(output) >= length_limit:
             return output, "length"
         prefix = next_prefix(prefix, token_id)
 
@@ -437,8 +437,8 @@ class Run:
         for request in requests:
             self.requests[request.request_id] = request
             self.prompts[request.request_id] = list(request.sequences[0].token_ids)
-            for name in request.sequence_ids:
-                self.worker.salts[name] = request.cache_salt
+            for name in request.spec.sequence_ids:
+                self.worker.salts[name] = request.spec.cache_salt
                 self.tokens[name] = []
                 self.prompt_logprobs[name] = []
             self.scheduler.add_request(request)

@@ -197,7 +197,7 @@ def test_one_sequence_is_computed_again_and_a_group_is_swapped_unless_told_other
     stats = r.scheduler.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_swapped_out > 0) == bool(swapped)
-    for index, name in enumerate(r.requests["b"].sequence_ids):
+    for index, name in enumerate(r.requests["b"].spec.sequence_ids):
         assert r.tokens[name] == r.expected("b", index)[0]
 
 

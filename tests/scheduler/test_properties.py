@@ -120,10 +120,10 @@ class RandomLoad:
         """Abort whole requests and single sequences."""
         names = self.rng.sample(sorted(self.run.requests), k=min(2, len(self.run.requests)))
         if self.rng.random() < 0.5:
-            names = [self.rng.choice(self.run.requests[name].sequence_ids) for name in names]
+            names = [self.rng.choice(self.run.requests[name].spec.sequence_ids) for name in names]
         for name in names:
             request = self.run.requests.get(name)
-            for sequence_id in [name] if request is None else request.sequence_ids:
+            for sequence_id in [name] if request is None else request.spec.sequence_ids:
                 if sequence_id not in self.run.last or self.run.reason(sequence_id) is None:
                     self.aborted.add(sequence_id)
         self.run.scheduler.abort_requests([*names, "unknown"])
@@ -170,11 +170,11 @@ class RandomLoad:
     def check_outputs(self, alone) -> None:
         for name, request in self.run.requests.items():
             refused = self.is_refused(request)
-            for index, sequence_id in enumerate(request.sequence_ids):
+            for index, sequence_id in enumerate(request.spec.sequence_ids):
                 if refused:
                     assert self.run.tokens[sequence_id] == []
                     assert sequence_id in self.aborted or "tokens" in self.run.last[sequence_id].error
-                elif request.beam_params is not None:
+                elif request.spec.beam is not None:
                     self.check_beams(request, alone)
                 else:
                     self.check_sequence(request, name, index, sequence_id)
@@ -186,7 +186,7 @@ class RandomLoad:
             return True
         if not isinstance(scheduler.planner, PrefillFirstPlanner):
             return False
-        num_sequences = request.beam_params.beam_width if request.beam_params else len(request.sequence_ids)
+        num_sequences = request.spec.beam.beam_width if request.spec.beam else len(request.spec.sequence_ids)
         needed = kv.num_blocks_for(request.num_prompt_tokens) + (num_sequences - 1) * len(kv.windows)
         return (
             request.num_prompt_tokens > scheduler.admission.max_num_batched_tokens
@@ -209,9 +209,9 @@ class RandomLoad:
         name = request.request_id
         if name in self.aborted or self.run_failed(name):
             return
-        most = min(request.max_tokens, self.run.scheduler.admission.length_limit - request.num_prompt_tokens)
-        params = msgspec.structs.replace(request.beam_params, max_tokens=most)
-        assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.cache_salt)
+        most = min(request.spec.max_tokens, self.run.scheduler.admission.length_limit - request.num_prompt_tokens)
+        params = msgspec.structs.replace(request.spec.beam, max_tokens=most)
+        assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.spec.cache_salt)
 
 
 class FlyingLoad(RandomLoad):

@@ -276,7 +276,7 @@ class EngineCore:
         ready, failed = self._deferred.poll(0.0 if self.scheduler.has_unfinished() else DEFERRED_WAIT_SECONDS)
         for request in ready:
             if request.spec.grammar is not None:
-                self.recorder.note_grammar(request.request_id, self.clock() - request.arrival_time)
+                self.recorder.note_grammar(request.request_id, self.clock() - request.spec.arrival_time)
                 if request.spec.beam is not None:
                     # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
                     request.add_stop_ids(self.executor.grammars.end_ids)

@@ -154,9 +154,9 @@ class Admission:
 
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
-        num_tokens = request.num_prompt_tokens + (request.pooling is None)
+        num_tokens = request.num_prompt_tokens + (request.spec.pooling is None)
         if num_tokens > self.max_model_len:
-            more = "; with one token to generate that exceeds" if request.pooling is None else ", which exceeds"
+            more = "; with one token to generate that exceeds" if request.spec.pooling is None else ", which exceeds"
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens{more} the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
@@ -272,7 +272,7 @@ class Admission:
         """The prompt ends in this step: the other samples begin, sharing its blocks, and draw their first tokens."""
         request = parent.request
         request.forked = True
-        for sequence_id, seed in zip(request.sequence_ids[1:], request.seeds[1:], strict=True):
+        for sequence_id, seed in zip(request.spec.sequence_ids[1:], request.spec.seeds[1:], strict=True):
             if sequence_id in request.aborted_ids:
                 self.requests.skip_fork(request, sequence_id)
                 continue
@@ -296,7 +296,7 @@ class Admission:
         for request in waiting.first(count * ADAPTER_WINDOWS):
             if len(found) == count:
                 break
-            if request.lora is not None and request.spec.lora_int_id not in adapters:
+            if request.spec.lora is not None and request.spec.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
                     if self.blocked_for(request) >= ADAPTER_PATIENCE_SECONDS:
                         break
@@ -313,11 +313,11 @@ class Admission:
         return now - request.blocked_since
 
     def _running_adapters(self) -> set[int]:
-        return {request.spec.lora_int_id for request in self.requests.running if request.lora is not None}
+        return {request.spec.lora_int_id for request in self.requests.running if request.spec.lora is not None}
 
     def adapter_fits(self, request: Request) -> bool:
         """Whether a waiting request could have its adapter beside those of the running ones."""
-        if request.lora is None:
+        if request.spec.lora is None:
             return True
         running = self._running_adapters()
         return request.spec.lora_int_id in running or len(running) < self.max_loras
@@ -358,7 +358,7 @@ class Admission:
 
     def _prefers_swap(self, request: Request) -> bool:
         """Whether `request` is to be swapped rather than computed again; what was pooled of its tokens is not kept."""
-        if request.pooling is not None:
+        if request.spec.pooling is not None:
             return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
 
@@ -434,7 +434,7 @@ class Admission:
         needed = 0
         for request in requests.running:
             # The last block of one that shares it is copied before a write.
-            shares = request.num_sequences > 1 or len(request.sequence_ids) > 1
+            shares = request.num_sequences > 1 or len(request.spec.sequence_ids) > 1
             for sequence in request.sequences:
                 end = max(len(sequence.token_ids) + 1, sequence.num_tokens)
                 if not kv.holds_blocks(sequence):

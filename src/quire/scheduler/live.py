@@ -70,7 +70,7 @@ class LiveRequests:
 
     def check_ids(self, request: Request) -> None:
         """Raise `RequestError` if a live request, or sequence, has the id of this one or of one of its sequences."""
-        if request.request_id in self._requests or any(name in self._sequences for name in request.sequence_ids):
+        if request.request_id in self._requests or any(name in self._sequences for name in request.spec.sequence_ids):
             raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
 
     # ---- from one state to another ----
@@ -80,7 +80,7 @@ class LiveRequests:
         request.order_key = self._policy.key(request, self.num_added)
         self.num_added += 1
         self._requests[request.request_id] = request
-        for sequence_id in request.sequence_ids:  # those to come answer to their ids already
+        for sequence_id in request.spec.sequence_ids:  # those to come answer to their ids already
             self._sequences[sequence_id] = request.sequences[0]
         if request.forked:  # it had begun in another engine
             self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
@@ -89,7 +89,7 @@ class LiveRequests:
     def refuse(self, request: Request, error: str) -> None:
         """Answer a request that was not added with an error."""
         request.transition(RequestStatus.FINISHED_IGNORED)
-        self._output_errors(request.sequence_ids, error, refused=True)
+        self._output_errors(request.spec.sequence_ids, error, refused=True)
 
     def admit(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
@@ -151,11 +151,11 @@ class LiveRequests:
             if request.beam is not None:
                 names = [request.request_id]
             elif not request.forked:
-                names = [name for name in request.sequence_ids if name not in request.aborted_ids]
+                names = [name for name in request.spec.sequence_ids if name not in request.aborted_ids]
             self._output_errors(names, error, refused=status is RequestStatus.FINISHED_IGNORED)
         for sequence in request.sequences:
             self.remove(sequence)
-        for name in request.sequence_ids:
+        for name in request.spec.sequence_ids:
             self._sequences.pop(name, None)
         request.sequences.clear()
         request.forked = True

@@ -120,7 +120,7 @@ class PrefillFirstPlanner:
         """Whether those who wait have done so for long enough, or nobody runs."""
         if not (self.delay_factor and self._requests.running and self._requests.waiting):
             return True
-        earliest = min(request.arrival_time for request in self._requests.waiting.first(WINDOW))
+        earliest = min(request.spec.arrival_time for request in self._requests.waiting.first(WINDOW))
         return self.admission.clock() - earliest > self.delay_factor * self._last_prefill_seconds
 
     def _admit(self, request: Request, plan: Plan) -> AllocStatus | None:

@@ -142,9 +142,9 @@ class Sequence:
     def cache_salt(self) -> CacheSalt:
         """That of its request, with what names its adapter."""
         request = self.request
-        if request.lora is None:
-            return request.cache_salt
-        return f"{request.lora.lora_name}/{request.adapter_digest}", request.cache_salt
+        if request.spec.lora is None:
+            return request.spec.cache_salt
+        return f"{request.spec.lora.lora_name}/{request.adapter_digest}", request.spec.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -170,10 +170,10 @@ class Sequence:
     def reads_prefix_cache(self) -> bool:
         """False if it may not, or prompt log-probabilities are owed: they need the logits of every prompt position."""
         request = self.request
-        if request.sampling_params.skip_reading_prefix_cache:
+        if request.spec.sampling_params.skip_reading_prefix_cache:
             return False
-        if request.pooling is not None:
-            return not request.pooling.skip_reading_prefix_cache
+        if request.spec.pooling is not None:
+            return not request.spec.pooling.skip_reading_prefix_cache
         return not request.owes_prompt_logprobs
 
     def __repr__(self) -> str:
@@ -209,21 +209,14 @@ class Request:
         "_status",
         "aborted_ids",
         "adapter_digest",
-        "arrival_time",
         "beam",
-        "beam_params",
         "blocked_since",
-        "cache_salt",
         "first_scheduled_time",
         "forked",
-        "grammar",
         "is_plain",
         "loaded",
         "loading",
-        "lora",
-        "max_tokens",
         "max_total_tokens",
-        "min_tokens",
         "num_cached_tokens",
         "num_disk_tokens",
         "num_expected_tokens",
@@ -234,17 +227,11 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
-        "pooling",
-        "priority",
         "request_id",
         "samples_tokens",
-        "sampling_params",
-        "seeds",
-        "sequence_ids",
         "sequences",
         "spec",
         "stop_ids",
-        "tenant",
         "wants_prompt_logprobs",
     )
 
@@ -253,33 +240,20 @@ class Request:
             raise RequestError("the prompt must have at least one token", param="prompt")
         self.spec = spec
         self.request_id = spec.request_id
-        self.sequence_ids = spec.sequence_ids
-        self.seeds = spec.seeds
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.sampling_params = spec.sampling_params
-        self.arrival_time = spec.arrival_time
         self.stop_ids = frozenset(spec.stop_ids)
-        self.max_tokens = spec.max_tokens
-        self.min_tokens = spec.sampling_params.min_tokens
-        self.priority = spec.priority
-        self.cache_salt = spec.cache_salt
-        self.lora = spec.lora
         self.adapter_digest = ""
-        self.tenant = spec.tenant
-        self.beam_params = spec.beam
         self.beam: BeamSearch | None = None
-        self.grammar = spec.grammar
-        self.pooling = spec.pooling
         self.wants_prompt_logprobs = spec.sampling_params.prompt_logprobs is not None
         self.samples_tokens = spec.beam is None and spec.pooling is None
         self.is_plain = spec.beam is None and spec.pooling is None and spec.grammar is None and spec.thinking is None
         self._begin()
-        self.forked = len(self.sequence_ids) == 1
+        self.forked = len(self.spec.sequence_ids) == 1
         self.num_forks = 0
         self.aborted_ids: set[str] = set()
         self.loading: set[int] = set()
         self.loaded = False
-        self.sequences = [Sequence(self, self.sequence_ids[0], self.seeds[0], list(spec.prompt_token_ids))]
+        self.sequences = [Sequence(self, self.spec.sequence_ids[0], self.spec.seeds[0], list(spec.prompt_token_ids))]
         if spec.resumed is not None:
             self._resume(spec.prompt_token_ids, spec.resumed)
 
@@ -300,15 +274,15 @@ class Request:
     def _resume(self, prompt: list[int], resumed: list[ResumedSequence]) -> None:
         """Begin with the progress of each sequence: tokens after the prompt, and the state of its sampler."""
         if (
-            len(resumed) != len(self.sequence_ids)
-            or self.beam_params is not None
+            len(resumed) != len(self.spec.sequence_ids)
+            or self.spec.beam is not None
             or not all(item.token_ids for item in resumed)
         ):
             raise RequestError("each resumed sequence needs the tokens that it had; beams have none", param="resumed")
         self.forked = True
         self.num_prompt_logprobs = self.num_prompt_tokens  # they were sent before the first token
         self.sequences = []
-        for sequence_id, seed, progress in zip(self.sequence_ids, self.seeds, resumed, strict=True):
+        for sequence_id, seed, progress in zip(self.spec.sequence_ids, self.spec.seeds, resumed, strict=True):
             sequence = Sequence(self, sequence_id, seed, prompt + progress.token_ids)
             sequence.sampler_state = progress.sampler_state
             self.sequences.append(sequence)
@@ -332,7 +306,7 @@ class Request:
     @property
     def prompt_logprobs_after(self) -> int:
         """How many prompt positions after the first are not scored, though others are (`prompt_logprob_start`)."""
-        return max((self.sampling_params.prompt_logprob_start or 0) - 1, 0)
+        return max((self.spec.sampling_params.prompt_logprob_start or 0) - 1, 0)
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -342,9 +316,9 @@ class Request:
     @property
     def num_sequences(self) -> int:
         """Most sequences it will have side by side from now on."""
-        if self.beam_params is not None:
-            return self.beam_params.beam_width
-        return len(self.sequences) if self.forked else len(self.sequence_ids)
+        if self.spec.beam is not None:
+            return self.spec.beam.beam_width
+        return len(self.sequences) if self.forked else len(self.spec.sequence_ids)
 
     @property
     def num_left(self) -> int:

@@ -79,10 +79,10 @@ class Scheduler:
         if problem is not None:
             self.requests.refuse(request, problem)
             return
-        request.max_total_tokens = min(request.num_prompt_tokens + request.max_tokens, self.admission.length_limit)
-        if request.beam_params is not None:
+        request.max_total_tokens = min(request.num_prompt_tokens + request.spec.max_tokens, self.admission.length_limit)
+        if request.spec.beam is not None:
             most = request.max_total_tokens - request.num_prompt_tokens
-            request.beam = BeamSearch(request.beam_params, stop_ids=request.stop_ids, max_tokens=most)
+            request.beam = BeamSearch(request.spec.beam, stop_ids=request.stop_ids, max_tokens=most)
         self.requests.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ class Scheduler:
             self.requests.finish_sequence(sequence)
             return
         request.aborted_ids.add(sequence_id)
-        if request.aborted_ids.issuperset(request.sequence_ids):
+        if request.aborted_ids.issuperset(request.spec.sequence_ids):
             self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_requests(self) -> bool:
@@ -459,7 +459,7 @@ class Scheduler:
 
 def _adapters(requests: Iterable[Request]) -> list[str]:
     """Return the names of their LoRA adapters."""
-    return sorted({request.lora.lora_name for request in requests if request.lora is not None})
+    return sorted({request.spec.lora.lora_name for request in requests if request.spec.lora is not None})
 
 
 def create_scheduler(

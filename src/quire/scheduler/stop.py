@@ -18,12 +18,13 @@ def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
     request = sequence.request
     num_tokens = len(sequence.token_ids)
     num_output_tokens = num_tokens - sequence.num_prompt_tokens
-    if token_id in request.stop_ids and num_output_tokens >= request.min_tokens:
+    params = request.spec.sampling_params
+    if token_id in request.stop_ids and num_output_tokens >= params.min_tokens:
         return RequestStatus.FINISHED_STOPPED
     if num_tokens >= request.max_total_tokens:
         return RequestStatus.FINISHED_LENGTH
-    detection = request.sampling_params.repetition_detection
-    if detection is not None and _repeats(sequence, detection) and num_output_tokens >= request.min_tokens:
+    detection = params.repetition_detection
+    if detection is not None and _repeats(sequence, detection) and num_output_tokens >= params.min_tokens:
         return RequestStatus.FINISHED_REPETITION
     return None
 
@@ -31,7 +32,7 @@ def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
 def stop_reason(sequence: Sequence) -> int | None:
     """Return the last token id if the caller asked to stop at it; None for an EOS of the model."""
     last = sequence.token_ids[-1]
-    return last if last in (sequence.request.sampling_params.stop_token_ids or ()) else None
+    return last if last in (sequence.request.spec.sampling_params.stop_token_ids or ()) else None
 
 
 def _repeats(sequence: Sequence, detection: RepetitionDetectionParams) -> bool:

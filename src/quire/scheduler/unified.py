@@ -131,14 +131,14 @@ class UnifiedPlanner:
     def _make_room(self, plan: Plan) -> None:
         """Preempt running requests of lower rank than the first waiting one, while that does not fit."""
         head, running = self._requests.waiting.peek(), self._requests.running
-        while head is not None and running and running[-1].priority > head.priority and not self._fits(head):
+        while head is not None and running and running[-1].spec.priority > head.spec.priority and not self._fits(head):
             self.admission.preempt(running[-1], plan)
 
     def _fits(self, request: Request) -> bool:
         admission, kv = self.admission, self._kv
         if not admission.adapter_fits(request):
             # Others give way for that if it helps: those that stay must leave room for its adapter.
-            staying = [r for r in self._requests.running if r.lora and r.priority <= request.priority]
+            staying = [r for r in self._requests.running if r.spec.lora and r.spec.priority <= request.spec.priority]
             return len({r.spec.lora_int_id for r in staying}) >= admission.max_loras
         if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
             return False

@@ -80,14 +80,14 @@ def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict
 def _summarize_request(scheduler: Scheduler, request: Request, queue: str) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "tenant": request.tenant,
+        "tenant": request.spec.tenant,
         "queue": queue,
         "sequences": len(request.sequences),
         "prompt_tokens": request.num_prompt_tokens,
         "tokens_done": sum([sequence.num_computed_tokens for sequence in request.sequences]),
         "tokens_left": request.num_left,
         "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
-        "max_tokens": request.max_tokens * len(request.sequences),
+        "max_tokens": request.spec.max_tokens * len(request.sequences),
         "blocks": scheduler.kv.num_held(request.sequences),
         "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
         "preemptions": request.num_preemptions,
@@ -114,7 +114,7 @@ def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.num_prompt_tokens,
-        "priority": request.priority,
+        "priority": request.spec.priority,
         "preemptions": request.num_preemptions,
         "blocks": scheduler.kv.num_held(request.sequences),
         "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
