@@ -100,7 +100,7 @@ class World:
         pinned: str = "",
         at_start: str = "",
         held: bool = False,
-        most_waiting: int = 100,
+        max_waiting: int = 100,
         **options: Any,
     ) -> None:
         self.loop = asyncio.new_event_loop()
@@ -115,11 +115,11 @@ class World:
         self.asked: list[asyncio.Task[str]] = []
         models = [
             ServedModel(
-                server_config(served_model_name=name, max_num_queued_reqs=most_waiting),
+                server_config(served_model_name=name, max_num_queued_reqs=max_waiting),
                 self._make(name)(),
                 pinned=name in pinned,
                 at_start=name in at_start,
-                remake=self._make(name),
+                make_llm=self._make(name),
             )
             for name in names
         ]

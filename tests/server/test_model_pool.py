@@ -249,7 +249,7 @@ def test_a_request_that_finds_no_room_in_time_is_sent_away(make: Make) -> None:
 
 
 def test_too_many_may_not_wait(make: Make) -> None:
-    world = make("ab", None, held=True, most_waiting=3)
+    world = make("ab", None, held=True, max_waiting=3)
     tasks = [world.begin("a") for _ in range(4)]
     assert isinstance(tasks[3].exception(), OverloadedError)
     world.finish_load("a")

@@ -49,13 +49,13 @@ def test_a_new_certificate_is_shown_without_a_restart(make_server: MakeServer, t
     assert served_name(server) == "first"
     other_cert, other_key = certify(tmp_path / "b", "second")
     shutil.copy(other_cert, cert)
-    watch.look()
+    watch.poll()
     assert served_name(server) == "first", "half of a pair is not taken over"
     shutil.copy(other_key, key)
-    watch.look()
+    watch.poll()
     assert served_name(server) == "second"
     cert.write_text("nothing")
-    watch.look(force=True)
+    watch.poll(force=True)
     assert served_name(server) == "second"
     with httpx.Client(verify=ssl.create_default_context(cafile=str(other_cert)), trust_env=False) as client:
         assert client.get(f"{server.url}/health").status_code == 200

@@ -73,24 +73,24 @@ def test_files_are_read_again_when_they_change_or_when_asked(tmp_path: Path) -> 
     path.write_text("a")
     watch = FileWatch()
     watch.add([str(path)], reload)
-    watch.look()
+    watch.poll()
     assert read == []
     path.write_text("bc")
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
     assert read == ["bc"]
     replaced = tmp_path / "g"
     replaced.write_text("de")
     os.utime(replaced, ns=(0, path.stat().st_mtime_ns))
     replaced.rename(path)
-    watch.look()
+    watch.poll()
     assert read == ["bc", "de"], "the same size and time, but another file"
-    watch.look(force=True)
+    watch.poll(force=True)
     assert read == ["bc", "de", "de"]
     path.unlink()
-    watch.look()
+    watch.poll()
     path.write_text("f")
-    watch.look()
+    watch.poll()
     assert read[-1] == "f"
 
 

@@ -60,7 +60,7 @@ async def is_sleeping(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes that no running request uses; a model that sleeps, or is not loaded, has none."""
     context, model = _target(request, "model")
-    if model.open:
+    if model.available:
         async with context.models.using(model):
             await model.llm.reset_prefix_cache()
     return _state(model)
@@ -154,7 +154,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     body = await parse_request(request, UnloadAdapterRequest)
     holders = [item for item in context.models.models if item.llm.adapters.find(body.lora_name) is not None]
     model = holders[0] if holders else _model(context, body.model)
-    if model.open:
+    if model.available:
         await model.llm.adapters.unload(body.lora_name)
     else:
         model.llm.adapters.withdraw(body.lora_name)

@@ -159,7 +159,7 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
         await server.models.acquire(model)
         request.scope["state"].setdefault("models", []).append(model)
 
-    if model.open:
+    if model.available:
         await acquire()
     else:
         deadline: Deadline | None = request.scope["state"].get("deadline")

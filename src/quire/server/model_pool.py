@@ -1,9 +1,9 @@
-"""`ModelPool`: the models of a server, and which of them are loaded. What requests ask of one is not known here.
+"""`ModelPool`: the models of a server, and which of them are in memory.
 
-At most so many models are in memory at a time. A request for another one has it loaded; where there is no room, the
-model goes that nobody has used for longest. While all are in use, those that wait are served in order of arrival: the
-model whose last request came first takes no more until it has been exchanged, so that nobody waits for ever. A model
-with answers under way is never unloaded, a pinned one never at all. Everything here happens on one event loop.
+At most `max_loaded` models are in memory at a time. A request for another one loads it, in place of the least recently
+used one. While all are in use, waiting requests are served in order of arrival: the model whose last request came first
+accepts no more users until it has been replaced, so that no request starves. A model in use is never unloaded, a pinned
+one never at all. Everything here happens on one event loop.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Work = Callable[[ServedModel], Coroutine[Any, Any, None]]
 
 
 class ModelPool:
-    """All models of one server, in the order of its options; the first one is what the server was started for.
+    """All models of one server, in the order of its options.
 
     Args:
         models: at least one, no two with the same name. Those that are loaded at start, and the pinned ones, must not
             be more than `max_loaded`.
         max_loaded: most models in memory at a time; None: all of them.
-        load_timeout: seconds that loading may take, and that anybody waits for it.
+        load_timeout: seconds that loading may take, and that a request waits for it.
         idle_timeout: seconds without requests after which a model gives up memory; 0: never. unload_idle: all of its
             memory, unless it is pinned, rather than that of the KV cache.
         clock: monotonic seconds.
@@ -63,16 +63,16 @@ class ModelPool:
         self._idle_timeout = idle_timeout
         self._unload_idle = unload_idle
         self._clock = clock
-        self._queue: list[ServedModel] = []  # wanted and not usable, in the order of their first waiting requests
+        self._queue: list[ServedModel] = []  # those with waiters, in the order of their first ones
         self._tasks: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
 
-    # ---- which there are ----
+    # ---- lookup ----
 
     @property
     def first(self) -> ServedModel:
-        """The model that requests without a model's name are about."""
+        """The model of requests that name none."""
         return self.models[0]
 
     @property
@@ -97,26 +97,26 @@ class ModelPool:
 
     @property
     def loading(self) -> bool:
-        """Whether a model that is to be loaded at start has never been ready so far."""
+        """Whether a model that is loaded at start has never been ready so far."""
         return any(model.at_start and not model.was_ready for model in self.models)
 
     @property
     def fatal(self) -> bool:
-        """Whether a model is gone without which the server has no purpose."""
-        return any(model.vital and model.llm.errored and model.task is None for model in self.models)
+        """Whether an essential model has died."""
+        return any(model.essential and model.llm.errored and model.task is None for model in self.models)
 
     async def check_health(self) -> None:
-        """Raise what ended a model without which the server has no purpose."""
+        """Raise the error of which an essential model died."""
         for model in self.models:
-            if model.vital and model.task is None:
+            if model.essential and model.task is None:
                 await model.llm.check_health()
 
-    # ---- the life of the pool ----
+    # ---- start and shutdown ----
 
     async def start(self) -> None:
-        """Load the models that are to be there from the beginning. Raises what kept the first one from loading."""
+        """Load the models that are loaded at start. Raises the first error."""
         wanted = [model for model in self.models if model.at_start]
-        outcomes = await asyncio.gather(*[self._get(model) for model in wanted])
+        outcomes = await asyncio.gather(*[self._wait_ready(model) for model in wanted])
         for model, outcome in zip(wanted, outcomes, strict=True):
             if outcome is None:
                 self.release(model)
@@ -126,7 +126,7 @@ class ModelPool:
         self._watcher = asyncio.create_task(self._watch(), name="quire-models")
 
     async def close(self) -> None:
-        """End all engines. Those who wait are told that the server is shutting down."""
+        """Close all engines. Waiters get the error of a server that shuts down."""
         self._closing = True
         self.abort_waiting()
         tasks = [*self._tasks, *([self._watcher] if self._watcher is not None else [])]
@@ -136,22 +136,22 @@ class ModelPool:
         await asyncio.gather(*[model.llm.close() for model in self.models])
 
     def abort_waiting(self) -> None:
-        """Send everybody away who waits for a model."""
+        """Give all waiters the error of a server that shuts down."""
         for model in self.models:
-            model.settle(shutting_down())
+            model.resolve_waiters(shutting_down())
 
     # ---- users ----
 
     async def acquire(self, model: ServedModel) -> None:
-        """Have a model ready, and keep it so until `release`. May be cancelled.
+        """Have a model ready, and keep it so until `release`; may be cancelled.
 
         Raises:
-            OverloadedError: too many wait for it, or it takes too long. HTTPProblem: it cannot be loaded.
+            OverloadedError: too many requests wait for it, or it takes too long. HTTPProblem: it cannot be loaded.
         """
-        if model.open and not self._closing:
-            self._grant(model)
+        if model.available and not self._closing:
+            self._add_user(model)
             return
-        if model.vital:
+        if model.essential:
             await model.llm.check_health()
         model.note_death(self._clock())
         if self._closing:
@@ -159,15 +159,15 @@ class ModelPool:
         wait = model.retry_at - self._clock()
         if model.error is not None and wait > 0:
             raise model.unavailable(model.error, wait)
-        if len(model.waiters) >= model.most_waiting:
+        if len(model.waiters) >= model.max_waiting:
             raise OverloadedError(
                 f"{len(model.waiters)} requests wait for the model {model.names[0]} to be loaded; try again later",
                 retry_after=5.0,
             )
-        error = await self._get(model)
+        error = await self._wait_ready(model)
         if error is not None:
-            told = isinstance(error, HTTPProblem | OverloadedError)
-            raise error if told else model.unavailable(error, model.backoff)
+            final = isinstance(error, HTTPProblem | OverloadedError)
+            raise error if final else model.unavailable(error, model.backoff)
 
     @contextlib.asynccontextmanager
     async def using(self, model: ServedModel) -> AsyncIterator[None]:
@@ -186,55 +186,55 @@ class ModelPool:
         if self._queue:
             self.advance()
 
-    def _grant(self, model: ServedModel) -> None:
+    def _add_user(self, model: ServedModel) -> None:
         model.num_users += 1
         model.last_used = model.last_acquired = self._clock()
 
-    async def _get(self, model: ServedModel) -> QuireError | None:
-        """Wait until a model is ready, and be one of its users; return what is wrong if it cannot be."""
+    async def _wait_ready(self, model: ServedModel) -> QuireError | None:
+        """Wait until a model is ready, and become one of its users; return the error if that fails."""
         waiter: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
         if model not in self._queue:
             self._queue.append(model)
         self.advance()
         try:
-            await asyncio.wait([waiter], timeout=self._patience(model))
+            await asyncio.wait([waiter], timeout=self._timeout(model))
         except asyncio.CancelledError:
             if waiter.done() and waiter.result() is None:
                 self.release(model)
-            model.leave(waiter)
+            model.remove_waiter(waiter)
             raise
         if waiter.done():
             return waiter.result()
-        model.leave(waiter)
+        model.remove_waiter(waiter)
         self.advance()
         return OverloadedError(
             f"the model {model.names[0]} was not ready within {self._load_timeout:g} s; try again later",
             retry_after=10.0,
         )
 
-    def _patience(self, model: ServedModel) -> float | None:
+    def _timeout(self, model: ServedModel) -> float | None:
         """Return the seconds that loading may take; None: any."""
-        return None if model.vital else self._load_timeout
+        return None if model.essential else self._load_timeout
 
-    # ---- who is to be loaded, and who has to go ----
+    # ---- loading and unloading ----
 
     def advance(self) -> None:
-        """Begin what can be done for those who wait."""
+        """Serve waiters of available models; begin to load, or to make room for, the others."""
         if self._closing:
             return
         for model in self.models:
-            model.leaving = False
+            model.draining = False
         free = self._max_loaded - sum(model.in_memory for model in self.models)
         coming = sum(model.action == "unloading" for model in self.models)
         for model in list(self._queue):
-            if model.task is None and model.open:
-                for _ in range(model.settle(None)):
-                    self._grant(model)
+            if model.task is None and model.available:
+                for _ in range(model.resolve_waiters(None)):
+                    self._add_user(model)
             if not model.waiters:
                 self._queue.remove(model)
-            elif model.task is not None or model.leaving:
-                continue  # it is being loaded already, or has to go first, and will be looked at again
+            elif model.task is not None or model.draining:
+                continue  # it is being loaded, or must be unloaded first
             elif model.in_memory or free > 0:
                 free -= not model.in_memory
                 self._begin(model, "loading", self._load)
@@ -244,25 +244,22 @@ class ModelPool:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Begin to unload a model, or have one take no more requests, if there is one that may go.
-
-        Also one that others wait for, who came later.
-        """
-        able = [model for model in self.models if model.may_go and not model.leaving]
+        """Begin to unload a model, or to drain one, if any may be evicted: also one with waiters, which came later."""
+        able = [model for model in self.models if model.can_evict and not model.draining]
         idle = [model for model in able if not model.in_use]
         if idle:
             victim = min(idle, key=lambda model: model.last_used)
             self._begin(victim, "unloading", self._unload)
         elif able:
             victim = min(able, key=lambda model: model.last_acquired)
-            # A model that takes long to load stays for as long, or else loading would be all that happens.
+            # A model that takes long to load stays for as long, or else the pool would thrash.
             stay = victim.ready_at + min(victim.load_seconds, MOST_STAY_SECONDS) - self._clock()
-            victim.leaving = stay <= 0
+            victim.draining = stay <= 0
             if stay > 0:
                 asyncio.get_running_loop().call_later(stay, self.advance)
 
     def _begin(self, model: ServedModel, action: str, work: Work) -> None:
-        """Run `work` in the background as the only one that changes this model."""
+        """Run `work` in the background; no other work on this model begins meanwhile."""
         assert model.task is None
 
         async def run() -> None:
@@ -286,13 +283,13 @@ class ModelPool:
         started = self._clock()
         waking = model.llm.is_sleeping
         try:
-            async with asyncio.timeout(self._patience(model)):
+            async with asyncio.timeout(self._timeout(model)):
                 await (model.llm.wake_up() if waking else self._start(model))
         except TimeoutError:
             self._fail(model, QuireError(f"it was not loaded within {self._load_timeout:g} s", code="timeout"))
         except QuireError as error:
             self._fail(model, error)
-        except Exception as error:  # task boundary: whoever waits must hear of it
+        except Exception as error:  # task boundary: waiters must get an error
             logger.exception("the model %s failed to load", model.names[0])
             self._fail(model, QuireError(f"{type(error).__name__} while loading"))
         else:
@@ -303,29 +300,29 @@ class ModelPool:
 
     async def _start(self, model: ServedModel) -> None:
         if model.llm.errored:
-            await self._renew(model)
+            await self._replace_engine(model)
         await model.llm.start()
         alone, first = len(self.models) == 1, model is self.first
         await model.llm.adapters.load_modules(model.names, first=first, alone=alone)
 
-    async def _renew(self, model: ServedModel) -> None:
-        """End a model's engine, and have another one in its place, not started."""
-        assert model.remake is not None, "asked before"
+    async def _replace_engine(self, model: ServedModel) -> None:
+        """Close a model's engine, and put another one, not started, in its place."""
+        assert model.make_llm is not None, "asked before"
         await model.llm.close()
-        adapters, model.llm = model.llm.adapters, model.remake()
+        adapters, model.llm = model.llm.adapters, model.make_llm()
         model.llm.adapters.adopt(adapters)
         model.on_sleep(0)
 
     def _fail(self, model: ServedModel, error: QuireError) -> None:
-        if not model.vital:  # of which the server itself will tell, with its last words
+        if not model.essential:  # the server reports that one when it stops
             logger.error("model %s: cannot be loaded: %s", model.names[0], error.message)
         model.note_failure(error, self._clock())
-        model.settle(error)
+        model.resolve_waiters(error)
 
     async def _unload(self, model: ServedModel) -> None:
         started = self._clock()
         size = await _resident(model.llm)
-        await self._renew(model)
+        await self._replace_engine(model)
         model.backoff = 0.0  # it was in good health
         logger.info("model %s: unloaded after %.2f s, %s freed", model.names[0], self._clock() - started, size)
 
@@ -340,7 +337,7 @@ class ModelPool:
         seconds = self._clock() - started
         logger.info("model %s: asleep (%d) after %.2f s, %s freed", model.names[0], level, seconds, size_text(freed))
 
-    # ---- models that nobody uses ----
+    # ---- idle models ----
 
     async def _watch(self) -> None:
         while True:
@@ -348,75 +345,75 @@ class ModelPool:
             self.sweep()
 
     def sweep(self) -> None:
-        """Put idle models away, and load again what must be there and has died; to be called now and then."""
+        """Free idle models, and reload pinned ones that have died; called periodically."""
         now = self._clock()
         for model in self.models:
             if model.task is not None or model.waiters:
                 continue
-            if model.open:
-                model.on_sleep(0)  # one that died asleep is awake when it was replaced
-            if model.llm.errored and model.remake is not None and not model.vital:
+            if model.available:
+                model.on_sleep(0)  # one that died asleep is awake once it was replaced
+            if model.llm.errored and model.make_llm is not None and not model.essential:
                 model.note_death(now)
                 if model.pinned and model.at_start and now >= model.retry_at:
                     self._spawn(self._revive(model), "quire-revive")
-            elif self._idle_timeout and model.may_rest and now - model.last_used >= self._idle_timeout:
-                self._put_away(model)
+            elif self._idle_timeout and model.can_sleep and now - model.last_used >= self._idle_timeout:
+                self._free_idle(model)
         if self._queue:
-            self.advance()  # engines may have ended, or work that no user answers for
+            self.advance()  # an engine may have died, or finished work that has no user
 
     async def _revive(self, model: ServedModel) -> None:
-        if await self._get(model) is None:
+        if await self._wait_ready(model) is None:
             self.release(model)
 
-    def _put_away(self, model: ServedModel) -> None:
-        if self._unload_idle and not model.pinned and model.remake is not None:
+    def _free_idle(self, model: ServedModel) -> None:
+        if self._unload_idle and not model.pinned and model.make_llm is not None:
             self._begin(model, "unloading", self._unload)
         elif not model.llm.is_sleeping:
             self._begin(model, "going to sleep", partial(self._sleep, level=1))
 
-    # ---- by hand ----
+    # ---- operator requests ----
 
     async def load(self, model: ServedModel) -> None:
-        """Have a model loaded, or awake, now, however often it has failed. Raises as `acquire`."""
+        """Load or wake a model now, however often that has failed. Raises as `acquire`."""
         model.retry_at = 0.0
         async with self.using(model):
             pass
 
     async def unload(self, model: ServedModel) -> None:
-        """Free all memory of a model until somebody needs it, also of a pinned one.
+        """Free all memory of a model until a request needs it, also of a pinned one.
 
         Raises `HTTPProblem` while it is used, and where it could not be loaded again.
         """
-        await self._quiet(model)
-        if model.remake is None:
+        await self._wait_unused(model)
+        if model.make_llm is None:
             raise HTTPProblem(409, "this server cannot unload its model", code="not_allowed")
         if model.in_memory:
             self._begin(model, "unloading", self._unload)
-            await _ended(model)
+            await _task_done(model)
 
     async def sleep(self, model: ServedModel, level: int) -> None:
-        """Have a model sleep until somebody needs it. Raises `HTTPProblem` while it is used, or not loaded."""
+        """Put a model to sleep until a request needs it. Raises `HTTPProblem` while it is used, or not loaded."""
         check_sleep_level(level)
-        await self._quiet(model)
+        await self._wait_unused(model)
         if not model.in_memory:
             raise HTTPProblem(409, f"the model {model.names[0]} is not loaded", code="model_not_loaded")
         self._begin(model, "going to sleep", partial(self._sleep, level=level))
-        await _ended(model)
+        await _task_done(model)
 
-    async def _quiet(self, model: ServedModel) -> None:
-        """Wait until nothing is being done to a model. Raises `HTTPProblem` if it is used then."""
-        await _ended(model)
+    async def _wait_unused(self, model: ServedModel) -> None:
+        """Wait until no work on a model runs. Raises `HTTPProblem` if it is in use then."""
+        await _task_done(model)
         if model.in_use or model.waiters:
             raise HTTPProblem(409, f"the model {model.names[0]} is in use; try again later", code="model_in_use")
 
 
-async def _ended(model: ServedModel) -> None:
+async def _task_done(model: ServedModel) -> None:
     while model.task is not None:
         await asyncio.wait([model.task])
 
 
 async def _resident(llm: AsyncLLM) -> str:
-    """Return the memory of an engine's process in words."""
+    """Return the resident memory of an engine's process as text."""
     try:
         async with asyncio.timeout(1.0):
             return size_text(int((await llm.call("memory"))["resident"]))

@@ -8,7 +8,7 @@ the model loads, /readyz answers 503 {"status": "loading"}. Standard output gets
 
 SIGTERM or SIGINT: new requests are refused, running ones may end until the shutdown timeout, then the rest is aborted.
 A second signal does not wait. An engine that dies is replaced, unless it dies too often: then the server ends, with an
-exit code that says so. systemd is told of all this, if it wants to know.
+exit code that says so. systemd is notified of all this.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 10.0
 WATCH_SECONDS = 0.25
+POLL_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
 
 
 def make_async_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
@@ -80,11 +83,11 @@ def run_server(
     entries: Sequence[ModelEntry] | None = None,
     first: EngineClient | None = None,
 ) -> int:
-    """Serve until told to stop; return the exit code.
+    """Serve until a signal stops it; return the exit code.
 
     Args:
         config: of the server, and of its model unless there are `entries` of several.
-        make_llm: where engines come from. first: a client of the first one, whose process is being started.
+        make_llm: makes engines. first: a client of the first one, whose process is being started.
 
     Raises:
         AddressInUseError, ConfigError: the address cannot be used.
@@ -100,7 +103,7 @@ def run_server(
             dataclasses.replace(entry, config=with_key_weights(entry.config))
             for entry in entries or [ModelEntry(config=config)]
         ]
-        code = runner.run(_Life(config, listener, make_llm, models).live())
+        code = runner.run(_ServerProcess(config, listener, make_llm, models).run())
     gc.freeze()  # else Python looks through all objects once more before it ends, which takes longer than all the rest
     return code
 
@@ -121,8 +124,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Life:
-    """One server process."""
+class _ServerProcess:
+    """One server process: its HTTP server, its models, and what signals do to them."""
 
     def __init__(
         self, config: EngineConfig, listener: socket.socket, make_llm: MakeLLM, entries: Sequence[ModelEntry]
@@ -140,16 +143,16 @@ class _Life:
         self.url = url_of(listener, tls=config.server.ssl_certfile is not None)
         self.num_signals = 0
         self.signalled = asyncio.Event()
-        self.impatient = asyncio.Event()
+        self.signalled_again = asyncio.Event()
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         """Serve; return the exit code or raise what ended the server."""
-        self._take_signals()
+        self._handle_signals()
         tasks = [asyncio.create_task(self.http.serve(sockets=[self.listener]), name="quire-http")]
         if not self.config.server.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="quire-stats"))
         tasks.append(asyncio.create_task(self.metrics.watch_loop(), name="quire-loop-lag"))
-        tasks.append(asyncio.create_task(self._reassure_systemd(), name="quire-sd-watchdog"))
+        tasks.append(asyncio.create_task(self._notify_watchdog(), name="quire-sd-watchdog"))
         tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
         self._announce(f"listening url={self.url}")
         self._warn_if_open()
@@ -172,7 +175,7 @@ class _Life:
                 await asyncio.to_thread(self.context.tracing.close)
         return 0
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             try:
@@ -180,16 +183,16 @@ class _Life:
             except NotImplementedError:  # Windows
                 signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
         with contextlib.suppress(NotImplementedError, AttributeError):
-            loop.add_signal_handler(signal.SIGHUP, lambda: self.watch.look(force=True))
+            loop.add_signal_handler(signal.SIGHUP, lambda: self.watch.poll(force=True))
 
     def _on_signal(self) -> None:
         self.num_signals += 1
         self.signalled.set()
         if self.num_signals > 1:
-            self.impatient.set()
+            self.signalled_again.set()
 
     async def _start(self) -> bool:
-        """Load what is to be there from the start. Returns False if a signal came first; raises `QuireError`."""
+        """Load the models that are loaded at start. Returns False if a signal came first; raises `QuireError`."""
         start = asyncio.ensure_future(self.context.models.start())
         signalled = asyncio.ensure_future(self.signalled.wait())
         await asyncio.wait((start, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -231,11 +234,11 @@ class _Life:
 
     async def _wait_idle(self, seconds: float) -> None:
         """Wait until nothing is being served, but no longer than `seconds`, nor beyond a second signal."""
-        waits = [asyncio.ensure_future(self.context.wait_idle()), asyncio.ensure_future(self.impatient.wait())]
+        waits = [asyncio.ensure_future(self.context.wait_idle()), asyncio.ensure_future(self.signalled_again.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        self.impatient.clear()
+        self.signalled_again.clear()
 
     async def _log_stats(self) -> None:
         while True:
@@ -245,8 +248,8 @@ class _Life:
                 if line is not None:
                     logger.info("%s%s", f"{model.names[0]}: " if len(self.stats_logs) > 1 else "", line)
 
-    async def _reassure_systemd(self) -> None:
-        """Tell systemd that the server lives, as often as it wants to know it, while that is so."""
+    async def _notify_watchdog(self) -> None:
+        """Send systemd's watchdog what it expects while the server is alive."""
         seconds = watchdog_seconds()
         while seconds is not None:
             if liveness(self.context) == "ok":
@@ -266,9 +269,6 @@ class _Life:
             logger.warning("listening on %s without an API key: whoever reaches this port can use the model", host)
 
 
-MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
-
-
 def create_pool(
     entries: Sequence[ModelEntry],
     server: ServerConfig,
@@ -276,13 +276,9 @@ def create_pool(
     metrics: Metrics,
     listeners: Sequence[StatListener],
 ) -> ModelPool:
-    """Return the pool of these models, none of them started.
-
-    Args:
-        make_llm: where engines come from. metrics: of which each model gets its own. listeners: one for each model.
-    """
+    """Return the pool of these models, none of them started; `listeners` has one for each model."""
     models = [
-        _served(entry, make_llm, metrics, listener, vital=len(entries) == 1)
+        _served(entry, make_llm, metrics, listener, essential=len(entries) == 1)
         for entry, listener in zip(entries, listeners, strict=True)
     ]
     return ModelPool(
@@ -295,7 +291,7 @@ def create_pool(
 
 
 def _served(
-    entry: ModelEntry, make_llm: MakeLLM, metrics: Metrics, listener: StatListener, *, vital: bool
+    entry: ModelEntry, make_llm: MakeLLM, metrics: Metrics, listener: StatListener, *, essential: bool
 ) -> ServedModel:
     own = metrics.model(entry.names[0])
 
@@ -309,61 +305,41 @@ def _served(
         make(),
         pinned=entry.pinned,
         at_start=entry.at_start,
-        vital=vital,
-        remake=make,
+        essential=essential,
+        make_llm=make,
         max_model_len=entry.max_model_len,
         on_sleep=own.on_sleep,
     )
 
 
-def notify(state: str) -> None:
-    """Tell of "READY=1", "STOPPING=1" or "WATCHDOG=1"."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messenger:
-        messenger.setblocking(False)
-        messenger.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
-
-
-def watchdog_seconds() -> float | None:
-    """Return how often systemd wants a sign of life at least; None if it does not."""
-    microseconds = os.environ.get("WATCHDOG_USEC", "")
-    meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return int(microseconds) / 1e6 if meant and microseconds.isdecimal() and int(microseconds) else None
-
-
-LOOK_SECONDS = 1.0
-
-
 class FileWatch:
-    """Calls back whoever depends on files that have changed. A look costs microseconds for each file."""
+    """Reloads files that have changed, by polling their metadata."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[Sequence[str], Callable[[], None]]] = []
-        self._seen: dict[str, tuple[int, ...] | None] = {}
+        self._signatures: dict[str, tuple[int, ...] | None] = {}
 
     def add(self, paths: Sequence[str], reload: Callable[[], None]) -> None:
-        """Have `reload` called when any of these files changes; it raises nothing but `ConfigError`."""
+        """Have `reload` called when any of these files changes; it may raise `ConfigError`."""
         self._watched.append((paths, reload))
-        self._seen.update({path: _signature(path) for path in paths})
+        self._signatures.update({path: _signature(path) for path in paths})
 
-    def look(self, *, force: bool = False) -> None:
-        """Read again what has changed; with `force` everything."""
-        seen = {path: _signature(path) for path in self._seen}
+    def poll(self, *, force: bool = False) -> None:
+        """Reload what has changed; with `force` everything."""
+        signatures = {path: _signature(path) for path in self._signatures}
         for paths, reload in self._watched:
-            if force or any(seen[path] != self._seen[path] for path in paths):
+            if force or any(signatures[path] != self._signatures[path] for path in paths):
                 try:
                     reload()
                 except ConfigError as error:
                     logger.error("%s; it stays as it was", error.message)
-        self._seen = seen
+        self._signatures = signatures
 
     async def run(self) -> None:
-        """Look from time to time, until cancelled."""
+        """Poll every `POLL_SECONDS`, until cancelled."""
         while self._watched:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.look()
+            await asyncio.sleep(POLL_SECONDS)
+            self.poll()
 
 
 def watch_files(server: ServerConfig, keys: ApiKeys, tls: ssl.SSLContext | None) -> FileWatch:
@@ -382,3 +358,20 @@ def _signature(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev)
+
+
+def notify(state: str) -> None:
+    """Send "READY=1", "STOPPING=1" or "WATCHDOG=1" to systemd, see sd_notify(3); without systemd do nothing."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.setblocking(False)
+        channel.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def watchdog_seconds() -> float | None:
+    """Return the longest time between two "WATCHDOG=1" [s]; None if systemd expects none."""
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(microseconds) / 1e6 if meant and microseconds.isdecimal() and int(microseconds) else None

@@ -1,4 +1,4 @@
-"""`ServedModel`: one model of a server, loaded or not, and who waits for it. What becomes of it the pool decides."""
+"""`ServedModel`: one model of a server, loaded or not, and the requests that wait for it. `ModelPool` loads it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ class ServedModel:
 
     Args:
         config: its options, and the server's. llm: its engine, which need not be started.
-        pinned, at_start: as in `ModelEntry`. vital: without it the server has no purpose; it is never loaded again
-            after it died.
-        remake: makes another engine in the place of one that was closed; without it, it can be neither unloaded nor
-            loaded again, so that it is vital.
+        pinned, at_start: as in `ModelEntry`. essential: without it the server stops; never reloaded once it died.
+        make_llm: makes an engine in place of a closed one; without it, the model is essential and cannot be unloaded.
         max_model_len: its context length [tokens], if it is known without loading it.
-        on_sleep: told of the level at which it sleeps.
+        on_sleep: called with the level at which it sleeps.
 
     Attributes:
-        names: under which it is offered, the first one is its own. created: when the server came to offer it [Unix
-            seconds]. num_users: answers under way that need it. waiters: those that wait for it, in order; each gets
-            None once it is one of the users, or what is wrong.
-        task: what is being done to it, if anything, and `action` in a word. leaving: it takes no more users.
+        names: under which it is served, the first one is its own. created: when the server began to serve it [Unix
+            seconds]. num_users: running requests that need it. waiters: requests that wait for it, in order; each gets
+            None once it is a user, or an error.
+        task: what loads or unloads it, if anything, and `action` in a word. draining: it accepts no more users.
         last_used, last_acquired, ready_at: [clock seconds]. load_seconds: how long loading took.
-        error: why it could not be loaded, or died; nobody tries again before `retry_at`.
+        error: why it could not be loaded, or died; it is not loaded again before `retry_at`.
     """
 
     def __init__(
@@ -49,8 +47,8 @@ class ServedModel:
         *,
         pinned: bool = True,
         at_start: bool = True,
-        vital: bool = False,
-        remake: Callable[[], AsyncLLM] | None = None,
+        essential: bool = False,
+        make_llm: Callable[[], AsyncLLM] | None = None,
         max_model_len: int | None = None,
         on_sleep: Callable[[int], None] = lambda level: None,
     ) -> None:
@@ -58,14 +56,14 @@ class ServedModel:
         self.llm = llm
         self.names = served_names(config)
         self.created = int(time.time())
-        self.pinned, self.at_start, self.vital = pinned, at_start, vital or remake is None
-        self.remake = remake
+        self.pinned, self.at_start, self.essential = pinned, at_start, essential or make_llm is None
+        self.make_llm = make_llm
         self.on_sleep = on_sleep
         self.num_users = 0
         self.waiters: deque[asyncio.Future[QuireError | None]] = deque()
         self.task: asyncio.Task[None] | None = None
         self.action = ""
-        self.leaving = False
+        self.draining = False
         self.last_used = self.last_acquired = self.ready_at = self.load_seconds = 0.0
         self.error: QuireError | None = None
         self.retry_at = self.backoff = 0.0
@@ -74,36 +72,36 @@ class ServedModel:
         self._was_ready = False
 
     def answers_to(self, name: str) -> bool:
-        """Whether requests may call it, or one of its adapters, so."""
+        """Whether it, or one of its adapters, is served under this name."""
         return name in self._accepted or self.llm.adapters.find(name) is not None
 
-    # ---- how it is ----
+    # ---- state ----
 
     @property
-    def open(self) -> bool:
-        """Whether it takes users now."""
+    def available(self) -> bool:
+        """Whether it accepts users now."""
         llm = self.llm
-        return llm.ready and not llm.is_sleeping and not self.leaving and self.task is None
+        return llm.ready and not llm.is_sleeping and not self.draining and self.task is None
 
     @property
     def in_memory(self) -> bool:
-        """Whether it has, or is getting, memory."""
+        """Whether it is in memory, or being loaded or unloaded."""
         return self.task is not None or self.llm.ready
 
     @property
     def in_use(self) -> bool:
-        """Whether answers are under way, also such that nobody waits for."""
+        """Whether its engine has work, for running requests or for aborted ones."""
         return self.num_users > 0 or self.llm.num_unfinished > 0
 
     @property
-    def may_rest(self) -> bool:
-        """Whether it is in memory, and nobody has any use for it now."""
+    def can_sleep(self) -> bool:
+        """Whether it is in memory and unused."""
         return self.in_memory and self.task is None and not self.in_use and not self.waiters
 
     @property
-    def may_go(self) -> bool:
-        """Whether it could make room for another one, perhaps once its users are gone."""
-        return self.in_memory and self.task is None and not self.pinned and self.remake is not None
+    def can_evict(self) -> bool:
+        """Whether it may be unloaded for another one, perhaps once its users are gone."""
+        return self.in_memory and self.task is None and not self.pinned and self.make_llm is not None
 
     @property
     def was_ready(self) -> bool:
@@ -113,7 +111,7 @@ class ServedModel:
 
     @property
     def status(self) -> str:
-        """In a word, as /v1/models has it: loaded, loading, sleeping, failed or unloaded."""
+        """Its state as /v1/models shows it: loaded, loading, sleeping, failed or unloaded."""
         if self.action == "loading" or (self.at_start and not self.was_ready and not self.llm.errored):
             return "loading"
         if self.llm.ready and self.action != "unloading":
@@ -122,34 +120,34 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Its context length [tokens]; None if nobody knows it yet."""
+        """Its context length [tokens]; None if it is not known yet."""
         if self.llm.ready:
             self._max_model_len = self.llm.max_model_len
         return self._max_model_len
 
     @property
-    def most_waiting(self) -> int:
+    def max_waiting(self) -> int:
         """Most requests that may wait for it to be loaded."""
         limits = self.config.scheduler
         return limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
 
-    # ---- what happens to it ----
+    # ---- events ----
 
     def note_ready(self, now: float, seconds: float) -> None:
-        """Note that it was loaded, or woken up, which took so long."""
+        """Note that it was loaded, or woken up, in so many seconds."""
         self.ready_at = self.last_used = now
         self.load_seconds = seconds
         self.error = None
         self.on_sleep(0)
 
     def note_failure(self, error: QuireError, now: float) -> None:
-        """Note that it could not be loaded; each time in a row doubles the time until the next try."""
+        """Note that it could not be loaded; each failure in a row doubles the time until the next try."""
         self.error = error
         self.backoff = min(max(2 * self.backoff, FIRST_BACKOFF_SECONDS), MOST_BACKOFF_SECONDS)
         self.retry_at = now + self.backoff
 
     def note_death(self, now: float) -> None:
-        """Look whether its engine has died since it was loaded. Dying soon counts as a failure to load."""
+        """Note whether its engine has died. Soon after loading, that counts as a failure to load."""
         if self.error is None and self.llm.errored and self.task is None:
             error = QuireError("its engine has died")
             if now - self.ready_at < SOON_SECONDS:
@@ -157,8 +155,8 @@ class ServedModel:
             else:
                 self.error, self.backoff, self.retry_at = error, 0.0, now
 
-    def settle(self, outcome: QuireError | None) -> int:
-        """Give all who wait this outcome; return how many there were."""
+    def resolve_waiters(self, outcome: QuireError | None) -> int:
+        """Give all waiters this outcome; return how many there were."""
         count = 0
         while self.waiters:
             waiter = self.waiters.popleft()
@@ -167,13 +165,13 @@ class ServedModel:
                 count += 1
         return count
 
-    def leave(self, waiter: asyncio.Future[QuireError | None]) -> None:
-        """Wait no more."""
+    def remove_waiter(self, waiter: asyncio.Future[QuireError | None]) -> None:
+        """Remove a waiter that was cancelled or has timed out."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)
 
     def unavailable(self, error: QuireError, seconds: float) -> HTTPProblem:
-        """Return the answer for clients while it cannot be loaded: the reason, but no path of this machine."""
+        """Return the error for clients while it cannot be loaded: the reason, without paths of this machine."""
         message = f"the model {self.names[0]} cannot be loaded: {self._without_paths(error.message)}"
         headers = retry_headers(max(1.0, seconds))
         return HTTPProblem(503, message, code="model_unavailable", param="model", headers=headers)
