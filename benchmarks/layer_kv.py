@@ -1,13 +1,9 @@
-"""What thin blocks (`--kv-resident-layers`) do to waiting, in a simulation: the engine's scheduler in virtual time.
+"""What layer-wise KV offloading (`--kv-resident-layers`) does to waiting, simulated with the engine's scheduler.
 
 A GPU of known rates, by default those of an H200 on PCIe 5, serves a model that leaves little room for keys and values.
-Prompts arrive at random at several rates; at the higher ones they queue for blocks. Each load is replayed without thin
-blocks and with several numbers of resident layers and sizes of host memory, everything else being equal. Prints times
-to the first token, from that to the second and for each token after it, and what the queues were like.
-
-What a step takes is a bound from the device's rates, not a measurement (docs/simulator.md).
-
-    python benchmarks/layer_kv.py [--rate 0.5 --rate 0.6] [--resident 8] [--host 16GiB]
+Prompts arrive at random at several rates; at the higher ones they queue for blocks. Each load is replayed without
+layerwise blocks and with several numbers of resident layers and sizes of host memory, all else being equal. Prints
+times to the first token, from that to the second and for each token after it, and what the queues were like.
 """
 
 from __future__ import annotations
@@ -102,11 +98,11 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=300, help="requests")
     parser.add_argument("--synthetic", default="poisson:rate={rate},num={num},prompt=6000,output=1000,spread=0.5")
     parser.add_argument("--resident", type=int, action="append", help="resident layers")
-    parser.add_argument("--host", action="append", help="host memory of thin blocks")
+    parser.add_argument("--host", action="append", help="host memory of layerwise blocks")
     parser.add_argument("--cost-model", default=H200)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
-    print_header("Thin blocks and queueing, simulated")
+    print_header("Layerwise blocks and queueing, simulated")
     print(f"{args.shape} in {args.quantization}, {args.cost_model}; {args.num} requests of {args.synthetic}\n")
     header = (
         "resident, host", "tokens of room", "TTFT p50 s", "p99", "2nd token p50 s", "p99", "TPOT p50 ms", "p99",

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.case import Case
 
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.block_move import BlockMover
 from quire.kernels.gpu.cache import KVCache
+from quire.kernels.gpu.host_blocks import BlockMover
 
 BLOCK_SIZE, HEAD = 16, 128
 MODELS = {"8B": (32, 8), "0.6B": (28, 8)}  # layers, KV heads

@@ -425,7 +425,7 @@ class SchedulerStats(msgspec.Struct):
     the host's pool, `num_deferred` those whose grammar is being compiled. `num_disk_blocks` are stored on disk.
     `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
-    Of the device's blocks, free or not, `num_thin_blocks` are thin, with layers on the host (`engine/thin.py`).
+    Of the device's blocks, free or not, `num_layerwise_blocks` are layer-wise offloaded (`kvcache/layerwise.py`).
     `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
     `num_discarded_tokens`, of the scheduled ones, were computed for sequences that had ended before that was known.
     `step_seconds` is the time from step to step while there was work; in `host_gap_seconds` of these, the device waited
@@ -437,8 +437,8 @@ class SchedulerStats(msgspec.Struct):
     num_swapped: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
-    num_thin_blocks: int = 0
-    num_free_thin_blocks: int = 0
+    num_layerwise_blocks: int = msgspec.field(default=0, name="num_thin_blocks")
+    num_free_layerwise_blocks: int = msgspec.field(default=0, name="num_free_thin_blocks")
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     num_disk_blocks: int = 0
@@ -463,9 +463,9 @@ class SchedulerStats(msgspec.Struct):
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     @property
-    def num_used_thin_blocks(self) -> int:
-        """Thin blocks that running requests hold: what each step that reads them brings from the host."""
-        return self.num_thin_blocks - self.num_free_thin_blocks
+    def num_used_layerwise_blocks(self) -> int:
+        """Layerwise blocks that running requests hold, and that each step that reads them loads from the host."""
+        return self.num_layerwise_blocks - self.num_free_layerwise_blocks
 
     @property
     def host_cache_usage(self) -> float:

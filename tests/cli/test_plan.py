@@ -90,10 +90,11 @@ def test_layers_on_the_host_are_part_of_a_plan_for_a_gpu(quire, tmp_path):
     result = quire("plan", str(tmp_path), *flags)
     assert (result.code, result.err) == (0, "")
     plan = json.loads(quire("plan", str(tmp_path), *flags, "--json").out)
-    thin, blocks = plan["fit"]["num_thin_blocks"], plan["fit"]["num_blocks"]
-    assert f"{blocks}: {blocks - thin} whole ones, " in result.out and f"and {thin} thin, " in result.out
-    assert thin * plan["thin_host_bytes"] <= 200 * 2**20 < (thin + 1) * plan["thin_host_bytes"]
-    assert "200 MiB of the thin ones' layers" in result.out
+    layerwise, blocks = plan["fit"]["num_thin_blocks"], plan["fit"]["num_blocks"]
+    assert f"{blocks}: {blocks - layerwise} resident, " in result.out
+    assert f"and {layerwise} layer-wise offloaded, " in result.out
+    assert layerwise * plan["thin_host_bytes"] <= 200 * 2**20 < (layerwise + 1) * plan["thin_host_bytes"]
+    assert "200 MiB of layers of these" in result.out
     assert "swapped out" not in result.out
     refused = quire("plan", str(tmp_path), *flags[:5], "10")
     assert refused.code == 1

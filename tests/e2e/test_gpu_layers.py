@@ -1,4 +1,4 @@
-"""Engines with thin blocks say what the CPU says, whatever they do with them; lanes do all as late as they may.
+"""Engines with layerwise blocks say what the CPU says, whatever they do with them; lanes do all as late as they may.
 
 Without a GPU the kernels run in Triton's interpreter, and most of it is slow.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.thin import split_of
+from quire.engine.layerwise import layer_split
 from quire.kernels.gpu.graphs import GraphOps
-from quire.kernels.gpu.layer_stream import GPULayerStream, StreamOps
+from quire.kernels.gpu.layerwise import GPULayerwiseOffload, OffloadOps
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
@@ -42,8 +42,8 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 24,
     "enforce_eager": True,
 }
-MIXED: dict[str, Any] = {"kv_resident_layers": 1}  # as many whole blocks as one sequence may need, others thin
-RESIDENT = {**MIXED, "swap_space": "1MiB"}  # all blocks thin but one
+MIXED: dict[str, Any] = {"kv_resident_layers": 1}  # as many whole blocks as one sequence may need, others layerwise
+RESIDENT = {**MIXED, "swap_space": "1MiB"}  # all blocks layerwise but one
 GREEDY, HOT = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 COMMON = [7, 8, 9, 10, 11, 12, 13, 14, 15]
 ask = partial(Ask, max_tokens=5, stop_ids=())
@@ -58,20 +58,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have lanes be as late as they may, where they are not a GPU's."""
     if not GPU:
-        monkeypatch.setattr(StreamOps, "new_lanes", lambda self: Late(random.Random(0).randrange))
+        monkeypatch.setattr(OffloadOps, "new_lanes", lambda self: Late(random.Random(0).randrange))
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many blocks each step with thin ones, or copy between blocks, has loaded, and stored."""
+    """How many blocks each step with layerwise ones, or copy between blocks, has loaded, and stored."""
     found: list[tuple[int, int]] = []
-    begin = GPULayerStream.begin
+    begin = GPULayerwiseOffload.begin
 
-    def noted(self: GPULayerStream, loads: Any, stores: Any) -> None:
+    def noted(self: GPULayerwiseOffload, loads: Any, stores: Any) -> None:
         found.append((len(loads), len(stores)))
         begin(self, loads, stores)
 
-    monkeypatch.setattr(GPULayerStream, "begin", noted)
+    monkeypatch.setattr(GPULayerwiseOffload, "begin", noted)
     return found
 
 
@@ -86,7 +86,7 @@ def said(driver: EngineDriver, turns: list[list[Ask]]) -> dict[str, list[int]]:
 
 
 def compare(folder: Path, turns: list[list[Ask]], resident: dict[str, Any] = RESIDENT, **options: Any) -> EngineDriver:
-    """Have a CPU and a GPU with thin blocks say it; return the GPU's driver."""
+    """Have a CPU and a GPU with layerwise blocks say it; return the GPU's driver."""
     cpu = EngineDriver(folder, "cpu", **{**OPTIONS, **options})
     expected = said(cpu, turns)
     cpu.close()
@@ -100,12 +100,14 @@ def test_what_layers_on_the_host_say(folder: Path, late: None, begun: list[tuple
     assert any(loads and stores for loads, stores in begun)
     # What was counted before anything was allocated is what is there.
     executor, stats = driver.core.executor, driver.stats()
-    split, runner = split_of(driver.core.config, executor.kv_cache_spec()), executor.worker.runner  # type: ignore[attr-defined]
+    split, runner = layer_split(driver.core.config, executor.kv_cache_spec()), executor.worker.runner  # type: ignore[attr-defined]
     assert split is not None
-    on_device = [*runner.kv_caches, runner.stream.layers[0].cache]
-    assert sum(cache.data.nbytes for cache in on_device) == split.device_bytes(stats.num_blocks, stats.num_thin_blocks)
-    on_host = sum(piece.nbytes for pool in runner.stream.pools for piece in pool.pieces)
-    assert on_host == stats.num_thin_blocks * split.host_bytes
+    on_device = [*runner.kv_caches, runner.offload.layers[0].cache]
+    assert sum(cache.data.nbytes for cache in on_device) == split.device_bytes(
+        stats.num_blocks, stats.num_layerwise_blocks
+    )
+    on_host = sum(piece.nbytes for pool in runner.offload.pools for piece in pool.pieces)
+    assert on_host == stats.num_layerwise_blocks * split.host_bytes
     driver.close()
 
 
@@ -119,7 +121,7 @@ AGAIN = [ask([*COMMON, 20, 30], GREEDY), ask([*range(3, 20), 40], HOT)]  # prefi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [True, False])
-@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "thin"])
+@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "layerwise"])
 def test_chunks_forks_and_prefixes(
     folder: Path, late: None, begun: list[tuple[int, int]], resident: dict[str, Any], overlapped: bool
 ) -> None:
@@ -130,7 +132,7 @@ def test_chunks_forks_and_prefixes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "thin"])
+@pytest.mark.parametrize("resident", [MIXED, RESIDENT], ids=["mixed", "layerwise"])
 def test_preemption(folder: Path, late: None, begun: list[tuple[int, int]], resident: dict[str, Any]) -> None:
     asks = [ask([*COMMON, 20 + number], GREEDY, max_tokens=9) for number in range(4)]
     driver = compare(folder, [asks], resident, num_gpu_blocks_override=11, enable_prefix_caching=False)
@@ -139,7 +141,7 @@ def test_preemption(folder: Path, late: None, begun: list[tuple[int, int]], resi
 
 
 @pytest.mark.slow
-def test_steps_with_thin_blocks_stand_beside_recorded_ones(
+def test_steps_with_layerwise_blocks_stand_beside_recorded_ones(
     folder: Path, late: None, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First one sequence in whole blocks, then more than these hold, then one again."""
@@ -156,12 +158,12 @@ def test_steps_with_thin_blocks_stand_beside_recorded_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
-def test_thin_blocks_are_there_again_after_a_sleep(folder: Path, late: None, level: int) -> None:
+def test_layerwise_blocks_are_there_again_after_a_sleep(folder: Path, late: None, level: int) -> None:
     driver = EngineDriver(folder, "cuda", **{**OPTIONS, **RESIDENT})
     before = driver.ask("before", MANY[0])
-    stream = driver.core.executor.worker.runner.stream  # type: ignore[attr-defined]
+    offload = driver.core.executor.worker.runner.offload  # type: ignore[attr-defined]
     driver.core.call("sleep", {"level": level})
-    assert not stream.layers and not any(pool.pieces for pool in stream.pools)
+    assert not offload.layers and not any(pool.pieces for pool in offload.pools)
     driver.core.call("wake_up")
     after = driver.ask("after", MANY[0])
     assert after == before and after.num_cached == 0

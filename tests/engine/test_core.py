@@ -99,7 +99,7 @@ def test_a_cache_larger_than_the_free_memory_is_refused_with_both_numbers(folder
 def test_a_cache_that_the_system_refuses_is_an_option_to_change_not_a_crash(folder: Path) -> None:
     class Full(NullExecutor):
         def allocate(
-            self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0
+            self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
         ) -> None:
             raise MemoryError
 

@@ -41,7 +41,7 @@ class OneGPU(NullExecutor):
         super().__init__()
         self._memory = memory
         self.allocated: tuple[int, int, int] = (0, 0, 0)
-        self.num_thin_blocks = 0
+        self.num_layerwise_blocks = 0
 
     def kv_cache_spec(self) -> KVCacheSpec:
         return SPEC
@@ -51,9 +51,11 @@ class OneGPU(NullExecutor):
             raise MemoryError
         return self._memory
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
+    def allocate(
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
+    ) -> None:
         self.allocated = num_blocks, max_model_len, num_host_blocks
-        self.num_thin_blocks = num_thin_blocks
+        self.num_layerwise_blocks = num_layerwise_blocks
 
 
 @pytest.mark.parametrize("utilization", [0.9, 0.5, 1.0])

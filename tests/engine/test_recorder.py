@@ -212,5 +212,5 @@ def test_a_full_ring_stays_as_large_as_it_is(folder: Path) -> None:
 def test_a_step_says_how_many_blocks_with_layers_on_the_host_were_in_use() -> None:
     record = StepRecord(1.0, SchedulerOutput([], [], {"a": 1}, 1, [], []))
     assert record.shape()["thin_blocks"] == 0
-    record.seconds, record.stats = 0.1, SchedulerStats(num_thin_blocks=5, num_free_thin_blocks=2)
+    record.seconds, record.stats = 0.1, SchedulerStats(num_layerwise_blocks=5, num_free_layerwise_blocks=2)
     assert "thin_blocks 3" in str(record)

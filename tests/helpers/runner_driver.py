@@ -70,7 +70,7 @@ class RunnerDriver:
         backend: Backend,
         *,
         num_blocks: int = 160,
-        num_thin_blocks: int = 0,
+        num_layerwise_blocks: int = 0,
         num_resident_layers: int = 0,
     ) -> None:
         self.backend, self.block_size = backend, BLOCK_SIZE
@@ -78,7 +78,7 @@ class RunnerDriver:
             model,
             backend,
             num_blocks=num_blocks,
-            num_thin_blocks=num_thin_blocks,
+            num_layerwise_blocks=num_layerwise_blocks,
             num_resident_layers=num_resident_layers,
             block_size=BLOCK_SIZE,
             max_num_seqs=8,
@@ -86,7 +86,7 @@ class RunnerDriver:
             max_model_len=MAX_MODEL_LEN,
         )
         self.layer = model.kv_cache_spec().layers[0]
-        self.windows = [group.sliding_window for group in model.kv_cache_spec().groups(MAX_MODEL_LEN)]
+        self.staging = [group.sliding_window for group in model.kv_cache_spec().groups(MAX_MODEL_LEN)]
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self.sequences: dict[str, Sequence] = {}
         self._known: set[str] = set()
@@ -95,17 +95,17 @@ class RunnerDriver:
         self.spoil(list(range(num_blocks)))
 
     def spoil(self, block_ids: list[int]) -> None:
-        """Fill blocks with NaN, thin ones where they lie: on the host and, of streamed layers, in the window."""
-        stream: Any = self.runner.stream
+        """Fill blocks with NaN, layerwise ones where they lie: on the host and, of streamed layers, in the window."""
+        offload: Any = self.runner.offload
         self._spoil(self.runner.kv_caches, block_ids)
-        if stream is None:
+        if offload is None:
             return
-        self._spoil([layer.cache for layer in stream.layers], [at for at in block_ids if at < stream.first_thin])
-        for number in [at - stream.first_thin for at in block_ids if at >= stream.first_thin]:
-            for pool, window in zip(stream.pools, stream.windows, strict=True):
+        self._spoil([layer.cache for layer in offload.layers], [at for at in block_ids if at < offload.first_layerwise])
+        for number in [at - offload.first_layerwise for at in block_ids if at >= offload.first_layerwise]:
+            for pool, window in zip(offload.pools, offload.staging, strict=True):
                 half = len(window) // 2
                 window[[number, half + number]] = 255  # NaN in all formats, or a scale that is
-                for layer in range(len(stream.layers)):
+                for layer in range(len(offload.layers)):
                     piece, row = divmod(layer * half + number, pool.rows)
                     pool.pieces[piece][row] = 255
 
@@ -120,7 +120,7 @@ class RunnerDriver:
         self, name: str, tokens: list[int], params: SamplingParams, *, seed: int = 0, num_candidates: int = 0
     ) -> Sequence:
         """Make a sequence; the worker learns of it when it is first scheduled."""
-        tables: list[list[int]] = [[] for _ in self.windows]
+        tables: list[list[int]] = [[] for _ in self.staging]
         made = Sequence(list(tokens), len(tokens), params, seed, tables, [0] * len(tables), num_candidates)
         self.sequences[name] = made
         return made
@@ -256,7 +256,7 @@ class RunnerDriver:
         return replaced
 
     def _give_back(self, sequence: Sequence) -> None:
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.staging):
             if window is not None:
                 gone = max(0, sequence.computed - window + 1) // self.block_size
                 left = sequence.tables[group][sequence.given[group] : gone]

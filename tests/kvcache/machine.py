@@ -89,8 +89,8 @@ class Machine:
         windows = rng.choice(((None,), (None,), (None,), (7,), (None, 6), (None, 5, 5), (4, 9)))
         num_blocks = max(rng.randint(12, 90) // self.size, 2) * len(windows)
         self.hasher = BlockHasher(seed.to_bytes(4, "little"))
-        # Thin blocks go with one group of layers, and with no tier below.
-        num_thin = rng.randint(1, num_blocks - 1) if windows == (None,) and rng.random() < 0.4 else 0
+        # Layerwise blocks go with one group of layers, and with no tier below.
+        num_layerwise = rng.randint(1, num_blocks - 1) if windows == (None,) and rng.random() < 0.4 else 0
         self.kv = KVCacheManager(
             num_blocks,
             self.size,
@@ -99,9 +99,9 @@ class Machine:
             enable_prefix_caching=rng.random() < 0.9,
             prefix_match_unit=rng.choice((1, 1, 2, 8)),
             merge_duplicates=rng.random() < 0.3,
-            num_thin_blocks=num_thin,
-            num_host_blocks=0 if num_thin else rng.choice((0, 5, num_blocks, 3 * num_blocks)),
-            num_disk_records=0 if num_thin else rng.choice((0, 3, 100, 100)),
+            num_layerwise_blocks=num_layerwise,
+            num_host_blocks=0 if num_layerwise else rng.choice((0, 5, num_blocks, 3 * num_blocks)),
+            num_disk_records=0 if num_layerwise else rng.choice((0, 3, 100, 100)),
             hasher=self.hasher,
         )
         self.device: dict[int, Content] = {}
@@ -147,7 +147,7 @@ class Machine:
         self.scheduled, self.siblings, self.busy = {}, {}, set()
         often, seldom = (
             (self.begin, self.grow, self.advance),
-            (self.preempt, self.swap_out, self.swap_in, self.load, self.load, self.bring_back, self.send_out),
+            (self.preempt, self.swap_out, self.swap_in, self.load, self.load, self.make_resident, self.offload),
         )
         for operation in self.rng.choices(often * 2 + seldom, k=self.rng.randint(1, 8)):
             self.do(operation)
@@ -247,45 +247,45 @@ class Machine:
             for block, told in zip(table, new[group], strict=True):
                 assert block is NULL_BLOCK or block.block_id == told, "the worker was not told of a change"
 
-    def bring_back(self) -> bool:
-        """Whole blocks take the place of thin ones, of several sequences at a time, computed in this step or not."""
+    def make_resident(self) -> bool:
+        """Resident blocks replace layerwise ones of several sequences at a time, computed in this step or not."""
         able = self.idle()
-        if not self.kv.thin.in_use or not able:
+        if not self.kv.layerwise.in_use or not able:
             return False
         pool = self.kv.pool
         chosen = [s.sequence_id for s in self.rng.sample(able, k=self.rng.randint(1, len(able)))]
         most, reserved = self.rng.randint(0, 5), self.rng.choice((0, 0, 1))
         blocks = {block.block_id: block for name in chosen for block in self.kv._tables[name][0]}
-        held, able_to = set(blocks), [b for b in blocks.values() if b.block_id >= pool.first_thin]
+        held, able_to = set(blocks), [b for b in blocks.values() if b.block_id >= pool.first_layerwise]
         num_able = sum(block.step < self.kv._step for block in able_to)  # others came in this step
-        num_whole = pool.num_free - pool.num_free_thin
-        left, moved = self.kv.thin.bring_back(chosen, most, reserved)
+        num_whole = pool.num_free - pool.num_free_layerwise
+        left, moved = self.kv.layerwise.make_resident(chosen, most, reserved)
         now = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
         assert moved == min(most, max(num_whole - reserved, 0), num_able)
-        assert left == sum(name >= pool.first_thin for name in now)
+        assert left == sum(name >= pool.first_layerwise for name in now)
         assert len(now) == len(held), "what was shared is not"
-        assert pool.num_free - pool.num_free_thin == num_whole - moved
+        assert pool.num_free - pool.num_free_layerwise == num_whole - moved
         self.counts["moved"] = self.counts.get("moved", 0) + moved
         return True
 
-    def send_out(self) -> bool:
-        """Thin blocks take the place of whole ones of a sequence that nobody else holds."""
+    def offload(self) -> bool:
+        """Layerwise blocks replace resident ones of a sequence that nobody else holds."""
         pool, able = self.kv.pool, self.idle()
-        if not self.kv.thin.in_use or not able:
+        if not self.kv.layerwise.in_use or not able:
             return False
         name = self.rng.choice(able).sequence_id
         able_to = [
             index
             for index, block in enumerate(self.kv._tables[name][0])
-            if block.block_id < pool.first_thin and block.ref_count == 1 and block.step < self.kv._step
+            if block.block_id < pool.first_layerwise and block.ref_count == 1 and block.step < self.kv._step
         ]
-        before, num_thin, most = self.kv.block_ids(name)[0], pool.num_free_thin, self.rng.randint(0, 5)
-        count = self.kv.thin.send_out([name], most)
+        before, num_layerwise, most = self.kv.block_ids(name)[0], pool.num_free_layerwise, self.rng.randint(0, 5)
+        count = self.kv.layerwise.offload([name], most)
         after = self.kv.block_ids(name)[0]
         changed = [index for index, block in enumerate(before) if block != after[index]]
         assert changed == able_to[len(able_to) - count :], "the last ones go first"
-        assert count == min(most, num_thin, len(able_to)) == num_thin - pool.num_free_thin
-        assert all(after[index] >= pool.first_thin for index in changed)
+        assert count == min(most, num_layerwise, len(able_to)) == num_layerwise - pool.num_free_layerwise
+        assert all(after[index] >= pool.first_layerwise for index in changed)
         self.counts["sent"] = self.counts.get("sent", 0) + count
         return True
 

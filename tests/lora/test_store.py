@@ -30,7 +30,7 @@ class FakeSlots:
 
 
 class Store(AdapterStore):
-    """Reads adapters out of thin air, but not number 13; `read` has the numbers of those that were."""
+    """Reads adapters out of layerwise air, but not number 13; `read` has the numbers of those that were."""
 
     def __init__(self, num_slots: int, max_loaded: int) -> None:
         self.now, self.read_numbers, self.fake = 0.0, list[int](), FakeSlots(num_slots)

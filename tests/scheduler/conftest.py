@@ -376,7 +376,8 @@ KV_OPTIONS = {
     "enable_prefix_caching": True,
     "prefix_match_unit": 4,
     "merge_duplicates": False,
-    "num_thin_blocks": 0,
+    "num_layerwise_blocks": 0,
+    "streamed_tokens": 1024,
     "num_host_blocks": 0,
     "num_disk_records": 0,
     "stored": (),
@@ -390,7 +391,7 @@ def make_kv(options: dict[str, object], hash_key: bytes = b"test") -> KVCacheMan
     return KVCacheManager(hasher=BlockHasher(hash_key), **chosen)  # type: ignore[arg-type]
 
 
-PLANNER_OPTIONS = ("delay_factor", "max_overtake_seconds", "streamed_tokens", "whole_prompts")
+PLANNER_OPTIONS = ("delay_factor", "max_overtake_seconds", "whole_prompts")
 
 
 def make_scheduler(kind: type = UnifiedPlanner, **options: object) -> Scheduler:

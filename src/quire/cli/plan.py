@@ -136,16 +136,18 @@ def _fitting(plan: Plan) -> list[str]:
     fit = plan.fit
     lines = ["", "What fits"]
     tokens = fit.num_blocks * plan.block_size
-    if fit.num_thin_blocks:
-        whole, thin = fit.num_blocks - fit.num_thin_blocks, fit.num_thin_blocks
-        sizes = size_text(whole * plan.block_bytes), size_text(thin * plan.thin_device_bytes)
-        lines.append(_line("blocks", f"{fit.num_blocks}: {whole} whole ones, {sizes[0]}, and {thin} thin, {sizes[1]}"))
-        lines.append(_line("on the host", f"{size_text(thin * plan.thin_host_bytes)} of the thin ones' layers"))
+    if fit.num_layerwise_blocks:
+        num_layerwise = fit.num_layerwise_blocks
+        num_resident = fit.num_blocks - num_layerwise
+        resident = f"{num_resident} resident, {size_text(num_resident * plan.block_bytes)}"
+        layerwise = f"{num_layerwise} layer-wise offloaded, {size_text(num_layerwise * plan.layerwise_device_bytes)}"
+        lines.append(_line("blocks", f"{fit.num_blocks}: {resident}, and {layerwise}"))
+        lines.append(_line("on the host", f"{size_text(num_layerwise * plan.layerwise_host_bytes)} of layers of these"))
     else:
         lines.append(_line("blocks", f"{fit.num_blocks}, {size_text(fit.num_blocks * plan.block_bytes)}"))
     if len(plan.groups) == 1:
         lines.append(_line("tokens", f"{tokens}"))
-    if not fit.num_thin_blocks:
+    if not fit.num_layerwise_blocks:
         swapped = f"{fit.num_host_blocks} blocks, {size_text(fit.num_host_blocks * plan.block_bytes)}"
         lines.append(_line("swapped out", swapped))
     shorter = "" if fit.max_model_len == plan.wanted_len else f"; the model would allow {plan.wanted_len}"

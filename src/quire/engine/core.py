@@ -137,14 +137,16 @@ class EngineCore:
     def _allocate(self) -> None:
         fitted, executor = self._fitted, self.executor
         try:
-            executor.allocate(fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks, fitted.num_thin_blocks)
+            executor.allocate(
+                fitted.num_blocks, fitted.max_model_len, fitted.num_host_blocks, fitted.num_layerwise_blocks
+            )
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
             raise allocation_failed(self._asked, fitted, block_bytes, executor.available_memory()) from error
         if self.config.cache.kv_resident_layers:
             logger.info(
                 "KV cache: %d of the blocks have layers beyond the first %d on the host",
-                fitted.num_thin_blocks,
+                fitted.num_layerwise_blocks,
                 self.config.cache.kv_resident_layers,
             )
 
@@ -158,7 +160,7 @@ class EngineCore:
             num_blocks=fitted.num_blocks,
             max_model_len=fitted.max_model_len,
             clock=self.clock,
-            num_thin_blocks=fitted.num_thin_blocks,
+            num_layerwise_blocks=fitted.num_layerwise_blocks,
             num_host_blocks=fitted.num_host_blocks,
             num_disk_records=self.executor.num_disk_blocks() if stored else 0,
             stored=self.executor.stored_blocks() if stored else (),

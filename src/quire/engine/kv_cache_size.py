@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.advice import MIB, changed, command_line, size_text
-from quire.engine.thin import split_of
+from quire.engine.layerwise import layer_split
 from quire.errors import ConfigError
 from quire.kernels.memory import DeviceMemory
 from quire.kvcache.manager import longest_length, most_blocks
@@ -54,20 +54,20 @@ def reserved_bytes(memory: DeviceMemory, step_bytes: ReservedBytes, config: Engi
 class KVCacheSize:
     """What there is room for: blocks on the device and in the host's pool, and the context length [tokens].
 
-    Of the device's blocks the last `num_thin_blocks` are thin (`engine/thin.py`).
+    Of the device's blocks the last `num_layerwise_blocks` are layer-wise offloaded (`engine/layerwise.py`).
     """
 
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
-    num_thin_blocks: int = 0
+    num_layerwise_blocks: int = 0
 
 
 def device_bytes(config: EngineConfig, spec: KVCacheSpec, size: KVCacheSize) -> int:
     """Return what all blocks take of the device's memory, on a CPU the host's pool too; `config` is resolved."""
-    split = split_of(config, spec)
+    split = layer_split(config, spec)
     if split is not None:
-        return split.device_bytes(size.num_blocks, size.num_thin_blocks)
+        return split.device_bytes(size.num_blocks, size.num_layerwise_blocks)
     assert config.model.max_model_len is not None
     shared = config.device.device in HOST_DEVICES
     num_blocks = size.num_blocks + (size.num_host_blocks if shared else 0)
@@ -181,19 +181,19 @@ class _Sizing:
         self.room, self.budget = max(0, available - reserved), block_budget(config, available, reserved)
         self.block_bytes = spec.block_bytes(config.cache.block_size, self.max_model_len)
         self.longest = blocks_needed(config, spec, self.max_model_len)
-        self.split = split_of(config, spec)
+        self.split = layer_split(config, spec)
         self.shared = config.device.device in HOST_DEVICES
 
     def fit(self) -> KVCacheSize:
         """Return what there is room for."""
-        num_blocks, num_thin, num_host = self._count(), 0, 0
+        num_blocks, num_layerwise, num_host = self._count(), 0, 0
         if self.split is not None:
-            num_blocks, num_thin = self._count_thin(num_blocks)
-            taken = self.split.device_bytes(num_blocks, num_thin)
+            num_blocks, num_layerwise = self._count_layerwise(num_blocks)
+            taken = self.split.device_bytes(num_blocks, num_layerwise)
         else:
             taken = num_blocks * self.block_bytes
             num_host = self._count_host(self.available - self.reserved - taken, num_blocks)
-        return KVCacheSize(num_blocks, num_host, self._context(num_blocks, taken), num_thin)
+        return KVCacheSize(num_blocks, num_host, self._context(num_blocks, taken), num_layerwise)
 
     def _host_share(self) -> int:
         """Return the bytes of the budget that the host's pool takes.
@@ -213,7 +213,7 @@ class _Sizing:
             fits = self.budget // self.block_bytes
             needed = cache.num_gpu_blocks_override * self.block_bytes
             if self.split is not None:
-                needed = self.split.device_bytes(*self._count_thin(cache.num_gpu_blocks_override))
+                needed = self.split.device_bytes(*self._count_layerwise(cache.num_gpu_blocks_override))
             if needed > self.room:
                 changes = {"num_gpu_blocks_override": fits} if fits else self._smaller_steps()
                 raise self._too_large("num_gpu_blocks_override", needed, fits, **changes)
@@ -268,25 +268,25 @@ class _Sizing:
             )
         return given // self.block_bytes
 
-    def _count_thin(self, num_blocks: int) -> tuple[int, int]:
-        """Return how many blocks there are, and how many of them are thin, where `num_blocks` whole ones fit."""
+    def _count_layerwise(self, num_blocks: int) -> tuple[int, int]:
+        """Return how many blocks, and of these layerwise ones, there are where `num_blocks` resident ones fit."""
         cache, split = self.cache, self.split
         assert split is not None
-        most_thin = (SWAP_SPACE if cache.swap_space is None else cache.swap_space) // split.host_bytes
-        if not most_thin:
+        max_layerwise = (SWAP_SPACE if cache.swap_space is None else cache.swap_space) // split.host_bytes
+        if not max_layerwise:
             raise _DoesNotFit(
                 "swap_space",
-                f"swap_space: the layers of a thin block that are not on the GPU need {size_text(split.host_bytes)}, "
+                f"swap_space: the layers of a block that are not on the GPU need {size_text(split.host_bytes)}, "
                 f"{size_text(cache.swap_space or 0)} are given",
                 swap_space=-(-self.longest * split.host_bytes // MIB) * MIB,
             )
-        asked = cache.swap_space is not None
+        explicit = cache.swap_space is not None
         if cache.num_gpu_blocks_override is not None:
-            return num_blocks, max(0, min(most_thin, num_blocks - (1 if asked else self.longest)))
+            return num_blocks, max(0, min(max_layerwise, num_blocks - (1 if explicit else self.longest)))
         budget, most = cache.kv_cache_memory_bytes, None
         if budget is None:
             budget, most = self.budget, self.limits.max_num_seqs * self.longest
-        return split.count(budget, most_thin, longest=self.longest, most=most, asked=asked)
+        return split.count(budget, max_layerwise, blocks_per_sequence=self.longest, max_blocks=most, explicit=explicit)
 
     def _count_host(self, left: int, num_blocks: int) -> int:
         """Return the number of blocks of the host's pool; `left` bytes are free beside the device's."""

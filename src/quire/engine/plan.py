@@ -27,8 +27,8 @@ from quire.engine.kv_cache_size import (
     fit_kv_cache,
     reserved_bytes,
 )
+from quire.engine.layerwise import layer_split
 from quire.engine.resolve import resolve_config
-from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kernels.gpu.driver import gpu_memory
 from quire.kernels.memory import DeviceMemory, available_memory
@@ -80,7 +80,7 @@ class Plan:
         budget: of the blocks. fit: what that is enough for; None where it is not.
         wanted_len: the context requested for, or the model's. concurrency: of several lengths.
         limit: what keeps the numbers from being larger. problem: why it does not fit, with a way out.
-        thin_device_bytes, thin_host_bytes: of a thin block, where `fit` has some.
+        layerwise_device_bytes, layerwise_host_bytes: of a layerwise block, where `fit` has some.
         cache: bytes of all blocks that `fit` has, in the memory that is planned.
         peak: most bytes of the engine's process with every block in use.
     """
@@ -114,8 +114,8 @@ class Plan:
     problem: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     graphs: int = 0
-    thin_device_bytes: int = 0
-    thin_host_bytes: int = 0
+    layerwise_device_bytes: int = 0
+    layerwise_host_bytes: int = 0
     cache: int = 0
 
     @property
@@ -135,7 +135,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         step = {**dataclasses.asdict(self.step), "total": self.step.total}
-        return {**dataclasses.asdict(self), "step": step, "weights": self.weights, "peak": self.peak}
+        found = {**dataclasses.asdict(self), "step": step, "weights": self.weights, "peak": self.peak}
+        # Keys of the JSON that are older than the names in the code.
+        found["thin_device_bytes"] = found.pop("layerwise_device_bytes")
+        found["thin_host_bytes"] = found.pop("layerwise_host_bytes")
+        if found["fit"] is not None:
+            found["fit"]["num_thin_blocks"] = found["fit"].pop("num_layerwise_blocks")
+        return found
 
 
 def make_plan(
@@ -328,10 +334,10 @@ def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:
 
 def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> dict[str, int]:
     """Return what the blocks of `fitted` take, by the names of `Plan`."""
-    split = split_of(config, spec) if fitted.num_thin_blocks else None
+    split = layer_split(config, spec) if fitted.num_layerwise_blocks else None
     return {
-        "thin_device_bytes": 0 if split is None else split.thin_bytes,
-        "thin_host_bytes": 0 if split is None else split.host_bytes,
+        "layerwise_device_bytes": 0 if split is None else split.layerwise_bytes,
+        "layerwise_host_bytes": 0 if split is None else split.host_bytes,
         "cache": device_bytes(config, spec, fitted),
     }
 
@@ -372,7 +378,7 @@ def _settings(config: EngineConfig, fitted: KVCacheSize | None) -> dict[str, Any
         "block_size": config.cache.block_size,
         "max_model_len": None if fitted is None else fitted.max_model_len,
         "num_blocks": None if fitted is None else fitted.num_blocks,
-        "num_thin_blocks": None if fitted is None else fitted.num_thin_blocks,
+        "num_thin_blocks": None if fitted is None else fitted.num_layerwise_blocks,
         "num_host_blocks": None if fitted is None else fitted.num_host_blocks,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,

@@ -126,7 +126,7 @@ class StepRecord:
             "swapped_out": self.num_swapped_out,
             "swapped_in": self.num_swapped_in,
             "disk_reads": self.num_disk_loads,
-            "thin_blocks": 0 if self.stats is None else self.stats.num_used_thin_blocks,
+            "thin_blocks": 0 if self.stats is None else self.stats.num_used_layerwise_blocks,
         }
 
     def __str__(self) -> str:

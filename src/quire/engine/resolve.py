@@ -16,7 +16,7 @@ from quire.checkpoint.packed import packed_quantization
 from quire.checkpoint.pooling import with_runner
 from quire.config import STORED_QUANTIZATIONS, EngineConfig
 from quire.engine.advice import changed, size_text
-from quire.engine.thin import with_thin_blocks
+from quire.engine.layerwise import with_layerwise_blocks
 from quire.errors import ConfigError
 from quire.kernels.backend import QUANTIZATIONS
 from quire.kernels.gpu.probe import usable_gpu
@@ -41,7 +41,7 @@ def resolve_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
         ConfigError: max_model_len exceeds what the model was made for, or an option cannot work with the model.
     """
     device = _device(config, info)
-    config = with_thin_blocks(config, info, device)
+    config = with_layerwise_blocks(config, info, device)
     if info.keeps_states:
         config = _without_block_reuse(config, STATES)
     if not info.causal:

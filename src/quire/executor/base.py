@@ -106,12 +106,12 @@ class Executor(ABC):
         return DeviceMemory(self.available_memory())
 
     def allocate(  # noqa: B027 - executors without a model have nothing to allocate
-        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
     ) -> None:
         """Allocate the KV cache and the pool of host blocks, and open the disk tier if the config has one.
 
-        Of the last `num_thin_blocks` blocks only the first `kv_resident_layers` layers are on the device. A call after
-        `sleep` wakes the executor up.
+        Of the last `num_layerwise_blocks` blocks only the first `kv_resident_layers` layers are on the device. A call
+        after `sleep` wakes the executor up.
 
         Raises:
             MemoryError: the KV cache does not fit.

@@ -46,9 +46,11 @@ class RankedExecutor(Executor):
         memories: list[DeviceMemory] = self.collective_rpc("device_memory")
         return min(memories, key=lambda memory: memory.free)
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
+    def allocate(
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
+    ) -> None:
         """See `Executor`."""
-        self.collective_rpc("allocate", num_blocks, max_model_len, num_host_blocks, num_thin_blocks)
+        self.collective_rpc("allocate", num_blocks, max_model_len, num_host_blocks, num_layerwise_blocks)
 
     def sleep(self, level: int) -> int:
         """See `Executor`."""

@@ -24,8 +24,6 @@ import numpy as np
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.flying import LateTokens
-from quire.kernels.host_blocks import HostBlocks
-from quire.kernels.layer_stream import LayerStream, StreamedLayer
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
 from quire.kernels.steps import AtOnce, GraphStats, Stager, StepShape
@@ -38,6 +36,7 @@ ExpertsWeight = Any  # opaque: what a backend makes of all experts of a layer
 HeadNorms = tuple[Array, Array, float]  # see `Backend.rotary_write_kv`
 KVCache = Any  # opaque: one layer's keys and values; models are handed it as a `LayerCache`
 
+STAGED_LAYERS = 2  # of which layer-wise offloaded blocks have room on the device at a time
 NEG_INF = float("-inf")
 EVERYTHING = 1 << 40  # tokens: more than any sequence has
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "fp8")
@@ -95,25 +94,42 @@ class StepLengths(NamedTuple):
     seq_lens: np.ndarray
 
 
-class LayerCache(NamedTuple):
-    """What a model is handed for one attention layer: its cache, and the group of layers whose blocks it goes by.
+class OffloadedLayer(Protocol):
+    """One layer whose part of layerwise blocks is on the host. `cache` is where it writes and reads."""
 
-    `stream` is for layers whose part of some blocks is on the host; it has the same cache.
+    @property
+    def cache(self) -> KVCache:
+        """Resident blocks have their own ids in it; layerwise ones those of the staging buffer while it is loaded."""
+
+    def wait_for_load(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata for `cache`: `metadata` itself in a step without layerwise blocks.
+
+        Between this and `save` come all ops on the cache. Layers take turns in their order.
+        """
+
+    def save(self) -> None:
+        """Begin to copy what was written to layerwise blocks to the host, and release the staging buffer."""
+
+
+class LayerCache(NamedTuple):
+    """What a model is handed for one attention layer: its cache, and the group of layers whose block tables it uses.
+
+    `offloaded` is for layers whose part of some blocks is on the host; it has the same cache.
     """
 
     cache: KVCache
     group: int = 0
-    stream: StreamedLayer | None = None
+    offloaded: OffloadedLayer | None = None
 
-    def enter(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return what this layer goes by when it writes to its cache, and attends; then `leave` is to be called."""
+    def wait_for_load(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata by which this layer writes to its cache and attends; then `save` is to be called."""
         own = metadata.of_group(self.group)
-        return own if self.stream is None else self.stream.enter(own)
+        return own if self.offloaded is None else self.offloaded.wait_for_load(own)
 
-    def leave(self) -> None:
-        """Say that the layer has attended."""
-        if self.stream is not None:
-            self.stream.leave()
+    def save(self) -> None:
+        """Note that the layer has attended."""
+        if self.offloaded is not None:
+            self.offloaded.save()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +474,65 @@ class AttentionOps(RowOps, Protocol):
         """
 
 
+class HostBlocks(Protocol):
+    """A pool of KV blocks in host memory, each with all layers' bytes of a device block side by side.
+
+    Calls take effect in their order, and in the order of the ops that the backend is asked for: what a call reads is
+    what earlier ones have written, and it reads it before later ones write. That is all that is promised: when bytes
+    really move is the backend's business, and nobody waits for it. Ids are int64 numpy [n], none named twice.
+    """
+
+    block_nbytes: int
+
+    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Copy blocks of the device into slots of the pool."""
+
+    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
+        """Copy slots of the pool into blocks of the device."""
+
+    def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin to copy blocks of the device to memory of their own.
+
+        The function waits for it, in any thread, and returns uint8 [n, block_nbytes].
+        """
+
+    def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
+        """Fill blocks of the device with uint8 [n, block_nbytes], which is free on return."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the memory back. Once more is no error."""
+
+
+class LayerwiseOffload(Protocol):
+    """The layers of a model that are not resident, with a staging buffer that `STAGED_LAYERS` of them share.
+
+    Blocks from `first_layerwise` on are layerwise: of these the first layers of the model are resident on the device
+    (they have caches of their own); the part of each other layer is on the host, and in the staging buffer while the
+    layer attends and the next one is loaded. Calls take effect in their order and in that of the backend's ops; nobody
+    waits.
+
+    Attributes:
+        layers: in the model's order. first_layerwise: id of the first layerwise block.
+    """
+
+    layers: Sequence[OffloadedLayer]
+    first_layerwise: int
+
+    def start_load(self, block_tables: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Begin a step in which every layer takes its turn once; False if it has no layerwise blocks.
+
+        Args:
+            block_tables: int [S, most blocks], at least as many as there are tokens for.
+            query_lens, seq_lens: int [S], tokens of this step, and of the context with them; see `AttentionMetadata`.
+        """
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """See `KVCacheOps.copy_blocks`: in all layers, between blocks of either kind. Not within a step."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and give the memory back. Once more is no error."""
+
+
 class KVCacheOps(Protocol):
     """Memory of the KV cache, and copies of whole blocks."""
 
@@ -492,18 +567,18 @@ class KVCacheOps(Protocol):
             ConfigError: there is no room for it.
         """
 
-    def layer_stream(
+    def layerwise_offload(
         self,
         num_layers: int,
         num_blocks: int,
-        num_thin_blocks: int,
+        num_layerwise_blocks: int,
         block_size: int,
         num_kv_heads: int,
         head_size: int,
         *,
         latent: bool = False,
-    ) -> LayerStream:
-        """Allocate layers' caches of `num_blocks` blocks, of which the last `num_thin_blocks` lie on the host.
+    ) -> LayerwiseOffload:
+        """Allocate layers' caches of `num_blocks` blocks, of which the last `num_layerwise_blocks` lie on the host.
 
         Raises:
             ConfigError: there is no room on the host, or the device is the host.

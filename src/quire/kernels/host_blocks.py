@@ -1,7 +1,6 @@
-"""`HostBlocks`: whole blocks of KV caches kept in the host's memory, and the ways between it and the device.
+"""Host memory of backends whose device is the host: `PlainHostBlocks`, where a copy is done when its call returns.
 
-Which block lies where is the scheduler's business. Backends whose arrays are in the host's memory anyway have
-`PlainHostBlocks`, where every copy is done when its call returns; a GPU has its own (`gpu/host_blocks.py`).
+A GPU has its own (`gpu/host_blocks.py`). Which block lies where is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -9,46 +8,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from quire.errors import ConfigError
 from quire.kernels import memory
-
-if TYPE_CHECKING:
-    from quire.kernels.backend import Backend, KVCache
-    from quire.kernels.layer_stream import LayerStream
-    from quire.kernels.memory import DeviceMemory
-
-
-class HostBlocks(Protocol):
-    """A pool of `num_blocks` blocks, each one all layers' bytes of a device block, side by side.
-
-    Calls take effect in their order, and in the order of the ops that the backend is asked for: what a call reads is
-    what earlier ones have written, and it reads it before later ones write. That is all that is promised: when bytes
-    really move is the backend's business, and nobody waits for it. Ids are int64 numpy [n], none named twice.
-    """
-
-    block_nbytes: int
-
-    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
-        """Copy blocks of the device into slots of the pool."""
-
-    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
-        """Copy slots of the pool into blocks of the device."""
-
-    def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin to copy blocks of the device to memory of their own.
-
-        The function waits for it, in any thread, and returns uint8 [n, block_nbytes].
-        """
-
-    def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """Fill blocks of the device with uint8 [n, block_nbytes], which is free on return."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and give the memory back. Once more is no error."""
+from quire.kernels.backend import Backend, HostBlocks, KVCache, LayerwiseOffload
+from quire.kernels.memory import DeviceMemory
 
 
 class PlainHostBlocks:
@@ -73,29 +39,24 @@ class PlainHostBlocks:
         self._data = new_pool(num_blocks, start)
 
     def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
-        """See `HostBlocks.copy_out`."""
         for cache, start, stop in self._spans:
             self._data[slots, start:stop] = self._backend.read_blocks(cache, block_ids)
 
     def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
-        """See `HostBlocks.copy_in`."""
         for cache, start, stop in self._spans:
             self._backend.write_blocks(cache, block_ids, self._data[slots, start:stop])
 
     def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
-        """See `HostBlocks.read`."""
         data = np.empty((len(block_ids), self.block_nbytes), np.uint8)
         for cache, start, stop in self._spans:
             data[:, start:stop] = self._backend.read_blocks(cache, block_ids)
         return lambda: data
 
     def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """See `HostBlocks.write`."""
         for cache, start, stop in self._spans:
             self._backend.write_blocks(cache, block_ids, data[:, start:stop])
 
     def close(self) -> None:
-        """See `HostBlocks.close`."""
         self._data = np.zeros((0, self.block_nbytes), np.uint8)
 
 
@@ -103,24 +64,19 @@ class HostMemory:
     """The part of a backend whose device is the host: its memory, and pools of blocks in it."""
 
     def used_memory(self) -> int:
-        """See `Backend.used_memory`."""
         return memory.resident_memory()
 
     def release_memory(self) -> None:
-        """See `Backend.release_memory`."""
         memory.release_memory()
 
     def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
-        """See `Backend.measure`: what a step takes is known without running one."""
         return None
 
     def host_blocks(self, caches: Sequence[KVCache], num_blocks: int) -> HostBlocks:
-        """See `Backend.host_blocks`."""
         backend: Backend = self  # type: ignore[assignment]  # the part of a whole
         return PlainHostBlocks(backend, caches, num_blocks)
 
-    def layer_stream(self, *sizes: int, latent: bool = False) -> LayerStream:
-        """See `Backend.layer_stream`; there is no use for it."""
+    def layerwise_offload(self, *sizes: int, latent: bool = False) -> LayerwiseOffload:
         raise ConfigError(
             "kv_resident_layers: the device must be cuda; on a CPU the KV cache is in host memory anyway",
             param="kv_resident_layers",

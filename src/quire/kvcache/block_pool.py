@@ -141,16 +141,16 @@ class BlockPool:
     are append-only, so duplicates are not merged. One of them is found by `lookup`; the others take over in turn when
     it is reused.
 
-    The last `num_thin_blocks` are *thin*: keys and values of some of their layers lie on the host (`engine/thin.py`),
-    so that steps with them may be slower. Each kind is handed out in its own order, whole ones first as a rule: their
-    content is given up before a thin block is taken, even one that holds nothing.
+    The last `num_layerwise_blocks` are layerwise (see `layerwise`), the others resident. Each kind is allocated in its
+    own LRU order, resident ones first as a rule: their content is evicted before a layerwise block is taken, even one
+    that holds nothing.
 
     Args:
         on_register, on_unregister: told of each block that can be found from now on, and that no longer can.
         on_reuse: told of a block with content that is about to be handed out again, while the content is still there.
 
     Attributes:
-        first_thin: id of the first thin block; as many as there are blocks if none is.
+        first_layerwise: id of the first layerwise block; as many as there are blocks if none is.
         blocks: all blocks, by id. num_released, num_reused: how many times a block became free, and how many times one
             with content to be kept was handed out again; they only grow.
     """
@@ -158,7 +158,7 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        num_thin_blocks: int = 0,
+        num_layerwise_blocks: int = 0,
         *,
         on_register: Callable[[Block], None] | None = None,
         on_unregister: Callable[[Block], None] | None = None,
@@ -168,9 +168,9 @@ class BlockPool:
         self.num_released = 0
         self.num_reused = 0
         self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
-        self.first_thin = num_blocks - num_thin_blocks
-        self._free = FreeBlockQueue(self.blocks[: self.first_thin])
-        self._free_thin = FreeBlockQueue(self.blocks[self.first_thin :])
+        self.first_layerwise = num_blocks - num_layerwise_blocks
+        self._free = FreeBlockQueue(self.blocks[: self.first_layerwise])
+        self._free_layerwise = FreeBlockQueue(self.blocks[self.first_layerwise :])
         self._cached: dict[bytes, Block] = {}
         self._duplicates: dict[bytes, dict[int, Block]] = {}
 
@@ -182,17 +182,17 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks no sequence holds; many of them still answer to prefix hits."""
-        return len(self._free) + len(self._free_thin)
+        return len(self._free) + len(self._free_layerwise)
 
     @property
-    def num_thin(self) -> int:
-        """Of all blocks, the thin ones."""
-        return len(self.blocks) - self.first_thin
+    def num_layerwise(self) -> int:
+        """Of all blocks, the layerwise ones."""
+        return len(self.blocks) - self.first_layerwise
 
     @property
-    def num_free_thin(self) -> int:
-        """Of the free blocks, the thin ones."""
-        return len(self._free_thin)
+    def num_free_layerwise(self) -> int:
+        """Of the free blocks, the layerwise ones."""
+        return len(self._free_layerwise)
 
     @property
     def num_cached(self) -> int:
@@ -201,23 +201,23 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of reuse."""
-        return chain(self._free, self._free_thin)
+        return chain(self._free, self._free_layerwise)
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
         return [block.block_id for block in self.free_blocks()]
 
-    def get_new_blocks(self, count: int, *, sparing: bool = False) -> list[Block]:
+    def get_new_blocks(self, count: int, *, prefer_layerwise: bool = False) -> list[Block]:
         """Take `count` blocks out of the free queues, forgetting their content; each has one reference afterwards.
 
-        Whole blocks come before thin ones, but with `sparing` after them while any thin one is in use. The caller has
-        checked `num_free`; `QuireError` otherwise, with nothing taken.
+        Resident blocks come before layerwise ones; with `prefer_layerwise` after them, while any of those is in use.
+        The caller has checked `num_free`; `QuireError` otherwise, with nothing taken.
         """
         if count > self.num_free:
             raise QuireError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
-        first, second = self._free, self._free_thin
-        if sparing and len(second) < self.num_thin:
+        first, second = self._free, self._free_layerwise
+        if prefer_layerwise and len(second) < self.num_layerwise:
             first, second = second, first
         for _ in range(count):
             block = (first or second).popleft()
@@ -255,7 +255,7 @@ class BlockPool:
                     self._queue_of(block).append(block)
 
     def _queue_of(self, block: Block) -> FreeBlockQueue:
-        return self._free if block.block_id < self.first_thin else self._free_thin
+        return self._free if block.block_id < self.first_layerwise else self._free_layerwise
 
     def lookup(self, block_hash: bytes) -> Block | None:
         """Return a block with this content, free or in use, or None."""
@@ -312,10 +312,10 @@ class BlockPool:
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
         """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references that tables hold."""
         self._free.check_integrity()
-        self._free_thin.check_integrity()
+        self._free_layerwise.check_integrity()
         in_queue = {block.block_id for block in self.free_blocks()}
-        if any(block.block_id >= self.first_thin for block in self._free) or any(
-            block.block_id < self.first_thin for block in self._free_thin
+        if any(block.block_id >= self.first_layerwise for block in self._free) or any(
+            block.block_id < self.first_layerwise for block in self._free_layerwise
         ):
             raise QuireError("a block stands in the free queue of the other kind")
         registered = 0

@@ -19,8 +19,8 @@ from typing import Protocol
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.block_hash import BlockHasher, CacheSalt
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
+from quire.kvcache.layerwise import STREAMED_TOKENS, LayerwiseBlocks
 from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_seen, longest_hit
-from quire.kvcache.thin import ThinTables
 from quire.kvcache.tiers import AsyncLoads, DiskTier, HostTier, KVTier, TierHit
 from quire.step import BlockTransfer, Tier, TransferOp
 
@@ -66,7 +66,7 @@ class KVCacheManager:
     """Allocates blocks to sequences, shares, copies on write, swaps, frees.
 
     Args:
-        num_blocks, num_thin_blocks: the device's pool, see `BlockPool`. block_size: tokens per block.
+        num_blocks, num_layerwise_blocks: the device's pool, see `BlockPool`. block_size: tokens per block.
         windows: for each group of layers (`KVCacheSpec.groups`) the tokens a query looks back, or None for all.
         max_step_tokens: most tokens of one sequence in a step; bounds what a windowed group holds.
         enable_prefix_caching: whether blocks are registered and looked up at all.
@@ -74,6 +74,7 @@ class KVCacheManager:
             size or more leaves whole blocks only.
         merge_duplicates: whether sequences that generate the same text side by side come to share its blocks, one
             by one as they fill. Ids in a block table change then.
+        streamed_tokens: see `LayerwiseBlocks.max_streamed_blocks`.
         num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
         hasher: names blocks; None draws a random key.
@@ -91,7 +92,8 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         prefix_match_unit: int = 1,
         merge_duplicates: bool = False,
-        num_thin_blocks: int = 0,
+        num_layerwise_blocks: int = 0,
+        streamed_tokens: int = STREAMED_TOKENS,
         num_host_blocks: int = 0,
         num_disk_records: int = 0,
         stored: Iterable[tuple[int, bytes]] = (),
@@ -109,7 +111,7 @@ class KVCacheManager:
         self.tree = PrefixTree()
         self.pool = BlockPool(
             num_blocks,
-            num_thin_blocks,
+            num_layerwise_blocks,
             on_register=self.tree.add,
             on_unregister=self._unregistered,
             on_reuse=self._evicted if num_host_blocks or num_disk_records else None,
@@ -121,7 +123,7 @@ class KVCacheManager:
         self._merges = merge_duplicates and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
         self._tables: dict[str, list[list[Block]]] = {}
-        self.thin = ThinTables(self.pool, self.transfers, self._tables)
+        self.layerwise = LayerwiseBlocks(self.pool, self.transfers, self._tables, streamed_tokens // block_size)
         self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
         self._loads = AsyncLoads(self.pool)
         self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
@@ -161,7 +163,8 @@ class KVCacheManager:
 
     def start_step(self) -> None:
         """Begin a step: what was computed before it may be copied, and is stored where it became free."""
-        self._step = self.thin.step = self._step + 1
+        self._step += 1
+        self.layerwise.start_step(self._step)
         if self.pool.num_reused != self._num_reused:
             self._num_reused = self.pool.num_reused
             self.host.store_ahead(self.pool.free_blocks(), self.block_size)
@@ -263,7 +266,7 @@ class KVCacheManager:
         tables = self._tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
-        elif self._is_plain and tables is not None and sequence.sequence_id not in self.thin.replaced:
+        elif self._is_plain and tables is not None and sequence.sequence_id not in self.layerwise.replaced:
             # The way of nearly every token: its slot is in the last block, which is nobody else's, and not full yet.
             index = start // size
             if (start + num_new_tokens) // size == index < len(tables[0]) and tables[0][index].ref_count == 1:
@@ -278,13 +281,13 @@ class KVCacheManager:
             return None
         if tables is None:
             tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
-        replaced = self.thin.take_replaced(sequence.sequence_id)
+        replaced = self.layerwise.take_replaced(sequence.sequence_id)
         replaced += [self._unshare(tables, group, start // size) for group in shared]
         if self._merges and start and start % size == 0 and hit is None:
             replaced += self._merge(tables, start // size - 1)
         if replaced:
-            self.thin.forget(sequence.sequence_id)
-        new_block_ids = self._extend(tables, hit, end, sparing=num_new_tokens > 1)
+            self.layerwise.forget(sequence.sequence_id)
+        new_block_ids = self._extend(tables, hit, end, prefer_layerwise=num_new_tokens > 1)
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else [], replaced)
 
@@ -328,7 +331,9 @@ class KVCacheManager:
                 replaced.append((group, index, other.block_id))
         return replaced
 
-    def _extend(self, tables: list[list[Block]], hit: PrefixHit | None, end: int, sparing: bool) -> list[list[int]]:
+    def _extend(
+        self, tables: list[list[Block]], hit: PrefixHit | None, end: int, prefer_layerwise: bool
+    ) -> list[list[int]]:
         """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
@@ -345,7 +350,9 @@ class KVCacheManager:
                 for found in hit.tables[group]:
                     table.append(self._load(found) if isinstance(found, TierHit) else found)
                 table += copies
-            table += self.pool.get_new_blocks(max(-(-end // self.block_size) - len(table), 0), sparing=sparing)
+            table += self.pool.get_new_blocks(
+                max(-(-end // self.block_size) - len(table), 0), prefer_layerwise=prefer_layerwise
+            )
             appended.append([block.block_id for block in table[first:]])
         return appended
 
@@ -427,7 +434,7 @@ class KVCacheManager:
         for table in tables:
             self.pool.touch(block for block in table if block is not NULL_BLOCK)
         self._tables[child.sequence_id] = [list(table) for table in tables]
-        self.thin.fork(parent.sequence_id, child.sequence_id)
+        self.layerwise.fork(parent.sequence_id, child.sequence_id)
         if parent.sequence_id in self._unshared:
             self._unshared.add(child.sequence_id)
 
@@ -501,7 +508,7 @@ class KVCacheManager:
         elif len(tables) == 1:
             self._name_tail(sequence, tables[0])
         self._unshared.discard(sequence.sequence_id)
-        self.thin.ended(sequence.sequence_id)
+        self.layerwise.free(sequence.sequence_id)
         for table in tables:
             self._free([block for block in reversed(table) if block is not NULL_BLOCK])
 
@@ -609,7 +616,7 @@ class KVCacheManager:
         for block_id in self._loads.block_ids:
             counts[block_id] += 1
         self.pool.check_integrity(counts)
-        self.thin.check_integrity()
+        self.layerwise.check_integrity()
         host_counts = [0] * self.host.pool.num_blocks
         for tables in self._swapped.values():
             for block in (block for table in tables for block in table if block is not NULL_BLOCK):

@@ -47,7 +47,7 @@ class Attention:
         self, positions: Array, q: Array, k: Array, v: Array, kv_cache: LayerCache, metadata: AttentionMetadata
     ) -> Array:
         """q [T, Hq*D], k and v [T, Hkv*D] at `positions` [T] -> [T, Hq*D]. q and k may be changed in place."""
-        own = kv_cache.enter(metadata)
+        own = kv_cache.wait_for_load(metadata)
         if self.rotary is not None:
             norms = self.norms and (self.norms[0].weight, self.norms[1].weight, self.norms[0].eps)
             q, k = self.rotary.write(positions, q, k, v, kv_cache.cache, own.slot_mapping, norms)
@@ -56,7 +56,7 @@ class Attention:
                 q, k = self.norms[0](q), self.norms[1](k)
             self.backend.write_kv(k, v, kv_cache.cache, own.slot_mapping)
         out = self.backend.paged_attention(q, kv_cache.cache, own, self.params, (k, v))
-        kv_cache.leave()
+        kv_cache.save()
         return out
 
     def cache_spec(self) -> LayerKVSpec:

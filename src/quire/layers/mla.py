@@ -89,9 +89,9 @@ class LatentAttention:
         q_rope, k_rope = self.backend.concat([q[:, nope:]]), both[:, rank:]
         self.rotary(positions, q_rope.reshape(tokens, self.num_heads * rope), k_rope)
         latent = self.kv_a_layernorm(both[:, :rank])
-        own = cache.enter(metadata)
+        own = cache.wait_for_load(metadata)
         out = self.attention.attend(q[:, :nope], q_rope, latent, k_rope, cache, own)
-        cache.leave()
+        cache.save()
         return self.o_proj(self.attention.values(take_rows(self.backend, out, rows)))
 
     def cache_spec(self) -> LayerKVSpec:

@@ -229,10 +229,10 @@ class TransformersForCausalLM:
 
             value = torch.nn.functional.pad(value, (0, size - value_size))
         q, k, v = (to_array(backend, x[0].transpose(0, 1).flatten(1)) for x in (query, key, value))
-        own = caches[layer].enter(metadata)
+        own = caches[layer].wait_for_load(metadata)
         backend.write_kv(k, v, caches[layer].cache, own.slot_mapping)
         out = to_torch(backend.paged_attention(q, caches[layer].cache, own, params))
-        caches[layer].leave()
+        caches[layer].save()
         return out.reshape(1, query.shape[2], query.shape[1], size)[..., :value_size], None
 
     def _params_of(

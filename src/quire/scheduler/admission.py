@@ -32,7 +32,6 @@ class Plan:
         scheduled: the sequences it computes, see `StepInFlight`.
         computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
         num_promised_blocks: what sequences that were given tokens need for the rest of theirs.
-        num_streamed: thin blocks that decodes brought from the host, or were brought back for some that wait.
         out_of_blocks: whether running requests were preempted for want of blocks.
         preempted_request_ids: of requests that were preempted in this step; they are not resumed in it.
     """
@@ -47,7 +46,6 @@ class Plan:
         "new_sequences",
         "num_promised_blocks",
         "num_scheduled",
-        "num_streamed",
         "out_of_blocks",
         "preempted_request_ids",
         "preempted_sequence_ids",
@@ -57,7 +55,7 @@ class Plan:
     def __init__(self, budget: int, in_flight: InFlight) -> None:
         self.budget = self._max_tokens = budget
         self.in_flight = in_flight
-        self.num_promised_blocks = self.num_streamed = 0
+        self.num_promised_blocks = 0
         self.out_of_blocks = self.computes_prompts = False
         self.new_sequences: list[NewSequenceData] = []
         self.continuing: list[ContinuingSequenceData] = []

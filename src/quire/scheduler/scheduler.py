@@ -64,7 +64,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._stats = self.admission.stats
         self._stats.num_blocks = self.kv.pool.num_blocks
-        self._stats.num_thin_blocks = self.kv.pool.num_thin
+        self._stats.num_layerwise_blocks = self.kv.pool.num_layerwise
         self._stats.num_host_blocks = self.kv.host.pool.num_blocks
 
     # ---- requests ----
@@ -415,7 +415,7 @@ class Scheduler:
         stats.num_waiting = len(requests.waiting) + len(requests.loading)
         stats.num_swapped = requests.waiting.num_swapped
         stats.num_free_blocks = self.kv.pool.num_free
-        stats.num_free_thin_blocks = self.kv.pool.num_free_thin
+        stats.num_free_layerwise_blocks = self.kv.pool.num_free_layerwise
         stats.num_free_host_blocks = self.kv.host.pool.num_free
         stats.num_disk_blocks = len(self.kv.disk)
         if self.admission.max_loras:
@@ -469,7 +469,7 @@ def create_scheduler(
     num_blocks: int,
     max_model_len: int,
     clock: Callable[[], float],
-    num_thin_blocks: int = 0,
+    num_layerwise_blocks: int = 0,
     num_host_blocks: int = 0,
     num_disk_records: int = 0,
     stored: Iterable[tuple[int, bytes]] = (),
@@ -489,7 +489,7 @@ def create_scheduler(
         enable_prefix_caching=cache.enable_prefix_caching is not False,
         prefix_match_unit=cache.prefix_match_unit,
         merge_duplicates=options.scheduler == "prefill-first",
-        num_thin_blocks=num_thin_blocks,
+        num_layerwise_blocks=num_layerwise_blocks,
         num_host_blocks=num_host_blocks,
         num_disk_records=num_disk_records,
         stored=stored,

@@ -21,7 +21,6 @@ from quire.scheduler.admission import Admission, Plan
 from quire.scheduler.in_flight import StepInFlight
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
-STREAMED_TOKENS = 1024  # a step computes for longer than it takes to bring them: see docs/memory.md
 WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
 
 # Of a step's budget, prompts too long for a step get one part in LONG_PROMPT_SHARE, but LONG_PROMPT_MIN tokens at
@@ -38,7 +37,6 @@ class UnifiedPlanner:
 
     Args:
         max_overtake_seconds: for so long may a waiting request that does not fit be overtaken by others that do.
-        streamed_tokens: most tokens whose thin blocks a step brings from the host for decodes.
         whole_prompts: prompts are computed in one step, since their tokens see those that follow; none is longer.
     """
 
@@ -47,14 +45,12 @@ class UnifiedPlanner:
         admission: Admission,
         *,
         max_overtake_seconds: float = 0.0,
-        streamed_tokens: int = STREAMED_TOKENS,
         whole_prompts: bool = False,
     ) -> None:
         self.admission = admission
         self.max_overtake_seconds = max_overtake_seconds
         self.whole_prompts = whole_prompts
         self._kv, self._requests = admission.kv, admission.requests
-        self.streamed_blocks = streamed_tokens // admission.kv.block_size
         self._long_prompt_tokens = admission.long_prefill_token_threshold or max(
             admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
         )
@@ -159,7 +155,16 @@ class UnifiedPlanner:
         while index < len(running) and plan.budget > 0:
             request = running[index]
             index += 1
-            if kv.thin.in_use and not self._is_at_hand(request, plan):
+            if (
+                kv.layerwise.in_use
+                and all(s.is_decoding for s in request.sequences)
+                and not kv.layerwise.can_decode(
+                    [sequence.sequence_id for sequence in request.sequences],
+                    ([sequence.sequence_id for sequence in other.sequences] for other in reversed(running[index:])),
+                    is_first=not plan.num_scheduled,
+                    num_reserved=admission.watermark_blocks,
+                )
+            ):
                 num_behind -= len(request.sequences)
                 continue
             if len(request.sequences) > 1 and not self._secure(request, plan):
@@ -183,41 +188,6 @@ class UnifiedPlanner:
                     return
                 if num_new < num_left:
                     plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
-
-    def _is_at_hand(self, request: Request, plan: Plan) -> bool:
-        """Whether `request` may go on in this step for all the thin blocks that it has.
-
-        Prompts may: while they are computed there is time to bring what is on the host. Decodes would keep all others
-        waiting for it in every step. So they get whole blocks in place of thin ones as these become free, in order and
-        some in each step, and wait until no more are left than all others can do with beside those. A few they take
-        from the last in line, who get thin ones. Only the first in a step never waits: where nobody goes before it,
-        nobody may ever give it the blocks.
-        """
-        if any(not sequence.is_decoding or not self._kv.holds_blocks(sequence) for sequence in request.sequences):
-            return True
-        is_first = not plan.num_scheduled
-        room = max(0, self.streamed_blocks - plan.num_streamed)
-        most = self._kv.pool.num_blocks if is_first else room
-        names = [sequence.sequence_id for sequence in request.sequences]
-        left, moved = self._kv.thin.bring_back(names, most, self.admission.watermark_blocks)
-        if 0 < left <= room - moved:
-            taken = self._take_from_the_last(request, left)
-            left, more = self._kv.thin.bring_back(names, taken, 0)
-            moved += more
-        plan.num_streamed += moved
-        if not is_first and left > room - moved:
-            return False
-        plan.num_streamed += left
-        return True
-
-    def _take_from_the_last(self, request: Request, count: int) -> int:
-        """Free up to `count` whole blocks of requests behind `request`, which have thin ones then; return how many."""
-        taken = 0
-        for victim in reversed(self._requests.running):
-            if victim is request or taken == count:
-                break
-            taken += self._kv.thin.send_out([sequence.sequence_id for sequence in victim.sequences], count - taken)
-        return taken
 
     def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
         """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted.

@@ -378,7 +378,7 @@ class ModelMetrics:
         text = (
             "Of the device's KV blocks those with layers on the host (kv-resident-layers): held by requests, and free."
         )
-        thin = {"used": stats.num_used_thin_blocks, "free": stats.num_free_thin_blocks}
+        thin = {"used": stats.num_used_layerwise_blocks, "free": stats.num_free_layerwise_blocks}
         yield gauge("quire:kv_blocks_thin", text, thin, "state")
         text = "Requests waiting: for room, or (deferred) for a grammar to be compiled."
         waiting = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.simulate.thin import ThinReader
+from quire.simulate.layerwise import LayerwiseReader
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput, Tier, TransferOp
 
 Windows = tuple[tuple[int, float], ...]  # (sliding window in tokens, share of the layers that have it)
@@ -24,9 +24,9 @@ class StepContents:
         prefill_pairs: (query, key) pairs that attention compares, over sequences with more than one query.
         decode_context: positions that attention reads for sequences with one query. Both are means over layers.
         num_new: sequences that the worker did not know. num_new_known_tokens: tokens it was told of them.
-        num_thin_loads, num_thin_stores: thin blocks whose streamed layers come from the host, and go there. streamed:
-            both, in as many whole blocks as have that many bytes.
-        exchanged: the same of copies within the device from and to thin blocks, beside which nothing is computed.
+        num_layerwise_loads, num_layerwise_stores: layerwise blocks loaded from the host, and stored there.
+        streamed: both, in as many whole blocks as have that many bytes.
+        exchanged: the same of copies within the device from and to layerwise blocks, beside which nothing is computed.
         num_moved_blocks: copied between device and host. num_disk_blocks: to or from disk.
         is_new_shape: whether no recent step had as many tokens, sequences and samples (`worker/graphs.py` records one
             program for each shape).
@@ -39,8 +39,8 @@ class StepContents:
     decode_context: float = 0.0
     num_new: int = 0
     num_new_known_tokens: int = 0
-    num_thin_loads: int = 0
-    num_thin_stores: int = 0
+    num_layerwise_loads: int = 0
+    num_layerwise_stores: int = 0
     streamed: float = 0.0
     exchanged: float = 0.0
     num_moved_blocks: int = 0
@@ -90,11 +90,11 @@ class StepReader:
         self._num_shapes = num_shapes
         self._shapes: dict[tuple[int, int, int], None] = {}
         self._next_token = first_token
-        self._thin: ThinReader | None = None
+        self._layerwise: LayerwiseReader | None = None
 
-    def follow_thin(self, first_thin: int, block_size: int, share: float) -> None:
-        """From now on count thin blocks, those from `first_thin` on, of whose layers `share` are streamed."""
-        self._thin = ThinReader(first_thin, block_size, share)
+    def follow_layerwise(self, first_layerwise: int, block_size: int, share: float) -> None:
+        """From now on count layerwise blocks, those from `first_layerwise` on, of whose layers `share` are streamed."""
+        self._layerwise = LayerwiseReader(first_layerwise, block_size, share)
 
     def read(self, step: SchedulerOutput) -> tuple[StepContents, dict[str, list[int]]]:
         """Take in `step`; return its contents, and a new token for every sequence that is sampled.
@@ -130,8 +130,8 @@ class StepReader:
         contents.num_disk_blocks = sum(
             each.tier is Tier.DISK and each.op is not TransferOp.CLEAR for each in step.transfers
         )
-        if self._thin is not None:
-            self._thin.read(step, contents)
+        if self._layerwise is not None:
+            self._layerwise.read(step, contents)
         contents.is_new_shape = self._is_new((contents.num_tokens, contents.num_sequences, contents.num_sampled))
         return contents, sampled
 

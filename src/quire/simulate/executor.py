@@ -33,7 +33,7 @@ class SimulatedExecutor(Executor):
     Args:
         spec: what the model keeps of sequences.
         memory: bytes for the KV cache. num_disk_blocks: slots of the disk tier.
-        block_size: tokens of a block. streamed_share: of the layers of a thin block, those that are on the host.
+        block_size: tokens of a block. streamed_share: of the layers of a layerwise block, those that are on the host.
         observer: called after each step that has tokens, with its contents and its seconds.
 
     Attributes:
@@ -74,10 +74,12 @@ class SimulatedExecutor(Executor):
         """The bytes given."""
         return self._memory
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
-        """Nothing to allocate; thin blocks are followed from now on."""
-        if num_thin_blocks:
-            self._reader.follow_thin(num_blocks - num_thin_blocks, self._block_size, self._streamed_share)
+    def allocate(
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
+    ) -> None:
+        """Nothing to allocate; layerwise blocks are followed from now on."""
+        if num_layerwise_blocks:
+            self._reader.follow_layerwise(num_blocks - num_layerwise_blocks, self._block_size, self._streamed_share)
 
     def num_disk_blocks(self) -> int:
         """As given."""

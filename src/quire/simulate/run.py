@@ -11,8 +11,8 @@ from pathlib import Path
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.layerwise import layer_split
 from quire.engine.resolve import resolve_config
-from quire.engine.thin import split_of
 from quire.errors import ConfigError
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
 from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
@@ -103,7 +103,7 @@ def simulate(
         memory = UNLIMITED
     resolved = resolve_config(config, info)
     spec = kv_spec(resolved, info)
-    split = split_of(resolved, spec)
+    split = layer_split(resolved, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
     num_disk_blocks = cache.kv_disk_space // block_bytes
     executor = SimulatedExecutor(
@@ -114,7 +114,7 @@ def simulate(
         observer,
         num_disk_blocks,
         block_size=cache.block_size,
-        streamed_share=0.0 if split is None else 1.0 - split.num_resident / split.num_layers,
+        streamed_share=0.0 if split is None else 1.0 - split.num_resident_layers / split.num_layers,
     )
     core = EngineCore(config, executor=executor, info=info, clock=clock, hasher=RunHasher(b""))
     if isinstance(observer, WasteMeter):

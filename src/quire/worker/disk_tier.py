@@ -18,7 +18,7 @@ from queue import Queue, SimpleQueue
 
 import numpy as np
 
-from quire.kernels.host_blocks import HostBlocks
+from quire.kernels.backend import HostBlocks
 from quire.step import BlockTransfer
 from quire.worker.disk_store import DiskStore
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache, StepLengths
-from quire.kernels.layer_stream import LayerStream, thin_blocks
+from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache, LayerwiseOffload, StepLengths
 from quire.kernels.steps import GraphStats, StepShape
 from quire.layers.lora import LoRASlots
 from quire.step import KVCacheSpec
@@ -55,7 +54,7 @@ class StepGraphs:
     `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
     the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that
     have some, see `worker.states`. `lora` are the slots that the model's layers have entered.
-    With a `stream` of the last layers, steps with thin blocks are computed op by op, as the stream's copies cannot be
+    With an `offload` of the last layers, steps with layerwise blocks are computed op by op, since its copies cannot be
     recorded.
 
     Attributes:
@@ -75,9 +74,9 @@ class StepGraphs:
         max_blocks: int,
         states: Sequence[Arrays] = (),
         lora: LoRASlots | None = None,
-        stream: LayerStream | None = None,
+        offload: LayerwiseOffload | None = None,
     ) -> None:
-        self._stream = stream
+        self._offload = offload
         self.began = backend.mark()
         self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
@@ -115,7 +114,9 @@ class StepGraphs:
         """
         tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(inputs.logits_indices)
         size = self._size(tokens, sequences, rows)
-        if self._begin_stream(inputs):
+        if self._offload is not None and self._offload.start_load(
+            inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens
+        ):
             size = StepShape(tokens, sequences, rows, "no")
         adapted = self._stage(inputs, size, token_types, adapter_slots)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
@@ -184,19 +185,6 @@ class StepGraphs:
     def stats(self) -> GraphStats:
         """Say what recordings there are, and what they cost."""
         return self._backend.graph_stats()
-
-    def _begin_stream(self, inputs: StepInputs) -> bool:
-        """Have what the step needs of thin blocks brought to the device, if there are any; say so."""
-        stream = self._stream
-        if stream is None:
-            return False
-        loads, stores = thin_blocks(
-            inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens, stream.block_size, stream.first_thin
-        )
-        if not len(loads) and not len(stores):
-            return False
-        stream.begin(loads, stores)
-        return True
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if not self._recordable:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.backend import Array, Backend, KVCache, LayerCache
+from quire.kernels.backend import Array, Backend, KVCache, LayerCache, LayerwiseOffload
 from quire.kernels.flying import LateTokens
-from quire.kernels.layer_stream import LayerStream
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore
@@ -119,8 +118,8 @@ class ModelRunner:
     Args:
         groups: of layers that share block tables; by default those that `max_model_len` gives.
         num_blocks, block_size: of the KV cache; `num_host_blocks` of the pool in host memory.
-        num_thin_blocks: of the last of these blocks the device keeps the first `num_resident_layers` layers only, see
-            `kernels/layer_stream.py`; not with host blocks, a store, or more than one group.
+        num_layerwise_blocks: of the last of these blocks only the first `num_resident_layers` layers are resident, see
+            `LayerwiseOffload`; not with host blocks, a store, or more than one group.
         store: an open disk store for blocks, or None; it is closed by `close`.
         grammars: compiled ones; None where no sequence has any. jump_forward: see `Guidance`.
         processors: of logits, by name.
@@ -142,7 +141,7 @@ class ModelRunner:
         max_model_len: int,
         groups: list[KVCacheGroup] | None = None,
         num_host_blocks: int = 0,
-        num_thin_blocks: int = 0,
+        num_layerwise_blocks: int = 0,
         num_resident_layers: int = 0,
         store: DiskStore | None = None,
         grammars: GrammarStore | None = None,
@@ -167,10 +166,10 @@ class ModelRunner:
             processors=processors,
         )
         largest = max(groups, key=lambda group: len(group.layers)).layers
-        resident = largest[:num_resident_layers] if num_thin_blocks else largest
+        resident = largest[:num_resident_layers] if num_layerwise_blocks else largest
         self.kv_caches = self._new_caches(resident, num_blocks, block_size)
-        self.stream = self._new_stream(largest[len(resident) :], num_blocks, num_thin_blocks, block_size)
-        self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store, self.stream)
+        self.offload = self._new_offload(largest[len(resident) :], num_blocks, num_layerwise_blocks, block_size)
+        self.transfers = BlockTransfers(backend, self.kv_caches, num_host_blocks, store, self.offload)
         self.pooler = Pooler(model, backend) if isinstance(model, PoolingModel) else None
         self.states = SequenceStates(model.kv_cache_spec(), backend, max_num_seqs)
         self.graphs = StepGraphs(
@@ -182,7 +181,7 @@ class ModelRunner:
             max_blocks=self.batch.block_tables.shape[2],
             states=self.states.arrays,
             lora=None if adapters is None else adapters.slots,
-            stream=self.stream,
+            offload=self.offload,
         )
         self._in_flight: list[StepInFlight] = []  # oldest first; all but the last one have been launched
         self._ended = backend.mark()  # when the last step had been computed
@@ -192,15 +191,15 @@ class ModelRunner:
         layers = self.model.kv_cache_spec().layers
         return [new_cache(self.backend, layers[index], num_blocks, block_size) for index in indices]
 
-    def _new_stream(
-        self, indices: list[int], num_blocks: int, num_thin_blocks: int, block_size: int
-    ) -> LayerStream | None:
-        """Allocate what streamed layers share; they are all alike."""
+    def _new_offload(
+        self, indices: list[int], num_blocks: int, num_layerwise_blocks: int, block_size: int
+    ) -> LayerwiseOffload | None:
+        """Allocate the caches of layers that are not resident; they are all alike."""
         if not indices:
             return None
         layer = self.model.kv_cache_spec().layers[indices[0]]
-        return self.backend.layer_stream(
-            len(indices), num_blocks, num_thin_blocks, block_size, layer.num_kv_heads, layer.head_size,
+        return self.backend.layerwise_offload(
+            len(indices), num_blocks, num_layerwise_blocks, block_size, layer.num_kv_heads, layer.head_size,
             latent=layer.latent,
         )  # fmt: skip
 
@@ -212,7 +211,7 @@ class ModelRunner:
             for layer, cache in zip(group.layers, self.kv_caches, strict=False)
         }
         found = [caches[layer] for layer in sorted(caches)]
-        return found + [LayerCache(layer.cache, 0, layer) for layer in (self.stream.layers if self.stream else ())]
+        return found + [LayerCache(layer.cache, 0, layer) for layer in (self.offload.layers if self.offload else ())]
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         """Run a step and return its result."""

@@ -14,9 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.kernels.backend import Backend, KVCache
-from quire.kernels.host_blocks import HostBlocks
-from quire.kernels.layer_stream import LayerStream
+from quire.kernels.backend import Backend, HostBlocks, KVCache, LayerwiseOffload
 from quire.step import BlockTransfer, SchedulerOutput, Tier, TransferOp
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier
@@ -142,13 +140,13 @@ def _ids(transfers: Sequence[BlockTransfer]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class BlockTransfers:
-    """Owns the worker half of the tiers, and streamed layers.
+    """Owns the worker half of the tiers, and the layers that are offloaded layer by layer.
 
     Args:
         kv_caches: of all layers; one that several layers share counts once.
         num_host_blocks: size of the host's pool.
         store: an open disk store, or None; from now on it is this object's, which closes it.
-        stream: layers that are not among `kv_caches`, or None; closed by this object as well. With it blocks do not
+        offload: layers that are not among `kv_caches`, or None; closed by this object as well. With it blocks do not
             leave the device as a whole.
 
     Raises:
@@ -161,13 +159,13 @@ class BlockTransfers:
         kv_caches: Sequence[KVCache],
         num_host_blocks: int,
         store: DiskStore | None = None,
-        stream: LayerStream | None = None,
+        offload: LayerwiseOffload | None = None,
     ) -> None:
-        assert stream is None or (num_host_blocks == 0 and store is None), "blocks leave in one way"
+        assert offload is None or (num_host_blocks == 0 and store is None), "blocks leave in one way"
         self._backend = backend
         self._caches = list({id(cache): cache for cache in kv_caches}.values())
         self._host = backend.host_blocks(self._caches, num_host_blocks)
-        self._stream = stream
+        self._offload = offload
         self._leaves_device = num_host_blocks > 0 or store is not None
         self._tiers: dict[Tier, WorkerTier] = {}
         if store is not None:
@@ -212,12 +210,12 @@ class BlockTransfers:
         """See `WorkerTier.close`."""
         for tier in self._tiers.values():
             tier.close()
-        if self._stream is not None:
-            self._stream.close()
+        if self._offload is not None:
+            self._offload.close()
 
     def _copy(self, transfers: Sequence[BlockTransfer]) -> None:
         pairs = np.stack(_ids(transfers), axis=1)
         for cache in self._caches:
             self._backend.copy_blocks(cache, pairs)
-        if self._stream is not None:
-            self._stream.copy_blocks(pairs)
+        if self._offload is not None:
+            self._offload.copy_blocks(pairs)

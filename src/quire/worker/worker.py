@@ -141,10 +141,12 @@ class Worker:
             finally:
                 runner.close()
 
-    def allocate(self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_thin_blocks: int = 0) -> None:
+    def allocate(
+        self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
+    ) -> None:
         """Allocate KV cache and persistent batch, open the disk tier, compile what the first step would have to.
 
-        The last `num_thin_blocks` blocks are thin, see `kernels/layer_stream.py`.
+        The last `num_layerwise_blocks` blocks are layerwise, see `kernels/backend.py`.
         Once, and after each `sleep`; one of level 2 has the weights read again.
 
         Raises:
@@ -158,7 +160,9 @@ class Worker:
             if self._store is not None:
                 undo.callback(self._store.close)
             with as_memory_error():
-                self.runner = self._new_runner(num_blocks, max_model_len, num_host_blocks, num_thin_blocks, self._store)
+                self.runner = self._new_runner(
+                    num_blocks, max_model_len, num_host_blocks, num_layerwise_blocks, self._store
+                )
             undo.callback(self.runner.close)
             started = time.perf_counter()
             warm_up(self.runner)
@@ -172,7 +176,7 @@ class Worker:
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int,
-        num_thin_blocks: int = 0,
+        num_layerwise_blocks: int = 0,
         store: DiskStore | None = None,
     ) -> ModelRunner:
         assert self.model is not None
@@ -186,7 +190,7 @@ class Worker:
             max_model_len=max_model_len,
             groups=self._groups(),
             num_host_blocks=num_host_blocks,
-            num_thin_blocks=num_thin_blocks,
+            num_layerwise_blocks=num_layerwise_blocks,
             num_resident_layers=self.config.cache.kv_resident_layers,
             store=store,
             grammars=self.grammars,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.gpu.block_move import BlockMover
+from quire.kernels.gpu.host_blocks import BlockMover
 
 # Layers, and bytes of a block of 16 tokens of each, with its scales: Llama-3.1-8B in bfloat16 (as Qwen3-0.6B) and fp8,
 # DeepSeek-V3's latent vectors, a block of odd size.

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.kernels.gpu import pinned
+from quire.kernels.gpu import host_blocks
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.block_move import CHUNK_BYTES, BlockMover
-from quire.kernels.gpu.host_blocks import GPUHostBlocks
+from quire.kernels.gpu.host_blocks import CHUNK_BYTES, BlockMover, GPUHostBlocks, PinnedPool
 from quire.kernels.gpu.lanes import AtOnce, Lane
-from quire.kernels.gpu.pinned import PinnedPool
 from tests.helpers.lanes import AnyOrder
 from tests.kernels.gpu.common import DEVICE
 
@@ -104,7 +102,7 @@ def move_in_any_order(actions: list[tuple[str, Any]], rows: int, random: Any) ->
 
 
 def test_neighbouring_slots_go_in_one_copy_which_ends_with_its_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 4 * NBYTES)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 4 * NBYTES)
     copies: list[int] = []
 
     class Counting(AtOnce):
@@ -127,7 +125,7 @@ def test_neighbouring_slots_go_in_one_copy_which_ends_with_its_piece(monkeypatch
 
 
 def test_memory_is_pinned_in_pieces_by_a_thread_and_let_go_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 100)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 100)
     seen: list[tuple[int, str]] = []
 
     def register(address: int, nbytes: int) -> int:
@@ -147,7 +145,7 @@ def test_memory_is_pinned_in_pieces_by_a_thread_and_let_go_again(monkeypatch: py
 def test_what_cannot_be_pinned_is_used_as_it_is_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 100)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 100)
     errors = iter([0, 2])
     released: list[int] = []
     pool = PinnedPool(30, 10, lambda address, nbytes: next(errors), lambda address: released.append(address) or 0)

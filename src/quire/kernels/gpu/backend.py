@@ -8,7 +8,7 @@ from quire.kernels.gpu.experts import ExpertOps
 from quire.kernels.gpu.flying import FlyingOps
 from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.interpreter import repair_interpreter
-from quire.kernels.gpu.layer_stream import StreamOps
+from quire.kernels.gpu.layerwise import OffloadOps
 from quire.kernels.gpu.linear import LinearOps
 from quire.kernels.gpu.lora import LoRAOps
 from quire.kernels.gpu.memory import MemoryOps
@@ -28,7 +28,7 @@ class GPUBackend(
     LoRAOps,
     RowOps,
     AttentionOps,
-    StreamOps,
+    OffloadOps,
     StateOps,
     SamplingOps,
     MemoryOps,

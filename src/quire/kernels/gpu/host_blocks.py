@@ -1,11 +1,13 @@
-"""`GPUHostBlocks`: blocks on their way between a GPU and pinned host memory, beside the model's steps.
+"""KV blocks on their way between a GPU and pinned host memory, overlapped with the model's steps.
+
+`GPUHostBlocks` is the pool with the copies, `PinnedPool` its memory, `BlockMover` the kernel that gathers and scatters.
 
 The caches themselves are touched in one lane only, the one that the model runs in: blocks going out are gathered there
 into a buffer on the device, blocks coming in are scattered there from another. So a block is copied out after the steps
 that wrote it and before it is used again, and is there before the step that reads it, however many steps the host is
 ahead. Gathering runs at the speed of the device's memory, some microseconds for what takes a thousand on PCIe. From the
 buffers, two other lanes move blocks to and from the host, at the full speed of their copy engines, one copy for each
-run of neighbouring slots, and take no multiprocessor from the model. What remains to be ordered by marks is this:
+run of neighbouring slots, and take no multiprocessor from the model. What remains to be ordered by events is this:
 
 - a half of a buffer is filled again only when it was emptied;
 - a slot is read only when what was written to it is there. (It is written only when those that read it have done so:
@@ -14,32 +16,193 @@ run of neighbouring slots, and take no multiprocessor from the model. What remai
 Steps wait only if more is to go out at once than the buffer holds, for the rest of it.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from quire.kernels.gpu.lanes import Lane, Lanes, Mark
-from quire.kernels.gpu.pinned import PinnedPool
+from quire.kernels.host_blocks import new_pool
+
+logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 128 * 2**20  # of the device, for each way
 HALVES = 2
-MOST_MARKS = 64  # kept before those that are passed are looked for
+MAX_MARKS = 64  # kept before those that are passed are looked for
+CHUNK_BYTES = 16384  # that one program moves at most
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+VECTOR_BYTES = 16
+PIECE_BYTES = 256 * 2**20  # pinning one takes some 50 ms
+
+Register = Callable[[int, int], int]  # address, bytes -> 0 or the number of an error
+Unregister = Callable[[int], int]
 
 
-class Mover(Protocol):
-    """See `BlockMover`."""
+@triton.jit
+def move_blocks(
+    chunks, ids, rows, row_bytes, GATHER: tl.constexpr, WORD: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Move chunk program_id(1) of block ids[program_id(0)] into row program_id(0) of `rows`, or back.
 
-    row_bytes: int
+    `chunks` int64 [C, 4]: address of the chunk in block 0, bytes from block to block, its place in a row, its bytes.
+    WORD bytes are moved at a time, by SIZE threads' worth of words; ALIGNED: all addresses are multiples of 16.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(chunks + chunk * 4)
+    step = tl.load(chunks + chunk * 4 + 1)
+    place = tl.load(chunks + chunk * 4 + 2)
+    nbytes = tl.load(chunks + chunk * 4 + 3)
+    address = first + tl.load(ids + row) * step
+    at = (row * row_bytes + place) // WORD
+    count = nbytes // WORD
+    if ALIGNED:  # so that two words go at once
+        at = tl.multiple_of(at, 2)
+        count = tl.multiple_of(count, 2)
+    block = address.to(rows.dtype)
+    if ALIGNED:
+        block = tl.multiple_of(block, 16)
+    buffer = rows + at
+    words = tl.arange(0, SIZE)
+    mask = words < count
+    if GATHER:
+        tl.store(buffer + words, tl.load(block + words, mask=mask), mask=mask)
+    else:
+        tl.store(block + words, tl.load(buffer + words, mask=mask), mask=mask)
+
+
+class BlockMover:
+    """Gathers and scatters blocks whose bytes lie in `sides`, uint8 tensors [B, n], each contiguous, in one launch.
+
+    Bound by memory: every byte is read once and written once, in accesses of 16 bytes a thread, four of them in flight.
+    A block of Llama-3.1-8B with 16 tokens is 2 MiB, 128 programs.
+
+    A row of a buffer has the bytes of all sides of one block, in this order: `row_bytes` of them.
+    """
+
+    def __init__(self, sides: Sequence[torch.Tensor]) -> None:
+        self._sides = list(sides)  # whose memory the addresses are of
+        chunks: list[list[int]] = []
+        place = 0
+        for side in sides:
+            assert side.dtype is torch.uint8 and side.stride(1) == 1
+            first, nbytes = side.data_ptr(), side.shape[1]
+            for start in range(0, nbytes, CHUNK_BYTES):
+                chunks.append([first + start, side.stride(0), place + start, min(CHUNK_BYTES, nbytes - start)])
+            place += nbytes
+        self.row_bytes = place
+        unit = math.gcd(VECTOR_BYTES, place, *(value for chunk in chunks for value in chunk))
+        self._aligned = unit == VECTOR_BYTES
+        self._word = min(unit, 8)
+        longest = max((chunk[3] for chunk in chunks), default=1)
+        self._size = max(16, 1 << (-(-longest // self._word) - 1).bit_length())
+        self._num_chunks = len(chunks)
+        device = sides[0].device if sides else torch.device("cpu")
+        self._chunks = torch.tensor(chunks, dtype=torch.int64).to(device)
 
     def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy blocks into rows."""
+        """Copy blocks int64 [n] into the first n of `rows`, uint8 [at least n, row_bytes], contiguous."""
+        self._move(ids, rows, gather=True)
 
     def scatter(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
-        """Copy rows into blocks."""
+        """Copy the first n of `rows` into blocks int64 [n], none named twice."""
+        self._move(ids, rows, gather=False)
+
+    def _move(self, ids: torch.Tensor, rows: torch.Tensor, *, gather: bool) -> None:
+        if not len(ids) or not self._num_chunks:
+            return
+        assert rows.data_ptr() % VECTOR_BYTES == 0 and rows.is_contiguous()
+        words = rows.view(WORDS[self._word])
+        move_blocks[(len(ids), self._num_chunks)](
+            self._chunks, ids, words, self.row_bytes, gather, self._word, self._size, self._aligned, num_warps=8
+        )
+
+
+class PinnedPool:
+    """Host memory for blocks [num_blocks, block_nbytes], in pieces of whole blocks that no copy may cross.
+
+    A thread pins piece after piece, so that nobody waits for gigabytes of it. Copy engines read and write pinned memory
+    by themselves; copies to and from a piece that is not pinned (yet) are right as well, but run in the calling thread.
+
+    Args:
+        register, unregister: pin memory and let it go; None where there is no device.
+
+    Raises:
+        ConfigError: the system does not promise so much memory.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_nbytes: int, register: Register | None, unregister: Unregister | None
+    ) -> None:
+        self.rows = max(1, PIECE_BYTES // max(1, block_nbytes))  # of a piece
+        sizes = [min(self.rows, num_blocks - first) for first in range(0, num_blocks, self.rows)]
+        # Each has pages of its own, for a page cannot be pinned twice.
+        self._pieces = [new_pool(size, block_nbytes) for size in sizes]
+        self.pieces = [torch.from_numpy(piece) for piece in self._pieces]
+        self._register, self._unregister = register, unregister
+        self._pinned: list[np.ndarray] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._pin, name="quire-pinning", daemon=True)
+        if register is not None and self._pieces:
+            self._thread.start()
+
+    def _pin(self) -> None:
+        assert self._register is not None
+        for piece in self._pieces:
+            if self._closing.is_set():
+                return
+            error = self._register(piece.ctypes.data, piece.nbytes)
+            if error:
+                logger.warning(
+                    "the host's pool could not be pinned (CUDA error %d, after %d of %d pieces): copies to and from it "
+                    "are slower; `ulimit -l` and --swap-space say how much there may be",
+                    error,
+                    len(self._pinned),
+                    len(self._pieces),
+                )
+                return
+            self._pinned.append(piece)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pieces that are pinned by now."""
+        return len(self._pinned)
+
+    def wait(self) -> None:
+        """Return when as much is pinned as can be."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Let go of the memory, which nothing copies any more. Once more is no error."""
+        self._closing.set()
+        self.wait()
+        for piece in self._pinned:
+            if self._unregister is not None:
+                self._unregister(piece.ctypes.data)
+        self._pinned, self._pieces, self.pieces = [], [], []
+
+
+def cuda_register(device: torch.device) -> tuple[Register, Unregister]:
+    """Return what pins memory and lets it go for a device."""
+    runtime = torch.cuda.cudart()
+
+    def register(address: int, nbytes: int) -> int:
+        with torch.cuda.device(device):  # a thread begins with the first device
+            return int(runtime.cudaHostRegister(address, nbytes, 0))
+
+    def unregister(address: int) -> int:
+        return int(runtime.cudaHostUnregister(address))
+
+    return register, unregister
 
 
 class _Buffer:
@@ -65,7 +228,7 @@ class _Writes:
         self._count += 1
         self._last[slots] = self._count
         self._marks[self._count] = mark
-        if len(self._marks) > MOST_MARKS:
+        if len(self._marks) > MAX_MARKS:
             for number in list(self._marks):
                 if not self._lanes.passed(self._marks[number]):
                     break
@@ -87,7 +250,7 @@ class GPUHostBlocks:
 
     def __init__(
         self,
-        mover: Mover,
+        mover: BlockMover,
         upload: Callable[[np.ndarray], torch.Tensor],
         lanes: Lanes,
         pool: PinnedPool,
@@ -106,7 +269,6 @@ class GPUHostBlocks:
             self._buffer(Lane.IN)
 
     def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
-        """See `HostBlocks.copy_out`."""
         for first in range(0, len(block_ids), self._rows):
             part = slots[first : first + self._rows]
             half, rows = self._gather(block_ids[first : first + self._rows])
@@ -117,7 +279,6 @@ class GPUHostBlocks:
             self._written.note(part, mark)
 
     def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
-        """See `HostBlocks.copy_in`."""
         for first in range(0, len(block_ids), self._rows):
             part = slots[first : first + self._rows]
             half, rows = self._next_half(Lane.IN, Lane.IN)
@@ -129,7 +290,6 @@ class GPUHostBlocks:
             self._scatter(half, rows, block_ids[first : first + self._rows])
 
     def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
-        """See `HostBlocks.read`."""
         host, mark = self._lanes.buffer(len(block_ids), self.block_nbytes), None
         for first in range(0, len(block_ids), self._rows):
             part = block_ids[first : first + self._rows]
@@ -146,7 +306,6 @@ class GPUHostBlocks:
         return wait
 
     def write(self, block_ids: np.ndarray, data: np.ndarray) -> None:
-        """See `HostBlocks.write`."""
         host = self._lanes.buffer(len(block_ids), self.block_nbytes)
         host.numpy()[:] = data
         for first in range(0, len(block_ids), self._rows):
@@ -156,7 +315,6 @@ class GPUHostBlocks:
             self._scatter(half, rows, part)
 
     def close(self) -> None:
-        """See `HostBlocks.close`."""
         if self._closed:
             return
         self._closed = True

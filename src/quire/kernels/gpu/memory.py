@@ -1,20 +1,14 @@
-"""A GPU's memory: how much there is, how much a piece of work takes, giving it back, and blocks kept on the host."""
+"""A GPU's memory: how much there is, how much a piece of work takes, and giving it back."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from quire.kernels import memory as host
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.block_move import BlockMover
-from quire.kernels.gpu.cache import KVCache
-from quire.kernels.gpu.host_blocks import GPUHostBlocks
-from quire.kernels.gpu.lanes import AtOnce, CudaLanes
-from quire.kernels.gpu.pinned import PinnedPool, cuda_register
-from quire.kernels.host_blocks import HostBlocks
 from quire.kernels.memory import DeviceMemory
 
 
@@ -62,12 +56,3 @@ class MemoryOps(ArrayOps):
         others = total - free - torch.cuda.memory_reserved(self.device)
         self.release_memory()
         return DeviceMemory(int(total), before + int(others), step)
-
-    def host_blocks(self, caches: Sequence[KVCache], num_blocks: int) -> HostBlocks:
-        """See `Backend.host_blocks`, and `host_blocks.py` for how blocks move."""
-        mover = BlockMover([side for cache in caches for side in cache.sides()])
-        on_gpu = self.device.type == "cuda"
-        register, unregister = cuda_register(self.device) if on_gpu else (None, None)
-        pool = PinnedPool(num_blocks, mover.row_bytes, register, unregister)
-        lanes = CudaLanes(self.device) if on_gpu else AtOnce()
-        return GPUHostBlocks(mover, self.from_numpy, lanes, pool, num_blocks, self.device)

@@ -1,4 +1,4 @@
-"""Thin blocks: what is on the host in part gives the same tokens and log-probabilities as what is on the device."""
+"""Layerwise blocks: what is partly on the host gives the same tokens and log-probabilities as what is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.gpu.common import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 LAYERS, RESIDENT = 4, 1
-BLOCKS, THIN = 24, 18
+BLOCKS, LAYERWISE = 24, 18
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 PROMPT = [5, 9, 11, 3, 7, 8, 40, 61, 33, 20, 12]
 SMALL: dict[str, Any] = {
@@ -58,8 +58,8 @@ def late(seed: int) -> Callable[[], Lanes]:
 def make(folder: Path, kv_dtype: str, lanes: Callable[[], Lanes] | None) -> RunnerDriver:
     """Return a driver of a runner; all its blocks are whole where there are no lanes."""
     backend = Streaming(kv_dtype, lanes or AtOnce)
-    thin = {"num_thin_blocks": THIN, "num_resident_layers": RESIDENT} if lanes else {}
-    return RunnerDriver(load_model(load_model_info(folder), backend), backend, num_blocks=BLOCKS, **thin)
+    layerwise = {"num_layerwise_blocks": LAYERWISE, "num_resident_layers": RESIDENT} if lanes else {}
+    return RunnerDriver(load_model(load_model_info(folder), backend), backend, num_blocks=BLOCKS, **layerwise)
 
 
 def short(folder: Path, lanes: Callable[[], Lanes] | None) -> list[Any]:

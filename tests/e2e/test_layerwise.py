@@ -13,7 +13,7 @@ from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.transfers import COPY, moves
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-NUM_BLOCKS, NUM_THIN = 12, 7  # whole ones are as many as the longest sequence has
+NUM_BLOCKS, NUM_LAYERWISE = 12, 7  # whole ones are as many as the longest sequence has
 BLOCK = 4
 
 
@@ -24,36 +24,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched:
-    """Counts what an engine with thin blocks does, from its plans."""
+    """Counts what an engine with layerwise blocks does, from its plans."""
 
     def __init__(self, driver: EngineDriver, streamed: int | None) -> None:
         self.scheduler = driver.core.scheduler
         if streamed is not None:
-            self.scheduler.planner.streamed_blocks = streamed  # type: ignore[attr-defined]
+            self.scheduler.kv.layerwise.max_streamed_blocks = streamed
         self.num_brought_back = self.num_waited = self.num_streaming = 0
         driver.core.on_plans = self.see
 
     def see(self, plans: list[Any]) -> None:
         plan = plans[-1]
         kv = self.scheduler.kv
-        first_thin = kv.pool.first_thin
+        first_layerwise = kv.pool.first_layerwise
         self.num_brought_back += sum(
-            kind == COPY and source >= first_thin > target for kind, source, target in moves(plan.transfers)
+            kind == COPY and source >= first_layerwise > target for kind, source, target in moves(plan.transfers)
         )
         names = plan.num_scheduled_tokens
         self.num_waited += sum(name not in names for name in kv.tables)
-        self.num_streaming += any(block.block_id >= first_thin for name in names for block in kv.tables[name][0])
+        self.num_streaming += any(block.block_id >= first_layerwise for name in names for block in kv.tables[name][0])
 
 
 def compare(folder: Path, turns: list[list[Ask]], *, streamed: int | None, **options: Any) -> Watched:
-    """Have a CPU say it, and a GPU with thin blocks, of which a step streams so many; return what was seen of that."""
+    """Have a CPU say it, and a GPU with layerwise blocks, of which a step loads so many; return what was seen."""
     given = {**OPTIONS, "block_size": BLOCK, "num_gpu_blocks_override": NUM_BLOCKS,
-             "max_model_len": (NUM_BLOCKS - NUM_THIN) * BLOCK, **options}  # fmt: skip
+             "max_model_len": (NUM_BLOCKS - NUM_LAYERWISE) * BLOCK, **options}  # fmt: skip
     drivers = {
         "cpu": EngineDriver(folder, "cpu", **given),
         "cuda": EngineDriver(folder, "cuda", **{**given, "kv_resident_layers": 1, "swap_space": None}),
     }
-    assert drivers["cuda"].stats().num_thin_blocks == NUM_THIN
+    assert drivers["cuda"].stats().num_layerwise_blocks == NUM_LAYERWISE
     watched = Watched(drivers["cuda"], streamed)
     for driver in drivers.values():
         said(driver, turns)

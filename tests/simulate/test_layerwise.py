@@ -1,4 +1,4 @@
-"""Thin blocks in simulations: what a step brings from the host and takes there, what that costs, and who profits."""
+"""Layerwise blocks in simulations: what a step loads from the host and stores there, its cost, and who profits."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def step(scheduled: dict[str, int], news: Any = (), continuing: Any = (), **opti
 
 @pytest.fixture
 def reader() -> StepReader:
-    """Blocks of 4 tokens, thin from block 10 on, three quarters of their layers streamed."""
+    """Blocks of 4 tokens, layerwise from block 10 on, three quarters of their layers streamed."""
     made = StepReader()
-    made.follow_thin(10, 4, 0.75)
+    made.follow_layerwise(10, 4, 0.75)
     return made
 
 
 def counts(contents: StepContents) -> tuple[int, int]:
-    return contents.num_thin_loads, contents.num_thin_stores
+    return contents.num_layerwise_loads, contents.num_layerwise_stores
 
 
 def test_a_step_loads_what_was_computed_before_and_stores_what_it_writes(reader: StepReader) -> None:
@@ -101,7 +101,7 @@ def test_forks_have_their_parents_blocks(reader: StepReader) -> None:
     reader.read(sampled)
     reader.rows["b"] = reader.rows["a"]  # followed elsewhere; simulations have one sequence a request
     both, _ = reader.read(step({"a": 1, "b": 1}, continuing=[going("a", 6), going("b", 6)]))
-    assert both.num_thin_loads == 2
+    assert both.num_layerwise_loads == 2
 
 
 # Costs
@@ -162,17 +162,19 @@ def run(tmp_path: Path) -> Callable[..., SimulatedRun]:
     return simulated
 
 
-def test_first_tokens_come_earlier_and_second_ones_later_with_thin_blocks(run: Callable[..., SimulatedRun]) -> None:
+def test_first_tokens_come_earlier_and_second_ones_later_with_layerwise_blocks(
+    run: Callable[..., SimulatedRun],
+) -> None:
     seen: list[StepContents] = []
     without = summarize_run(run())
-    # As much of the device's memory: 30 whole blocks, or 20 and 24 thin ones (of 3 layers and 2 in the window, of 12).
+    # As much memory on the device: 30 resident blocks, or 20 and 24 layerwise ones (of 3 layers and 2 staged, of 12).
     found = run(
         lambda plan, contents, seconds: seen.append(contents),
         num_gpu_blocks_override=44, kv_resident_layers=RESIDENT, swap_space=24 * 9 * 16 * 2 * 256 * 2,
     )  # fmt: skip
     result = summarize_run(found)
-    assert found.log.stats.num_thin_blocks == found.log.stats.num_free_thin_blocks == 24
-    assert sum(contents.num_thin_stores for contents in seen) > 0
+    assert found.log.stats.num_layerwise_blocks == found.log.stats.num_free_layerwise_blocks == 24
+    assert sum(contents.num_layerwise_stores for contents in seen) > 0
     assert result["completed"] == without["completed"] == 12
     assert result["ttft"]["mean"] < 0.9 * without["ttft"]["mean"]
     assert result["second"]["mean"] > without["second"]["mean"]
@@ -182,7 +184,7 @@ def test_first_tokens_come_earlier_and_second_ones_later_with_thin_blocks(run: C
 def test_without_pressure_thin_blocks_change_nothing(run: Callable[..., SimulatedRun]) -> None:
     first = run(num_gpu_blocks_override=200)
     second = run(num_gpu_blocks_override=220, kv_resident_layers=RESIDENT, swap_space=20 * 9 * 16 * 2 * 256 * 2)
-    assert second.log.stats.num_thin_blocks == 20
+    assert second.log.stats.num_layerwise_blocks == 20
     assert summarize_run(first) | {"num_blocks": 0, "kv_usage": 0} == summarize_run(second) | {
         "num_blocks": 0,
         "kv_usage": 0,

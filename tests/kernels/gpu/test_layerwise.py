@@ -15,32 +15,31 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.create import create_backend
-from quire.kernels.gpu import pinned
+from quire.kernels.gpu import host_blocks
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
+from quire.kernels.gpu.host_blocks import PinnedPool
 from quire.kernels.gpu.lanes import AtOnce, Lane, Lanes
-from quire.kernels.gpu.layer_stream import MOST_LOADS, GPULayerStream
-from quire.kernels.gpu.pinned import PinnedPool
-from quire.kernels.layer_stream import runs, thin_blocks
+from quire.kernels.gpu.layerwise import MAX_COPIES, GPULayerwiseOffload, layerwise_blocks, runs
 from tests.helpers.lanes import AnyOrder
 from tests.kernels.gpu.common import DEVICE
 
-WHOLE, THIN, BLOCK_SIZE = 3, 4, 2
-BLOCKS = WHOLE + THIN
+WHOLE, LAYERWISE, BLOCK_SIZE = 3, 4, 2
+BLOCKS = WHOLE + LAYERWISE
 
 
 class Scene:
     """Streamed layers of one number in each place, with scales, and what they should hold: [layers, blocks, places]."""
 
     def __init__(self, lanes: Lanes, num_layers: int) -> None:
-        room = num_layers * WHOLE + 2 * THIN
+        room = num_layers * WHOLE + 2 * LAYERWISE
         arena = KVCache(
             torch.zeros((room, 1, 1, BLOCK_SIZE, 1), dtype=torch.int8), torch.zeros((room, 1, 1, BLOCK_SIZE))
         )
         self.lanes, self.arena = lanes, arena
-        self.pools = [PinnedPool(num_layers * THIN, side.shape[1], None, None) for side in arena.sides()]
+        self.pools = [PinnedPool(num_layers * LAYERWISE, side.shape[1], None, None) for side in arena.sides()]
         self.host = [[piece.numpy() for piece in pool.pieces] for pool in self.pools]
-        self.stream = GPULayerStream(arena, num_layers, WHOLE, THIN, self.copy, lanes, self.pools)
+        self.offload = GPULayerwiseOffload(arena, num_layers, WHOLE, LAYERWISE, self.copy, lanes, self.pools)
         self.expected = np.zeros((num_layers, BLOCKS, BLOCK_SIZE), np.int64)
         self.reads: list[tuple[np.ndarray, np.ndarray]] = []
         self.count = 0
@@ -62,10 +61,10 @@ class Scene:
             for block in written
             for place in ([self.count % BLOCK_SIZE] if block in read else range(BLOCK_SIZE))
         ]
-        thin = (np.array(sorted(block for block in part if block >= WHOLE), np.int64) for part in (read, written))
-        self.stream.begin(*thin)
-        for number, layer in enumerate(self.stream.layers):
-            own = layer.enter(metadata(blocks, slots))
+        layerwise = (np.array(sorted(block for block in part if block >= WHOLE), np.int64) for part in (read, written))
+        self.offload.begin(*layerwise)
+        for number, layer in enumerate(self.offload.layers):
+            own = layer.wait_for_load(metadata(blocks, slots))
             value = self.count * 7 % 100 + number
             found = np.full((len(blocks), BLOCK_SIZE, 2), -1)
             self.lanes.run(
@@ -76,11 +75,11 @@ class Scene:
             self.reads.append((found, self.expected[number, blocks]))
             if number == broken_after:
                 return
-            layer.leave()
+            layer.save()
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all layers."""
-        self.stream.copy_blocks(np.array(pairs, np.int64).reshape(-1, 2))
+        self.offload.copy_blocks(np.array(pairs, np.int64).reshape(-1, 2))
         sources, destinations = np.array(pairs, np.int64).reshape(-1, 2).T
         self.expected[:, destinations] = self.expected[:, sources].copy()
 
@@ -90,9 +89,9 @@ class Scene:
             assert (found == expected[..., None]).all()
         data, scales = (np.concatenate(pieces) for pieces in self.host)
         layers = len(self.expected)
-        on_host = data.view(np.int8).reshape(layers, THIN, BLOCK_SIZE)
+        on_host = data.view(np.int8).reshape(layers, LAYERWISE, BLOCK_SIZE)
         np.testing.assert_array_equal(on_host, self.expected[:, WHOLE:])
-        np.testing.assert_array_equal(scales.view(np.float32).reshape(layers, THIN, BLOCK_SIZE), on_host)
+        np.testing.assert_array_equal(scales.view(np.float32).reshape(layers, LAYERWISE, BLOCK_SIZE), on_host)
         whole = self.arena.data[: layers * WHOLE].view(layers, WHOLE, BLOCK_SIZE)
         np.testing.assert_array_equal(whole.numpy(), self.expected[:, :WHOLE])
 
@@ -150,8 +149,8 @@ def run_in_any_order(actions: list[tuple[str, Any]], num_layers: int, chance: An
             scene.move(what)
     lanes.drain()
     scene.check()
-    scene.stream.close()
-    scene.stream.close()
+    scene.offload.close()
+    scene.offload.close()
 
 
 def test_a_step_that_was_broken_off_does_not_spoil_the_next_one() -> None:
@@ -171,26 +170,26 @@ def test_what_is_planned_for_the_tables_of_one_layer_is_not_taken_for_anothers()
     scene = Scene(AtOnce(), 3)
     step = metadata(np.array([WHOLE, 0]), [])
     step.plans["of all"] = 1
-    scene.stream.begin(np.array([WHOLE]), np.array([WHOLE]))
+    scene.offload.begin(np.array([WHOLE]), np.array([WHOLE]))
     tables = []
-    for layer in scene.stream.layers:
-        own = layer.enter(step)
+    for layer in scene.offload.layers:
+        own = layer.wait_for_load(step)
         assert own.plans == {"of all": 1}
         own.plans["of these tables"] = own.block_tables
         tables.append(own.block_tables.tolist())
-        layer.leave()
+        layer.save()
     assert tables == [[[9, 0]], [[10, 0]], [[3, 0]]]
-    assert scene.stream.layers[0].enter(step) is step, "between steps with thin blocks nothing is changed"
+    assert scene.offload.layers[0].wait_for_load(step) is step, "between steps with layerwise blocks nothing is changed"
 
 
 def test_what_is_loaded_is_what_has_tokens_and_what_is_stored_what_gets_some() -> None:
     tables = np.array([[1, 7, 9, 8], [7, 2, 0, 9], [5, 9, 9, 9]], np.int32)
     # 6 computed and 2 come, which end a block; 4 computed and 3 come; all of a first block.
-    loads, stores = thin_blocks(tables, np.array([2, 3, 4]), np.array([8, 7, 4]), 4, 5)
+    loads, stores = layerwise_blocks(tables, np.array([2, 3, 4]), np.array([8, 7, 4]), 4, 5)
     assert (loads.tolist(), stores.tolist()) == ([7], [5, 7])
-    loads, stores = thin_blocks(tables[:1], np.array([9]), np.array([14]), 4, 8)
+    loads, stores = layerwise_blocks(tables[:1], np.array([9]), np.array([14]), 4, 8)
     assert (loads.tolist(), stores.tolist()) == ([], [8, 9])
-    loads, stores = thin_blocks(tables[:2], np.array([1, 1]), np.array([14, 8]), 4, 10)
+    loads, stores = layerwise_blocks(tables[:2], np.array([1, 1]), np.array([14, 8]), 4, 10)
     assert (loads.dtype, len(loads), len(stores)) == (np.int64, 0, 0)
 
 
@@ -205,39 +204,39 @@ def test_runs_take_in_the_smallest_gaps_if_there_are_too_many() -> None:
 
 def test_copies_are_few_and_end_with_a_piece_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = GPUBackend("float16", "float16", DEVICE)
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 10 * 32)
-    thin = 3 * MOST_LOADS
-    stream = backend.layer_stream(3, 1 + thin, thin, 2, 1, 4)
-    assert isinstance(stream, GPULayerStream)
-    assert [len(piece) for piece in stream.pools[0].pieces] == [10] * (9 * MOST_LOADS // 10) + [6]
-    for first, most in ((0, -(-thin // 10) + MOST_LOADS), (1, thin)):
-        wanted = 1 + np.arange(first, thin, 2)
-        stream.begin(wanted, wanted[:0])
-        assert len(stream._places(0, stream._loads)) <= most
-        covered = {number for start, stop in stream._loads for number in range(start, stop)}
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 10 * 32)
+    layerwise = 3 * MAX_COPIES
+    offload = backend.layerwise_offload(3, 1 + layerwise, layerwise, 2, 1, 4)
+    assert isinstance(offload, GPULayerwiseOffload)
+    assert [len(piece) for piece in offload.pools[0].pieces] == [10] * (9 * MAX_COPIES // 10) + [6]
+    for first, most in ((0, -(-layerwise // 10) + MAX_COPIES), (1, layerwise)):
+        wanted = 1 + np.arange(first, layerwise, 2)
+        offload.begin(wanted, wanted[:0])
+        assert len(offload._places(0, offload._loads)) <= most
+        covered = {number for start, stop in offload._loads for number in range(start, stop)}
         assert covered >= set((wanted - 1).tolist())
-    stream.close()
+    offload.close()
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8"])
 def test_the_backend_makes_one_that_keeps_all_bytes_of_a_block(kv_dtype: str) -> None:
     backend = GPUBackend("float16", kv_dtype, DEVICE)
-    stream = backend.layer_stream(4, 5, 3, 2, 2, 8)
-    cache = stream.layers[0].cache
+    offload = backend.layerwise_offload(4, 5, 3, 2, 2, 8)
+    cache = offload.layers[0].cache
     data = np.random.default_rng(0).integers(0, 256, (2, backend.block_nbytes(cache)), dtype=np.uint8)
-    for layer in stream.layers:
+    for layer in offload.layers:
         backend.write_blocks(layer.cache, np.arange(2), data)
-    stream.copy_blocks(np.array([[1, 3], [0, 4]]))  # to the host
-    stream.copy_blocks(np.array([[4, 1], [3, 0], [3, 2]]))  # and back
-    stream.copy_blocks(np.array([[2, 0]]))
-    for layer in stream.layers:
+    offload.copy_blocks(np.array([[1, 3], [0, 4]]))  # to the host
+    offload.copy_blocks(np.array([[4, 1], [3, 0], [3, 2]]))  # and back
+    offload.copy_blocks(np.array([[2, 0]]))
+    for layer in offload.layers:
         np.testing.assert_array_equal(backend.read_blocks(layer.cache, np.array([0, 1])), data[[1, 0]])
-    stream.close()
+    offload.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_where_the_host_is_the_device_there_are_none(device: str) -> None:
     backend = create_backend(device, "float32", "float32")
     with pytest.raises(ConfigError, match="kv_resident_layers: ") as caught:
-        backend.layer_stream(4, 5, 3, 2, 2, 8)
+        backend.layerwise_offload(4, 5, 3, 2, 2, 8)
     assert caught.value.param == "kv_resident_layers"
