@@ -1,52 +1,52 @@
-"""Several tensor-parallel ranks as threads of one process, with the sums and joins that layers ask of a RankGroup."""
+"""Several tensor-parallel ranks as threads of one process: copies of a backend with collectives between them."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import Any, TypeVar
 
 from quire.kernels.backend import Backend
-from quire.layers.parallel import ParallelContext
 
 Result = TypeVar("Result")
 
 
-class _ThreadGroup:
-    """One rank's end; `slots` and `barrier` are shared."""
-
-    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier, backend: Backend) -> None:
-        self.rank, self.slots, self.barrier, self.backend = rank, slots, barrier, backend
-
-    def _exchange(self, x: Any) -> list[Any]:
-        self.slots[self.rank] = x
-        self.barrier.wait(timeout=60)
-        everybody = list(self.slots)
-        self.barrier.wait(timeout=60)
-        return everybody
-
-    def all_reduce(self, x: Any) -> Any:
-        first, *others = self._exchange(x)
-        for other in others:
-            first = first + other
-        return first
-
-    def all_gather(self, x: Any) -> Any:
-        return self.backend.concat(self._exchange(x))
-
-
-def run_ranks(size: int, backend: Backend, work: Callable[[ParallelContext], Result]) -> list[Result]:
-    """Run `work` on every rank at once; return the results in rank order."""
+def rank_backends(size: int, backend: Backend) -> tuple[list[Backend], threading.Barrier]:
+    """Return a backend for each rank, and the barrier to abort when one of them fails."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size)
 
-    def run(rank: int) -> Result:
+    def rank_backend(rank: int) -> Backend:
+        def exchange(x: Any) -> list[Any]:
+            slots[rank] = x
+            barrier.wait(timeout=60)
+            everybody = list(slots)
+            barrier.wait(timeout=60)
+            return everybody
+
+        own: Any = copy.copy(backend)
+        own.rank, own.world_size = rank, size
+        own.all_reduce = lambda x: reduce(lambda total, part: total + part, exchange(x))
+        own.all_gather = lambda x: backend.concat(exchange(x))
+        own.broadcast = lambda x: exchange(x)[0]
+        return own  # type: ignore[no-any-return]
+
+    return [rank_backend(rank) for rank in range(size)], barrier
+
+
+def run_ranks(size: int, backend: Backend, work: Callable[[Backend], Result]) -> list[Result]:
+    """Run `work` on every rank at once, with the rank's backend; return the results in rank order."""
+    backends, barrier = rank_backends(size, backend)
+
+    def run(own: Backend) -> Result:
         try:
-            return work(ParallelContext(rank, size, _ThreadGroup(rank, slots, barrier, backend)))
+            return work(own)
         except BaseException:
-            barrier.abort()  # so that the others do not wait for us
+            barrier.abort()  # so that the others do not wait for this one
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+        return list(pool.map(run, backends))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.kernels.cpu import activations, norms, rows
 from quire.kernels.cpu.formats import pack
 from quire.kernels.cpu.rotary import rotary
 from quire.kernels.cpu.threads import Launcher
+from quire.kernels.create import create_backend
+from quire.kernels.gpu.backend import GPUBackend
 from tests.kernels.both_ways import T_SIZES, Results, both_ways, new_launcher
 from tests.kernels.scenes import DTYPES, host, normal, round_to
 
@@ -171,6 +175,27 @@ def test_embedding_reads_packed_tables(launchers: list[Launcher], width: int, dt
             lambda seed, count=count: (np.random.default_rng(seed).integers(0, 100, count),),
             lambda ids: (round_to(table, dtype)[ids],),
         )
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference", "cuda"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_embedding_with_a_rank_s_part_of_the_table(device: str, quantization: str | None) -> None:
+    """Ids of other ranks give zeros, so that the sum over ranks is the whole lookup. Recorded as well as at once."""
+    if device == "cuda":
+        backend: Any = GPUBackend("float32", "float32", "cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        backend = create_backend(device, "float32", "float32", 1, quantization)
+    table = normal(np.random.default_rng(1), 24, 19)
+    packed = [backend.pack_linear([host(table[start : start + 8])], table=True) for start in (0, 8, 16)]
+    ids = backend.zeros((6,), "int64")
+    run = backend.graph(lambda: tuple(backend.embedding(ids, part, 8 * n) for n, part in enumerate(packed)))
+    whole = [backend.to_numpy(backend.embedding(backend.from_numpy(np.arange(8)), part)) for part in packed]
+    for numbers in ([0, 7, 8, 15, 16, 23], [20, 1, 9, 20, 3, 8]):
+        backend.assign(ids, np.array(numbers))
+        parts = [np.array(backend.to_numpy(part)) for part in run()]
+        for n, part in enumerate(parts):
+            expected = [whole[n][i - 8 * n] if 8 * n <= i < 8 * n + 8 else np.zeros(19) for i in numbers]
+            np.testing.assert_array_equal(part, np.array(expected, np.float32))
 
 
 def test_numbers_of_another_type_are_taken_at_once_only() -> None:

@@ -11,8 +11,9 @@ from transformers.activations import ACT2FN
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.builder import Builder
+from quire.layers.builder import Builder, share_of
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabParallelEmbedding
 from quire.layers.linear import (
     ColumnParallelLinear,
@@ -21,7 +22,6 @@ from quire.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
@@ -48,7 +48,7 @@ def numpy(array: Any) -> np.ndarray:
 def on_ranks(size: int, weights: Weights, work: Any) -> list[Any]:
     if size == 1:
         return [work(Builder(weights, BACKEND))]
-    return run_ranks(size, BACKEND, lambda parallel: work(Builder(weights, BACKEND, parallel)))
+    return run_ranks(size, BACKEND, lambda backend: work(Builder(weights, backend)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -168,7 +168,7 @@ def test_row_layer_sums_over_ranks_and_adds_its_bias_once(ranks: int, transposed
     def work(builder: Builder) -> np.ndarray:
         layer = RowParallelLinear(builder, "o", 12, 7, bias=True, transposed=transposed)
         share = 12 // ranks
-        mine = X[:, builder.parallel.tp_rank * share : (builder.parallel.tp_rank + 1) * share]
+        mine = X[:, builder.backend.rank * share : (builder.backend.rank + 1) * share]
         return numpy(layer(BACKEND.from_numpy(np.ascontiguousarray(mine))))
 
     for result in on_ranks(ranks, weights, work):
@@ -208,8 +208,8 @@ def test_position_table_skips_its_unused_rows() -> None:
 
 
 def test_sizes_that_ranks_cannot_share_name_the_option() -> None:
-    def work(parallel: ParallelContext) -> None:
-        parallel.share(10, "number of attention heads")
+    def work(backend: Backend) -> None:
+        share_of(backend, 10, "number of attention heads")
 
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4; it must divide the model's number of attention"):
         run_ranks(4, BACKEND, work)

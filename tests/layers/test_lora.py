@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from quire.checkpoint.tensor import HostTensor, Tensor
+from quire.kernels.backend import Backend
 from quire.kernels.lora import LoRAChange
 from quire.kernels.reference.backend import ReferenceBackend
 from quire.layers.builder import Builder
 from quire.layers.embedding import LMHead, VocabParallelEmbedding
 from quire.layers.linear import ColumnParallelLinear, GatedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.lora import LoRASlots
-from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
 BACKEND = ReferenceBackend()
@@ -50,8 +50,8 @@ def new_slots() -> LoRASlots:
     return LoRASlots(BACKEND, num_slots=2, max_rank=RANK, vocab_size=9, extra_vocab=0, max_tokens=8, max_rows=8)
 
 
-def on_ranks(size: int, work: Callable[[ParallelContext], np.ndarray]) -> Sequence[np.ndarray]:
-    return [work(ParallelContext())] if size == 1 else run_ranks(size, BACKEND, work)
+def on_ranks(size: int, work: Callable[[Backend], np.ndarray]) -> Sequence[np.ndarray]:
+    return [work(BACKEND)] if size == 1 else run_ranks(size, BACKEND, work)
 
 
 LAYERS: dict[str, tuple[Layer, tuple[str, ...]]] = {
@@ -80,28 +80,28 @@ def test_adapted_rows_are_those_of_the_merged_layer(name: str, size: int) -> Non
     make, modules = LAYERS[name]
     x = draw("x", 4, IN)
 
-    def compute(layer: Any, parallel: ParallelContext) -> np.ndarray:
-        share = IN // parallel.tp_size
-        own = x[:, parallel.tp_rank * share : (parallel.tp_rank + 1) * share] if name == "rows" else x
+    def compute(layer: Any, backend: Backend) -> np.ndarray:
+        share = IN // backend.world_size
+        own = x[:, backend.rank * share : (backend.rank + 1) * share] if name == "rows" else x
         out = layer(BACKEND.from_numpy(own))
         return np.concatenate([BACKEND.to_numpy(part) for part in (out if isinstance(out, tuple) else (out,))], axis=1)
 
-    def adapted(parallel: ParallelContext) -> np.ndarray:
+    def adapted(backend: Backend) -> np.ndarray:
         slots = new_slots()
-        layer = make(Builder(Drawn(), BACKEND, parallel, lora=slots).under("m"))
+        layer = make(Builder(Drawn(), backend, lora=slots).under("m"))
         changes = {m: change_of(m, slots.targets[m].outputs) for m in modules}
         slots.fill(1, slots.pack(changes), 9)
         slots.write(np.zeros(4, np.int64), np.array([1, -1, 1, 0]), np.zeros(0, np.int64))
         slots.begin(4, 0, True)
-        return compute(layer, parallel)
+        return compute(layer, backend)
 
-    def plain(parallel: ParallelContext, merged: bool) -> np.ndarray:
+    def plain(backend: Backend, merged: bool) -> np.ndarray:
         changes = {m: change_of(m, new_outputs(make, m)) for m in modules} if merged else {}
-        return compute(make(Builder(Drawn(changes), BACKEND, parallel).under("m")), parallel)
+        return compute(make(Builder(Drawn(changes), backend).under("m")), backend)
 
     got = on_ranks(size, adapted)
-    merged = on_ranks(size, lambda parallel: plain(parallel, True))
-    base = on_ranks(size, lambda parallel: plain(parallel, False))
+    merged = on_ranks(size, lambda backend: plain(backend, True))
+    base = on_ranks(size, lambda backend: plain(backend, False))
     for rank in range(size):
         np.testing.assert_allclose(got[rank][[0, 2]], merged[rank][[0, 2]], rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(got[rank][[1, 3]], base[rank][[1, 3]])
@@ -124,8 +124,8 @@ def test_tables_and_heads(size: int) -> None:
     table = LoRAChange(draw("ta", RANK, 9), draw("tb", IN, RANK))
     head = LoRAChange(draw("ha", RANK, IN), draw("hb", 9, RANK))
 
-    def work(parallel: ParallelContext, slots: LoRASlots | None, weights: Drawn) -> np.ndarray:
-        builder = Builder(weights, BACKEND, parallel, lora=slots).under("m")
+    def work(backend: Backend, slots: LoRASlots | None, weights: Drawn) -> np.ndarray:
+        builder = Builder(weights, backend, lora=slots).under("m")
         embedding = VocabParallelEmbedding(builder, "embed", 9, IN)
         scores = LMHead(builder, "head", 9, IN, tied_to=None)
         if slots is not None:
@@ -137,8 +137,8 @@ def test_tables_and_heads(size: int) -> None:
         logits = scores(BACKEND.from_numpy(hidden))
         return np.concatenate([BACKEND.to_numpy(rows), BACKEND.to_numpy(logits)], axis=1)
 
-    (got, *_) = on_ranks(size, lambda parallel: work(parallel, new_slots(), Drawn()))
-    (base, *_) = on_ranks(size, lambda parallel: work(parallel, None, Drawn()))
+    (got, *_) = on_ranks(size, lambda backend: work(backend, new_slots(), Drawn()))
+    (base, *_) = on_ranks(size, lambda backend: work(backend, None, Drawn()))
     np.testing.assert_array_equal(got[3], base[3])
     expected = base.copy()
     assert table.a is not None and table.b is not None and head.a is not None and head.b is not None

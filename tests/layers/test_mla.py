@@ -13,7 +13,6 @@ from quire.checkpoint.rope import RopeParameters
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.parallel import ParallelContext
 from quire.models.deepseek import attention_scale
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
@@ -50,9 +49,9 @@ def test_ranks_split_the_heads_and_all_hold_the_latent_vectors(folder: Path, lat
     info, backend, options = load_model_info(folder), make("reference"), {"latent_cache": latent_cache}
     whole = logits(folder, backend, **options)
 
-    def work(parallel: ParallelContext) -> tuple[np.ndarray, int]:
-        model = load_model(info, backend, parallel=parallel, **options)
-        return logits(folder, backend, parallel=parallel, **options), model.kv_cache_spec().block_bytes(16, 256)
+    def work(backend: Backend) -> tuple[np.ndarray, int]:
+        model = load_model(info, backend, **options)
+        return logits(folder, backend, **options), model.kv_cache_spec().block_bytes(16, 256)
 
     held = load_model(info, backend, **options).kv_cache_spec().block_bytes(16, 256)
     for result, block_bytes in run_ranks(2, backend, work):

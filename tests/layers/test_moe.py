@@ -10,11 +10,11 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.kernels.experts import RoutingParams
 from quire.layers.builder import Builder
 from quire.layers.moe import MoE, MoENames, MoEOptions
-from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
@@ -62,8 +62,8 @@ def stacked(weights: Weights) -> Weights:
     )
 
 
-def compute(weights: Weights, parallel: ParallelContext | None = None, **options: Any) -> torch.Tensor:
-    builder = Builder(weights, BACKEND, parallel or ParallelContext())
+def compute(weights: Weights, backend: Backend = BACKEND, **options: Any) -> torch.Tensor:
+    builder = Builder(weights, backend)
     result: torch.Tensor = MoE(builder, HIDDEN, MoEOptions(**{**OPTIONS, **options}))(X)
     return result
 
@@ -138,13 +138,13 @@ def test_ranks_together_compute_what_one_computes(ranks: int, transposed: bool) 
         weights["experts.down_proj_bias"] = random(EXPERTS, HIDDEN)
         options = {"transposed": True, "expert_bias": True, "hidden_act": "swiglu_oai"}
     expected = compute(weights, **options)
-    for result in run_ranks(ranks, BACKEND, lambda parallel: compute(weights, parallel, **options)):
+    for result in run_ranks(ranks, BACKEND, lambda backend: compute(weights, backend, **options)):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_inner_size_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4; .* the model's size of mlp.experts, 6"):
-        run_ranks(4, BACKEND, lambda parallel: compute(single(), parallel))
+        run_ranks(4, BACKEND, lambda backend: compute(single(), backend))
 
 
 def test_the_router_is_never_quantized() -> None:

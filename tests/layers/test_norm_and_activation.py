@@ -10,11 +10,11 @@ from transformers.activations import ACT2FN
 from quire.checkpoint.tensor import HostTensor
 from quire.checkpoint.weights import DummyWeights
 from quire.errors import ModelError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.layers.activation import ACTIVATIONS, Activation
 from quire.layers.builder import Builder
 from quire.layers.norm import HeadLayerNorm, LayerNorm, ProjectionRMSNorm, RMSNorm
-from quire.layers.parallel import ParallelContext
 from tests.helpers.ranks import run_ranks
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
@@ -82,10 +82,10 @@ def test_norm_over_a_projection_that_is_split_or_repeated_over_ranks(ranks: int,
     scales = np.linspace(0.5, 1.5, num_heads * 4, dtype=np.float32)
     expected = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scales
 
-    def work(parallel: ParallelContext) -> None:
+    def work(backend: Backend) -> None:
         held = max(1, num_heads // ranks)
-        first = parallel.tp_rank * num_heads // ranks
-        builder = Builder(Tensors({"n.weight": scales}), BACKEND, parallel)
+        first = backend.rank * num_heads // ranks
+        builder = Builder(Tensors({"n.weight": scales}), backend)
         norm = ProjectionRMSNorm(builder, "n", num_heads, 4, 1e-6, mine=range(first, first + held))
         mine = slice(first * 4, (first + held) * 4)
         np.testing.assert_allclose(norm(BACKEND.from_numpy(x.copy())[:, mine]), expected[:, mine], rtol=1e-5)

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ConfigError, ModelError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.parallel import ParallelContext
 from quire.models.loader import LoadProgress, load_model, weight_bytes
 from quire.step import LayerKVSpec
 from tests.helpers.checkpoints import PLAIN_CONFIG, family_parameters, plain_tensors, write_checkpoint, write_plain
@@ -27,9 +27,9 @@ BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 PROMPT = np.random.default_rng(0).integers(0, 131, 19).tolist()
 
 
-def logits(folder: Path, **options: Any) -> np.ndarray:
-    model = load_model(load_model_info(folder), BACKEND, **options)
-    return ModelDriver(model, BACKEND).step({"a": PROMPT})["a"]
+def logits(folder: Path, backend: Backend = BACKEND, **options: Any) -> np.ndarray:
+    model = load_model(load_model_info(folder), backend, **options)
+    return ModelDriver(model, backend).step({"a": PROMPT})["a"]
 
 
 def test_dummy_weights_need_only_a_config_and_follow_the_seed(tmp_path: Path) -> None:
@@ -244,8 +244,8 @@ def test_ranks_together_compute_what_one_computes(
     folder = write_checkpoint(tmp_path, family, **config)
     expected = logits(folder)
 
-    def work(parallel: ParallelContext) -> np.ndarray:
-        return logits(folder, parallel=parallel)
+    def work(backend: Backend) -> np.ndarray:
+        return logits(folder, backend)
 
     for result in run_ranks(ranks, BACKEND, work):
         np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())

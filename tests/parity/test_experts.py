@@ -11,8 +11,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.safetensors import Checkpoint
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import load_oracle, logits_of
 from tests.helpers.model_driver import ModelDriver
@@ -64,8 +64,8 @@ def test_ranks_together_compute_what_one_computes(case: str, checkpoint: Any) ->
     backend, info = create_backend("reference", "float32", "float32", num_threads=1), load_model_info(folder)
     expected = ModelDriver(load_model(info, backend), backend).step({"a": prompt})["a"]
 
-    def work(parallel: ParallelContext) -> np.ndarray:
-        return ModelDriver(load_model(info, backend, parallel=parallel), backend).step({"a": prompt})["a"]
+    def work(backend: Backend) -> np.ndarray:
+        return ModelDriver(load_model(info, backend), backend).step({"a": prompt})["a"]
 
     for result in run_ranks(2, backend, work):
         np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(expected).max())

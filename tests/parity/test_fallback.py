@@ -15,8 +15,8 @@ from quire.config import EngineConfig
 from quire.engine.plan import make_plan
 from quire.engine.resolve import load_info
 from quire.errors import ConfigError, ModelError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import FAMILIES, SMALL, oracle_logits, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
@@ -105,9 +105,9 @@ def test_two_ranks_split_it_by_its_plan(tmp_path: Path) -> None:
 
     loading = threading.Lock()  # transformers loads one model at a time in a process
 
-    def work(parallel: ParallelContext) -> np.ndarray:
+    def work(backend: Backend) -> np.ndarray:
         with loading:
-            model = load_model(info, backend, parallel=parallel)
+            model = load_model(info, backend)
         assert model.kv_cache_spec().layers[0].num_kv_heads == 1
         return ModelDriver(model, backend).step({"a": prompt})["a"]
 

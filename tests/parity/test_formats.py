@@ -15,8 +15,8 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.resolve import resolve_config
 from quire.errors import ModelError
+from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import CPUBackend
-from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model, weight_bytes
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import logits_of, write_checkpoint
@@ -194,8 +194,8 @@ def test_ranks_cut_groups_or_widen_them(kind: str, folders: Any) -> None:
     folder, meant = folders("llama", kind)
     backend = CPUBackend("float32", "float32", 1)
 
-    def work(context: ParallelContext) -> np.ndarray:
-        model = load_model(load_model_info(folder), backend, parallel=context)
+    def work(backend: Backend) -> np.ndarray:
+        model = load_model(load_model_info(folder), backend)
         return ModelDriver(model, backend).step({"a": PROMPT})["a"]
 
     expected = logits_of(oracle(meant), PROMPT)

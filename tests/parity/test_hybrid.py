@@ -12,8 +12,8 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.safetensors import Checkpoint
 from quire.errors import ModelError
+from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
-from quire.layers.parallel import ParallelContext
 from quire.models.loader import load_model
 from tests.helpers.checkpoints import safetensors_bytes
 from tests.helpers.model_driver import ModelDriver
@@ -84,8 +84,8 @@ def test_two_ranks_share_heads_and_channels(case: str, checkpoint: Any) -> None:
     backend, info = create_backend("reference", "float32", "float32", num_threads=1), load_model_info(folder)
     expected = driver(folder, "reference").step({"a": prompt})["a"]
 
-    def work(parallel: ParallelContext) -> tuple[np.ndarray, int]:
-        model = load_model(info, backend, parallel=parallel)
+    def work(backend: Backend) -> tuple[np.ndarray, int]:
+        model = load_model(info, backend)
         return ModelDriver(model, backend).step({"a": prompt})["a"], model.kv_cache_spec().state_bytes
 
     whole = load_model(info, backend).kv_cache_spec().state_bytes

@@ -279,8 +279,11 @@ class LinearOps(Protocol):
     def pack_heads(self, matrices: Sequence[Tensor]) -> HeadsWeight:
         """Pack a matrix [B, A] for each of H heads for `head_linear`, in `dtype`; never quantized."""
 
-    def embedding(self, ids: Array, weight: LinearWeight) -> Array:
-        """Look up rows: ids int [T], weight [V, H] -> [T, H]. Ids are in range (checked at the edge)."""
+    def embedding(self, ids: Array, weight: LinearWeight, first_row: int | None = None) -> Array:
+        """Look up rows: ids int [T], weight [V, H] -> [T, H]. Ids are in range (checked at the edge).
+
+        With `first_row` the weight has rows first_row : first_row + V of the whole table; other ids give zeros.
+        """
 
     def linear(self, x: Array, weight: LinearWeight) -> Array:
         """x [T, K] @ weight.T (+ bias) -> [T, N], accumulated in float32, independent of T row by row.
@@ -305,6 +308,29 @@ class LinearOps(Protocol):
 
     def gated_activation(self, x: Array, kind: str) -> Array:
         """act(gate) * up -> [T, I] of what `linear` made: x [T, 2 * I], gate in the first half; see `gated_linear`."""
+
+
+class CollectiveOps(Protocol):
+    """Collectives of `world_size` tensor-parallel ranks; this backend is the one of rank `rank`.
+
+    Every rank calls the same ones in the same order. They are model ops, recorded like any other. The defaults are
+    those of a single rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def all_reduce(self, x: Array) -> Array:
+        """Return the sum of `x` over all ranks, added in rank order."""
+        return x
+
+    def all_gather(self, x: Array) -> Array:
+        """Return the ranks' `x` joined along the last axis, in rank order."""
+        return x
+
+    def broadcast(self, x: Array) -> Array:
+        """Return the `x` of rank 0."""
+        return x
 
 
 class ExpertOps(Protocol):
@@ -735,6 +761,16 @@ class GraphOps(ArrayOps, Protocol):
 
 
 class Backend(
-    LinearOps, ExpertOps, LoRAOps, StateOps, AttentionOps, KVCacheOps, SamplingOps, MemoryOps, GraphOps, Protocol
+    LinearOps,
+    CollectiveOps,
+    ExpertOps,
+    LoRAOps,
+    StateOps,
+    AttentionOps,
+    KVCacheOps,
+    SamplingOps,
+    MemoryOps,
+    GraphOps,
+    Protocol,
 ):
     """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""

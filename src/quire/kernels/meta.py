@@ -19,7 +19,14 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionOps, AttentionParams, GraphOps
+from quire.kernels.backend import (
+    Arrays,
+    AttentionMetadata,
+    AttentionOps,
+    AttentionParams,
+    CollectiveOps,
+    GraphOps,
+)
 from quire.kernels.cpu.arrays import ALIGNMENT, MetaArena
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.held import held_layout, held_size
@@ -145,7 +152,7 @@ class Work:
         return self.num_bytes + sum(mixture.touched(rows) for mixture in self.mixtures) if rows else 0.0
 
 
-class MetaBackend:
+class MetaBackend(CollectiveOps):
     """The model ops of `Backend`, without numbers. Products with adapters do not count as work.
 
     Attributes:
@@ -318,7 +325,7 @@ class MetaBackend:
 
     rotary_embedding = softcap = limit_columns = write_kv = write_latent = _in_place
 
-    def embedding(self, ids: np.ndarray, weight: MetaWeight) -> np.ndarray:
+    def embedding(self, ids: np.ndarray, weight: MetaWeight, first_row: int | None = None) -> np.ndarray:
         return self._out((len(ids), weight.inputs))
 
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import WeightSource
+from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.layers.lora import LoRASlots
-from quire.layers.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """Weights below a prefix, the backend that packs them, and this rank's place.
+    """Weights below a prefix, and the backend that packs this rank's share of them.
 
     `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight".
 
@@ -26,7 +26,6 @@ class Builder:
 
     weights: WeightSource
     backend: Backend
-    parallel: ParallelContext = field(default_factory=ParallelContext)
     prefix: str = ""
     lora: LoRASlots | None = None
     headless: bool = False
@@ -48,3 +47,13 @@ class Builder:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the whole tensor, which has this shape."""
         return self.weights.read(self.prefix + name, shape)
+
+
+def share_of(backend: Backend, total: int, what: str) -> int:
+    """Return a rank's part of `total`; raise ConfigError if it cannot be split evenly over the backend's ranks."""
+    if total % backend.world_size:
+        raise ConfigError(
+            f"tensor_parallel_size is {backend.world_size}; it must divide the model's {what}, {total}",
+            param="tensor_parallel_size",
+        )
+    return total // backend.world_size

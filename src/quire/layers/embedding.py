@@ -18,11 +18,11 @@ class VocabParallelEmbedding:
     """
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, width: int) -> None:
-        self.backend, self.parallel = builder.backend, builder.parallel
+        self.backend = builder.backend
         self.vocab_size = vocab_size
         table = builder.get(f"{name}.weight", (vocab_size, width))
-        self.rows_per_rank = -(-vocab_size // self.parallel.tp_size)
-        self.first_row = self.parallel.tp_rank * self.rows_per_rank
+        self.rows_per_rank = -(-vocab_size // self.backend.world_size)
+        self.first_row = self.backend.rank * self.rows_per_rank
         parts = [table.rows(self.first_row, self.first_row + self.rows_per_rank)]
         padding = self.rows_per_rank - parts[0].shape[0]
         if padding:
@@ -32,21 +32,14 @@ class VocabParallelEmbedding:
 
     def __call__(self, ids: Array) -> Array:
         """Token ids [T] -> [T, width]."""
-        rows = self._look_up(ids)
+        first_row = None if self.backend.world_size == 1 else self.first_row
+        rows = self.backend.all_reduce(self.backend.embedding(ids, self.weight, first_row))
         return rows if self.lora is None else self.lora(rows, ids)
-
-    def _look_up(self, ids: Array) -> Array:
-        if self.parallel.tp_size == 1:
-            return self.backend.embedding(ids, self.weight)
-        local = ids - self.first_row
-        mine = (local >= 0) * (local < self.rows_per_rank)
-        rows = self.backend.embedding(local * mine, self.weight)
-        return self.parallel.sum_ranks(rows * mine.reshape(-1, 1))
 
     def logits(self, hidden: Array) -> Array:
         """Hidden rows [R, width] -> scores of every real token [R, vocab_size]."""
-        logits = self.parallel.join_ranks(self.backend.linear(hidden, self.weight))
-        return logits[:, : self.vocab_size] if self.parallel.tp_size > 1 else logits
+        logits = self.backend.all_gather(self.backend.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size] if self.backend.world_size > 1 else logits
 
 
 class LMHead:

@@ -15,7 +15,7 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array, Arrays, AttentionMetadata
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder
+from quire.layers.builder import Builder, share_of
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.short_conv import ShortConv
@@ -49,9 +49,9 @@ class GatedDeltaNet:
     """One layer, a `Mixer`; ranks split the key heads, and the value heads that go with them."""
 
     def __init__(self, builder: Builder, hidden_size: int, sizes: DeltaSizes, *, eps: float, activation: str) -> None:
-        self.backend, parallel = builder.backend, builder.parallel
-        share = parallel.share(sizes.key_heads, "number of key heads of linear attention")
-        mine = range(parallel.tp_rank * share, (parallel.tp_rank + 1) * share)
+        self.backend = backend = builder.backend
+        share = share_of(backend, sizes.key_heads, "number of key heads of linear attention")
+        mine = range(backend.rank * share, (backend.rank + 1) * share)
         self.key_size, self.value_heads = share * sizes.key_dim, share * sizes.shared
         self.value_size = self.value_heads * sizes.value_dim
         read = _read_by_group if sizes.by_group else _read_apart

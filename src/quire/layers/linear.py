@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.activation import activation_kind
-from quire.layers.builder import Builder
+from quire.layers.builder import Builder, share_of
 from quire.layers.lora import Shard, Split
 
 
@@ -53,8 +53,8 @@ def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: in
 
 def column_shard(builder: Builder, names: Sequence[str], sizes: Sequence[int]) -> Shard:
     """Return what takes this rank's equal share of the rows of matrix number i, of these sizes."""
-    rank = builder.parallel.tp_rank
-    shares = [builder.parallel.share(size, f"size of {'/'.join(names)}") for size in sizes]
+    rank = builder.backend.rank
+    shares = [share_of(builder.backend, size, f"size of {'/'.join(names)}") for size in sizes]
     return lambda i, tensor: [tensor.rows(rank * shares[i], (rank + 1) * shares[i])]
 
 
@@ -94,7 +94,7 @@ class ReplicatedLinear:
             matrices, biases = ([part for whole in tensors for part in split(whole)] for tensors in fused)
         if columns is not None:
             matrices = [matrix.columns(*columns) for matrix in matrices]
-            biases = biases if builder.parallel.tp_rank == 0 else []  # the sum over ranks must hold the bias once
+            biases = biases if builder.backend.rank == 0 else []  # the sum over ranks must hold the bias once
         self.lora = None
         if builder.lora is not None:
             self.lora = builder.lora.linear(
@@ -173,14 +173,14 @@ class RowParallelLinear(ReplicatedLinear):
         bias: bool = False,
         transposed: bool = False,
     ) -> None:
-        self.parallel = builder.parallel
-        share = self.parallel.share(in_features, f"size of {name}")
-        columns = self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share
+        backend = builder.backend
+        share = share_of(backend, in_features, f"size of {name}")
+        columns = backend.rank * share, (backend.rank + 1) * share
         super().__init__(builder, name, in_features, out_features, bias=bias, transposed=transposed, columns=columns)
 
     def __call__(self, x: Array) -> Array:
         """[T, this rank's inputs] -> [T, out_features], the same on every rank."""
-        return self.parallel.sum_ranks(self.partial(x))
+        return self.backend.all_reduce(self.partial(x))
 
     def partial(self, x: Array) -> Array:
         """[T, this rank's inputs] -> [T, out_features], this rank's part of the sum."""
@@ -209,11 +209,11 @@ class QKVParallelLinear(ReplicatedLinear):
         by_group: bool = False,
         gated: bool = False,
     ) -> None:
-        parallel = builder.parallel
-        self.num_heads = parallel.share(num_heads, "number of attention heads")
-        copies = max(1, parallel.tp_size // num_kv_heads)
-        self.num_kv_heads = parallel.share(num_kv_heads * copies, "number of key/value heads")
-        first_head, first_kv_head = parallel.tp_rank * self.num_heads, parallel.tp_rank // copies * self.num_kv_heads
+        backend = builder.backend
+        self.num_heads = share_of(backend, num_heads, "number of attention heads")
+        copies = max(1, backend.world_size // num_kv_heads)
+        self.num_kv_heads = share_of(backend, num_kv_heads * copies, "number of key/value heads")
+        first_head, first_kv_head = backend.rank * self.num_heads, backend.rank // copies * self.num_kv_heads
         self.heads = range(first_head, first_head + self.num_heads)
         self.kv_heads = range(first_kv_head, first_kv_head + self.num_kv_heads)
         self.q_size, self.kv_size, self.gated = self.num_heads * head_size, self.num_kv_heads * head_size, gated

@@ -16,7 +16,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, LayerCache
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder
+from quire.layers.builder import Builder, share_of
 from quire.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -61,7 +61,7 @@ class LatentAttention:
         bias: bool = False,
     ) -> None:
         self.backend, self.sizes, self.rotary = builder.backend, sizes, rotary
-        self.num_heads = builder.parallel.share(sizes.heads, "number of attention heads")
+        self.num_heads = share_of(builder.backend, sizes.heads, "number of attention heads")
         self.queries = QueryProjection(builder, hidden_size, sizes, eps=eps, bias=bias)
         self.kv_a_proj = ReplicatedLinear(
             builder, "kv_a_proj_with_mqa", hidden_size, sizes.rank + sizes.rope, bias=bias
@@ -202,7 +202,7 @@ def split_heads(builder: Builder, sizes: LatentSizes, num_heads: int) -> tuple[l
     """Return W_UK [nope, rank] and W_UV [value, rank] of each of this rank's heads, which kv_b_proj holds in turn."""
     step = sizes.nope + sizes.value
     whole = builder.get("kv_b_proj.weight", (sizes.heads * step, sizes.rank))
-    first = builder.parallel.tp_rank * num_heads
+    first = builder.backend.rank * num_heads
     starts = [head * step for head in range(first, first + num_heads)]
     return (
         [whole.rows(start, start + sizes.nope) for start in starts],

@@ -13,7 +13,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.kernels.backend import Array
 from quire.kernels.experts import Expert, RoutingParams
 from quire.layers.activation import gate_kind
-from quire.layers.builder import Builder
+from quire.layers.builder import Builder, share_of
 from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 
@@ -79,7 +79,7 @@ class MoE:
 
     def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
         names, self.routing = options.names, options.routing
-        self.backend, self.parallel, self.kind = builder.backend, builder.parallel, gate_kind(options.hidden_act)
+        self.backend, self.kind = builder.backend, gate_kind(options.hidden_act)
         number = self.routing.num_experts
         self.router = ReplicatedLinear(builder, names.router, hidden_size, number, bias=options.router_bias, exact=True)
         if options.correction:
@@ -96,7 +96,7 @@ class MoE:
         out = self.backend.experts(x, ids, weights, self.experts, self.kind)
         if self.shared is not None:
             out += self.shared(x)
-        return self.parallel.sum_ranks(out)
+        return self.backend.all_reduce(out)
 
 
 class SharedExpert:
@@ -136,9 +136,9 @@ class ExpertWeights:
 
     def __iter__(self) -> Iterator[Expert]:
         builder, options, names = self.builder, self.options, self.options.names
-        parallel, has = builder.parallel, builder.has
-        share = parallel.share(options.inner_size, f"size of {names.block}.{names.experts}")
-        start, stop = parallel.tp_rank * share, (parallel.tp_rank + 1) * share
+        backend, has = builder.backend, builder.has
+        share = share_of(backend, options.inner_size, f"size of {names.block}.{names.experts}")
+        start, stop = backend.rank * share, (backend.rank + 1) * share
         if options.transposed or (not has(f"{names.experts}.0.{names.down}.weight") and has(names.stacked[1])):
             experts = _stacked(builder, self.hidden_size, options)
         else:
@@ -152,7 +152,7 @@ class ExpertWeights:
                 gate_bias=None if expert.gate_bias is None else expert.gate_bias.rows(start, stop),
                 up_bias=None if expert.up_bias is None else expert.up_bias.rows(start, stop),
                 # The sum over ranks must hold this bias once.
-                down_bias=expert.down_bias if parallel.tp_rank == 0 else None,
+                down_bias=expert.down_bias if backend.rank == 0 else None,
             )
 
 

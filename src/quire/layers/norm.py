@@ -40,16 +40,16 @@ class ProjectionRMSNorm:
     """
 
     def __init__(self, builder: Builder, name: str, num_heads: int, size: int, eps: float, *, mine: range) -> None:
-        self.backend, self.parallel, self.eps = builder.backend, builder.parallel, eps
+        self.backend, self.eps = builder.backend, eps
         scales = builder.get(f"{name}.weight", (num_heads * size,)).to_float32().reshape(num_heads, size)
-        copies = len(mine) * self.parallel.tp_size // num_heads
+        copies = len(mine) * self.backend.world_size // num_heads
         self.weight = self.backend.vector(HostTensor(np.repeat(scales, copies, axis=0).reshape(-1), "float32"))
         width = len(mine) * size
-        self.start, self.stop = self.parallel.tp_rank * width, (self.parallel.tp_rank + 1) * width
+        self.start, self.stop = self.backend.rank * width, (self.backend.rank + 1) * width
 
     def __call__(self, x: Array) -> Array:
         """Normalize this rank's part x [T, its heads * size] of the projection."""
-        return self.backend.rms_norm(self.parallel.join_ranks(x), self.weight, self.eps)[:, self.start : self.stop]
+        return self.backend.rms_norm(self.backend.all_gather(x), self.weight, self.eps)[:, self.start : self.stop]
 
 
 class LayerNorm:

@@ -22,8 +22,7 @@ from quire.checkpoint.weights import CheckpointWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder
-from quire.layers.parallel import ParallelContext
+from quire.layers.builder import Builder, share_of
 from quire.step import KVCacheSpec, LayerKVSpec
 
 COLUMN_WISE, ROW_WISE = "colwise", "rowwise"
@@ -39,7 +38,7 @@ class TransformersForCausalLM:
     classifier = None
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
-        self.info, self.backend, self.parallel = info, builder.backend, builder.parallel
+        self.info, self.backend = info, builder.backend
         self.vocab_size = info.vocab_size
         self._step: tuple[list[LayerCache], AttentionMetadata] | None = None
         self._params: dict[int, AttentionParams] = {}
@@ -49,7 +48,7 @@ class TransformersForCausalLM:
         self._config = transformers_config(info.path, info.raw)
         skeleton = self._skeleton()
         self._plan = dict(getattr(skeleton, "tp_plan", None) or {})
-        check_ranks(self.parallel, self._plan, type(skeleton).__name__)
+        check_ranks(self.backend, self._plan, type(skeleton).__name__)
         self._specs = self._layer_specs(skeleton)
         if isinstance(builder.weights, CheckpointWeights | DummyWeights):
             self._load(dummy=isinstance(builder.weights, DummyWeights))
@@ -87,7 +86,7 @@ class TransformersForCausalLM:
     def _layer_specs(self, skeleton: Any) -> list[LayerKVSpec]:
         """Say what each layer caches, by its attention module."""
         info, found = self.info, dict[int, LayerKVSpec]()
-        heads = self.parallel.share(info.num_key_value_heads, "number of key/value heads")
+        heads = share_of(self.backend, info.num_key_value_heads, "number of key/value heads")
         for module in skeleton.modules():
             layer = getattr(module, "layer_idx", None)
             if isinstance(layer, int) and hasattr(module, "scaling"):
@@ -158,7 +157,7 @@ class TransformersForCausalLM:
     def _packed(self, full: str, linear: Any) -> Any:
         style = next((style for pattern, style in self._plan.items() if fnmatch.fnmatch(full, pattern)), None)
         experts = getattr(self._config, "num_experts", None) or getattr(self._config, "num_local_experts", None)
-        return packed_linear(self.backend, self.parallel, linear, style, exact=linear.out_features == experts)
+        return packed_linear(self.backend, linear, style, exact=linear.out_features == experts)
 
     def _count(self, skeleton: Any) -> None:
         """Tell a backend that only counts what there will be; its steps are one look-up and the widest product."""
@@ -326,29 +325,29 @@ def call(module: Any, function: Callable[[Any], Any]) -> Any:
     return Packed()
 
 
-def packed_linear(backend: Backend, parallel: ParallelContext, linear: Any, style: str | None, *, exact: bool) -> Any:
+def packed_linear(backend: Backend, linear: Any, style: str | None, *, exact: bool) -> Any:
     """Return a module that computes a `torch.nn.Linear` on the backend.
 
     `style` is how transformers' plan splits it over ranks: "colwise", "rowwise", or None for not at all.
     """
     weight, bias = host_tensor(linear.weight), None if linear.bias is None else host_tensor(linear.bias)
-    if parallel.tp_size > 1 and style == COLUMN_WISE:
-        share = parallel.share(linear.out_features, "columns of a linear layer")
-        start = parallel.tp_rank * share
+    if backend.world_size > 1 and style == COLUMN_WISE:
+        share = share_of(backend, linear.out_features, "columns of a linear layer")
+        start = backend.rank * share
         weight = weight.rows(start, start + share)
         bias = None if bias is None else bias.rows(start, start + share)
-    elif parallel.tp_size > 1 and style == ROW_WISE:
-        share = parallel.share(linear.in_features, "rows of a linear layer")
-        start = parallel.tp_rank * share
+    elif backend.world_size > 1 and style == ROW_WISE:
+        share = share_of(backend, linear.in_features, "rows of a linear layer")
+        start = backend.rank * share
         weight = weight.columns(start, start + share)
-        bias = bias if parallel.tp_rank == 0 else None  # the sum over ranks must hold it once
+        bias = bias if backend.rank == 0 else None  # the sum over ranks must hold it once
     packed = backend.pack_linear([weight], None if bias is None else [bias], exact=exact)
     inputs, outputs = weight.shape[1], weight.shape[0]
 
     def compute(x: Any) -> Any:
         rows = backend.linear(to_array(backend, x.reshape(-1, inputs)), packed)
         if style == ROW_WISE:
-            rows = parallel.sum_ranks(rows)
+            rows = backend.all_reduce(rows)
         return to_torch(rows).reshape(*x.shape[:-1], outputs)
 
     return call(linear, compute)
@@ -377,10 +376,11 @@ def named_modules(model: Any, kind: Any) -> Iterator[tuple[Any, str, str, Any]]:
             yield model.get_submodule(prefix), name, full, module
 
 
-def check_ranks(parallel: ParallelContext, plan: dict[str, str], architecture: str) -> None:
+def check_ranks(backend: Backend, plan: dict[str, str], architecture: str) -> None:
     """Refuse several ranks for a model that does not say how it is split. Raises ConfigError."""
-    if parallel.tp_size > 1 and not {COLUMN_WISE, ROW_WISE} <= set(plan.values()):
+    if backend.world_size > 1 and not {COLUMN_WISE, ROW_WISE} <= set(plan.values()):
         raise ConfigError(
-            f"tensor_parallel_size is {parallel.tp_size}; {architecture} of transformers has no plan for several ranks",
+            f"tensor_parallel_size is {backend.world_size}; {architecture} of transformers has no plan for several "
+            "ranks",
             param="tensor_parallel_size",
         )

@@ -24,12 +24,11 @@ from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DryRunWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
-from quire.kernels.backend import Backend
+from quire.kernels.backend import Backend, CollectiveOps
 from quire.kernels.experts import Expert
 from quire.kernels.held import held_layout, held_size
 from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots
-from quire.layers.parallel import ParallelContext
 from quire.models.interface import Model
 from quire.models.registry import build_model
 from quire.step import DTYPE_BYTES
@@ -53,7 +52,6 @@ def load_model(
     strategy: str = "lazy",
     allow_nonfinite: bool = False,
     seed: int = 0,
-    parallel: ParallelContext | None = None,
     lora: LoRASlots | None = None,
     latent_cache: bool = True,
 ) -> Model:
@@ -80,15 +78,15 @@ def load_model(
         raise ConfigError(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
-    parallel = parallel or ParallelContext()
-    builder = partial(Builder, backend=backend, parallel=parallel, lora=lora, latent_cache=latent_cache)
+    builder = partial(Builder, backend=backend, lora=lora, latent_cache=latent_cache)
     if load_format == "dummy":
         return build_model(info, builder(DummyWeights(seed)), length)
     if load_format == "auto" and is_packed(info):
         return _load_packed(info, builder(PackedNames([])), length)
     checkpoint = open_weights(info, load_format, strategy)
     dry_run, counter = DryRunWeights(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
-    model = build_model(info, Builder(dry_run, cast(Backend, counter), parallel, latent_cache=latent_cache), 1)
+    counter.rank, counter.world_size = backend.rank, backend.world_size
+    model = build_model(info, Builder(dry_run, cast(Backend, counter), latent_cache=latent_cache), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     dry_run.check(model.ignored_weights + tied + _mtp_layers(info))
     free = backend.available_memory()
@@ -119,7 +117,7 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
         if file.header.get(name) != value:
             found = f"{name} {echo(file.header.get(name))}, and this is {echo(value)}"
             raise ModelError(f"{path}: was packed for {found}; convert again: {again}")
-    if builder.lora is not None or builder.parallel.tp_size > 1:
+    if builder.lora is not None or builder.backend.world_size > 1:
         raise ModelError(f"{path}: packed weights take no LoRA adapters and are not split over ranks")
     names = file.header.get("names")
     weights = PackedNames(names if isinstance(names, list) else [])
@@ -141,7 +139,7 @@ def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
     return tuple(rf"\.layers\.{layer}\." for layer in range(first, first + number))
 
 
-class _ByteCounter:
+class _ByteCounter(CollectiveOps):
     """Stands in for a backend during the dry run: counts the bytes that the backend would pack tensors into.
 
     A row of integers has a float32 scale, and each group of 4-bit ones another of 16 bits.

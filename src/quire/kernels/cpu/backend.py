@@ -269,7 +269,10 @@ class CPUBackend(HostMemory, Backend):
     softcap = _op(activations.softcap)
     gated_delta = _op(gated_delta.gated_delta)
 
-    def embedding(self, ids: np.ndarray, weight: Weight) -> np.ndarray:
+    def embedding(self, ids: np.ndarray, weight: Weight, first_row: int | None = None) -> np.ndarray:
+        if first_row is not None:
+            local = rows.local_ids(self._launcher, ids, first_row, weight.outputs)
+            return rows.zero_other_rows(self._launcher, self.embedding(local, weight), ids, first_row, weight.outputs)
         if isinstance(weight, linear_int.IntLinear):
             return linear_int.embed(self._launcher, rows.as_ids(self._launcher, ids), weight)
         assert isinstance(weight, CPULinear), "tables are not held as codes"

@@ -80,3 +80,37 @@ def embedding(
     sizes = width, depth, 2 if paired else 1
     launcher.emit(EMBED[data.dtype], data, numbers, out, *sizes, items=len(ids), work=8 * out.size)
     return out
+
+
+@op
+def shift_ids(args, first, last, scratch):
+    """Items are ids. ids, first row, number of rows, out: ids of the rows, 0 for others."""
+    ids, start, number, out = longs(args[0]), args[1], args[2], longs(args[3])
+    for item in range(first, last):
+        local = ids[item] - start
+        out[item] = local if local >= 0 and local < number else 0
+
+
+def local_ids(launcher: Launcher, ids: np.ndarray, first_row: int, number: int) -> np.ndarray:
+    """Return ids int64 [T] relative to a part of a table, 0 for those of other parts; see `Backend.embedding`."""
+    out = launcher.empty((len(ids),), np.int64)
+    launcher.emit(shift_ids, as_ids(launcher, ids), first_row, number, out, items=len(ids), work=len(ids))
+    return out
+
+
+@op
+def zero_rows(args, first, last, scratch):
+    """Items are ids. ids, first row, number of rows, x, width: rows of x whose id is in another part become 0."""
+    ids, start, number, x, width = longs(args[0]), args[1], args[2], floats(args[3]), args[4]
+    for item in range(first, last):
+        local = ids[item] - start
+        if local < 0 or local >= number:
+            for k in range(width):
+                x[item * width + k] = np.float32(0)
+
+
+def zero_other_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray, first_row: int, number: int) -> np.ndarray:
+    """Return x [T, width], in which rows whose id is in another part of the table are now 0."""
+    numbers = as_ids(launcher, ids)
+    launcher.emit(zero_rows, numbers, first_row, number, x, x.shape[1], items=len(ids), work=x.size)
+    return x

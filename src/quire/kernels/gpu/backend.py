@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.kernels.backend import CollectiveOps
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.attention import AttentionOps
 from quire.kernels.gpu.experts import ExpertOps
@@ -34,5 +35,6 @@ class GPUBackend(
     MemoryOps,
     FlyingOps,
     ArrayOps,
+    CollectiveOps,
 ):
     """Runs on an NVIDIA GPU, or, for tests, on tensors in host memory with Triton's interpreter."""

@@ -120,7 +120,11 @@ class LinearOps(ArrayOps):
 
     # Products
 
-    def embedding(self, ids: torch.Tensor, weight: GPULinear) -> torch.Tensor:
+    def embedding(self, ids: torch.Tensor, weight: GPULinear, first_row: int | None = None) -> torch.Tensor:
+        if first_row is not None:
+            local = ids - first_row
+            other = (local < 0) | (local >= weight.outputs)
+            return self.embedding(local.masked_fill(other, 0), weight).masked_fill_(other[:, None], 0.0)
         if weight.kind == "float":
             return F.embedding(ids, weight.data)
         out = torch.empty((ids.shape[0], weight.inputs), dtype=self.act, device=self.device)

@@ -174,8 +174,12 @@ class ReferenceBackend(HostMemory, Backend):
 
     # Model ops
 
-    def embedding(self, ids: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        return weight.weight[ids.long()].float()
+    def embedding(self, ids: torch.Tensor, weight: ReferenceLinear, first_row: int | None = None) -> torch.Tensor:
+        if first_row is None:
+            return weight.weight[ids.long()].float()
+        local = ids.long() - first_row
+        mine = (local >= 0) & (local < len(weight.weight))
+        return weight.weight[local * mine].float() * mine[:, None]
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
         return self._multiply(x, weight, weight.weight.to(self._compute))
