@@ -24,7 +24,7 @@ from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checks import check_int
 from quire.engine_request import EngineRequest, LoRARequest, ThinkingData
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
-from quire.frontend.breakers import BreakerIndex, Spelling
+from quire.frontend.sequence_breakers import SequenceBreakerIndex, Spelling
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
@@ -89,7 +89,7 @@ class Processor:
         self.max_logprobs = max_logprobs
         self.logits_processors = tuple(logits_processors)
         self.pooling, self.vector_size = pooling, vector_size
-        self._breakers: BreakerIndex | None = None
+        self._breakers: SequenceBreakerIndex | None = None
         self._defaults = dict(sampling_defaults or {})
         try:
             self.default_sampling_params()
@@ -437,7 +437,7 @@ class Processor:
         if params.dry_multiplier == 0.0 or self.tokenizer is None or not texts:
             return []
         if self._breakers is None:
-            self._breakers = BreakerIndex(self.tokenizer, self.vocab_size)
+            self._breakers = SequenceBreakerIndex(self.tokenizer, self.vocab_size)
         return self._breakers.spellings(texts)
 
     @staticmethod

@@ -1,9 +1,9 @@
 """`SupervisedClient`: an engine that may die or hang at any moment, and is replaced by another one that goes on.
 
-It stands where an engine's client would stand. When the engine dies, a new one is started, and told of all live
-requests with the tokens they have (`journal.py`): streams notice a pause. Which request is to blame, if one is, finds
-`suspects.py`; while somebody is tried, all others wait. An engine that is silent for longer than its work explains is
-ended, so that the same happens.
+It has the interface of an engine client. When the engine dies, a new one is started and sent all live requests with the
+tokens they have (`journal.py`): streams notice a pause. `quarantine.py` finds the request that caused it, if one did;
+while a request is isolated, all others wait. An engine that is silent for longer than its work explains is killed, with
+the same consequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, GenerationError, QuireError
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.suspects import Court
+from quire.frontend.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +27,17 @@ WATCH_SECONDS = 0.25
 STALLED_SECONDS = 1.5  # beyond what is explained: then the server is not ready
 STACKS_SECONDS = 2.0  # a client takes half a second at most
 SLEPT_SECONDS = 1.0  # late by so much, this process did not run itself, and the engine perhaps neither
-MOST_SHOWN = 8
+MAX_LOGGED = 8
 
 
 class SupervisedClient:
     """Carries messages to and from whichever engine there is. `EngineClient` describes what has the same name.
 
     Args:
-        client: the first engine's. make_client: makes those of later ones; None: there are none.
-        outputs: says what is live. max_restarts: most deaths within a minute that no request explains.
+        client: the first engine's. make_client: makes those of later ones; None: an engine that dies is not replaced.
+        outputs: holds the live requests. max_restarts: most deaths within a minute that no poison request explains.
         stall_timeout: seconds of unexplained silence after which an engine is ended.
-        on_death: told of every death, before anything is done about it. on_restart: told when another engine is there.
+        on_death: called at every death, before anything else. on_restart: called when another engine is ready.
 
     Attributes:
         running: whether there is an engine. recovering: whether it is being replaced. stalled: whether it is silent.
@@ -62,10 +62,10 @@ class SupervisedClient:
         self._stall_timeout = stall_timeout
         self._on_death = on_death
         self._on_restart = on_restart
-        self._court = Court(self._max_restarts)
+        self._quarantine = Quarantine(self._max_restarts)
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._fence: int | None = None  # call whose answer says that the engine has let go of the last one on trial
+        self._fence: int | None = None  # call whose answer says that the engine has dropped the last isolated request
         self._num_fences = 0
         self._killed: EngineClient | None = None
         self.recovering = False
@@ -91,7 +91,7 @@ class SupervisedClient:
     @property
     def num_condemned(self) -> int:
         """Requests that were ended because they had killed engines."""
-        return self._court.num_condemned
+        return self._quarantine.num_poison
 
     async def start(self) -> Ready:
         """Wait for the first engine. Raises `QuireError` if it cannot start."""
@@ -105,20 +105,20 @@ class SupervisedClient:
         await self._up.wait()
 
     def send(self, message: ToEngine) -> None:
-        """Send in order. What is said of requests while there is no engine for them is in the journal anyway."""
+        """Send in order. Requests and aborts sent while there is no engine are in the journal."""
         if not self.running:
             return
-        trial = self._court.trial
-        if trial is None or not isinstance(message, EngineRequest):
+        isolated = self._quarantine.isolated
+        if isolated is None or not isinstance(message, EngineRequest):
             self._client.send(message)
-        if trial is not None and isinstance(message, AbortRequests):
+        if isolated is not None and isinstance(message, AbortRequests):
             self._review()
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for news. Raises `EngineDeadError` when there is no engine any more, nor will be."""
+        """Wait for a message. Raises `EngineDeadError` when there is no engine any more, nor will be."""
         while True:
-            if self._court.busy:
-                self._review()  # what the last message brought was delivered meanwhile
+            if self._quarantine.has_suspects:
+                self._review()  # the outputs of the last message were processed meanwhile
             try:
                 message = await self._client.receive()
             except EngineDeadError as error:
@@ -126,7 +126,7 @@ class SupervisedClient:
                 continue
             if isinstance(message, CallResult) and message.call_id == self._fence:
                 self._fence = None
-                self._try_next()
+                self._isolate_next()
                 continue
             return message
 
@@ -150,57 +150,57 @@ class SupervisedClient:
         self._fence = None
         self._on_death()
         error = self._note_death(error)
-        while not self._court.too_many() and self._make_client is not None:
+        while not self._quarantine.too_many_deaths() and self._make_client is not None:
             await self._client.close()
             self._client = self._make_client()
             try:
                 await self._client.start()
             except EngineDeadError as again:
                 logger.error("a new engine died while it started: %s", again.message)
-                self._court.note_death(time.monotonic(), {})
+                self._quarantine.note_death(time.monotonic(), {})
                 error = again
                 continue
             except QuireError as problem:
                 logger.error("no new engine can be started: %s", problem.message)
                 error = EngineDeadError(f"the engine could not be started again: {problem.message}")
                 break
-            self._go_on(died)
+            self._resume(died)
             return
         self.recovering = self.stalled = False
         self._up.set()
-        if self._max_restarts and self._court.too_many():
+        if self._max_restarts and self._quarantine.too_many_deaths():
             error = EngineDeadError(f"the engine died too often; the last time: {error.message}")
         raise error
 
     def _note_death(self, error: EngineDeadError) -> EngineDeadError:
         outputs = self._outputs()
         named = set(error.suspects)
-        if not named:  # nothing is known: everybody who was there
-            trial = self._court.trial
-            named = set(outputs.journal.request_ids if trial is None else [trial])
-        suspects = {name: outputs.progress(name) for name in outputs.journal.owners(named)}
-        # In the order in which they came, so that trials are, too.
+        if not named:  # unknown: all that were in the engine
+            isolated = self._quarantine.isolated
+            named = set(outputs.journal.request_ids if isolated is None else [isolated])
+        working_on = {name: outputs.progress(name) for name in outputs.journal.owners(named)}
+        # In order of arrival, so that they are isolated in this order, too.
         order = {name: place for place, name in enumerate(outputs.journal.request_ids)}
-        suspects = dict(sorted(suspects.items(), key=lambda item: order.get(item[0], -1)))
+        working_on = dict(sorted(working_on.items(), key=lambda item: order.get(item[0], -1)))
         logger.error(
             "the engine died: %s; it was working on %d requests: %s; %d are unfinished",
             error.message,
-            len(suspects),
-            _shown(suspects),
+            len(working_on),
+            _shown(working_on),
             outputs.num_unfinished,
         )
         if self._max_restarts:
-            guilty = self._court.note_death(time.monotonic(), suspects)
-            if guilty is not None:
-                logger.error("request %s kills engines and is ended", guilty)
+            poison = self._quarantine.note_death(time.monotonic(), working_on)
+            if poison is not None:
+                logger.error("request %s kills engines and is ended", poison)
                 message = "the engine died again and again when it worked on this request"
-                outputs.fail(guilty, GenerationError(message, code="request_killed_engine"))
+                outputs.fail(poison, GenerationError(message, code="request_killed_engine"))
         else:
-            self._court.note_death(time.monotonic(), {})
+            self._quarantine.note_death(time.monotonic(), {})
         return error
 
-    def _go_on(self, died: float) -> None:
-        """There is a new engine: tell it of everything that is live, or of the first one to be tried."""
+    def _resume(self, died: float) -> None:
+        """Send the new engine all live requests, or the first one to be isolated."""
         self.recovering = self.stalled = False
         self._up.set()
         self.num_restarts += 1
@@ -211,21 +211,21 @@ class SupervisedClient:
             self.num_restarts,
             self._outputs().num_unfinished,
         )
-        self._try_next()
+        self._isolate_next()
         self._on_restart()
 
-    # ---- trials ----
+    # ---- isolated requests ----
 
-    def _try_next(self, there: str | None = None) -> None:
-        """Have the next suspect tried alone, or, if there is none, all go on but `there`, which the engine has."""
+    def _isolate_next(self, running: str | None = None) -> None:
+        """Isolate the next suspect, or, if there is none, replay all requests but `running`, which the engine has."""
         outputs = self._outputs()
-        trial = self._court.next_trial(outputs.progress)
-        if trial is not None:
-            logger.warning("request %s runs alone, since it was there when engines died", trial)
-            self._replay(trial)
+        isolated = self._quarantine.isolate_next(outputs.progress)
+        if isolated is not None:
+            logger.warning("request %s runs alone, because engines died while they worked on it", isolated)
+            self._replay(isolated)
             return
         for request_id in outputs.journal.request_ids:
-            if request_id != there:
+            if request_id != running:
                 self._replay(request_id)
 
     def _replay(self, request_id: str) -> None:
@@ -233,17 +233,17 @@ class SupervisedClient:
             self._client.send(add)
 
     def _review(self) -> None:
-        """Clear those who have come past the point where they were suspected; end a trial that is over."""
-        outputs, court = self._outputs(), self._court
-        trial = court.trial
-        if trial is None:
-            court.clear(outputs.progress)
-        elif self._fence is None and court.is_over(outputs.progress):
-            if not court.waiting(outputs.progress):
-                self._try_next(there=trial)
+        """Clear suspects that are past the point of a death; release the isolated request once it is."""
+        outputs, quarantine = self._outputs(), self._quarantine
+        isolated = quarantine.isolated
+        if isolated is None:
+            quarantine.clear(outputs.progress)
+        elif self._fence is None and quarantine.is_over(outputs.progress):
+            if not quarantine.has_queue(outputs.progress):
+                self._isolate_next(running=isolated)
                 return
-            if trial in outputs.journal:  # it makes room for the next one, and goes on when all were tried
-                self._client.send(AbortRequests(request_ids=outputs.journal.engine_ids(trial)))
+            if isolated in outputs.journal:  # it is replayed once all suspects were isolated
+                self._client.send(AbortRequests(request_ids=outputs.journal.engine_ids(isolated)))
             self._num_fences += 1
             self._fence = -self._num_fences
             self._client.send(Call(call_id=self._fence, method="stats"))
@@ -286,5 +286,5 @@ class SupervisedClient:
 
 def _shown(names: Mapping[str, object]) -> str:
     """Return some of the names, for a line in a log."""
-    listed = ", ".join(list(names)[:MOST_SHOWN])
-    return listed + (", ..." if len(names) > MOST_SHOWN else "") or "none"
+    listed = ", ".join(list(names)[:MAX_LOGGED])
+    return listed + (", ..." if len(names) > MAX_LOGGED else "") or "none"

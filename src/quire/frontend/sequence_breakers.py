@@ -21,7 +21,7 @@ MAX_CACHED = 256
 Spelling = tuple[list[int], list[int]]  # any of these tokens, then exactly these
 
 
-class BreakerIndex:
+class SequenceBreakerIndex:
     """Finds the spellings of texts in one vocabulary; what was found before is remembered.
 
     Args:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from quire.errors import RequestError
-from quire.frontend import breakers
-from quire.frontend.breakers import BreakerIndex
+from quire.frontend import sequence_breakers
+from quire.frontend.sequence_breakers import SequenceBreakerIndex
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.helpers.fake_engine import small_tokenizer
@@ -28,7 +28,7 @@ def breaks(spellings: list[tuple[list[int], list[int]]], ids: list[int]) -> bool
 
 def test_any_token_that_holds_the_text_spells_it() -> None:
     tokenizer = small_tokenizer()
-    index = BreakerIndex(tokenizer, tokenizer.vocab_size)
+    index = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size)
     [(heads, tail)] = index.spellings(["l"])
     assert tail == []
     assert {tokenizer.token_text(token) for token in heads} == {"l", "ll", "hell", "hello", "ld"}
@@ -36,7 +36,7 @@ def test_any_token_that_holds_the_text_spells_it() -> None:
 
 def test_a_text_is_found_across_tokens() -> None:
     tokenizer = small_tokenizer()
-    spellings = BreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["o wor"])
+    spellings = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["o wor"])
     assert breaks(spellings, tokens(tokenizer, "hello world"))
     assert breaks(spellings, tokens(tokenizer, "so world"))
     assert not breaks(spellings, tokens(tokenizer, "hell world"))
@@ -45,7 +45,7 @@ def test_a_text_is_found_across_tokens() -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace", "wordpiece"])
 def test_the_usual_breakers_are_found_in_any_kind_of_vocabulary(kind: str) -> None:
     tokenizer = Tokenizer(MAKERS[kind](), special_tokens=NAMED[kind])
-    index = BreakerIndex(tokenizer, tokenizer.vocab_size)
+    index = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size)
     for text in (":", "fox", "\n") if kind != "wordpiece" else ("fox",):
         sentence = f"the quick{text} brown" if text != "fox" else "the quick fox jumps"
         spellings = index.spellings([text])
@@ -55,15 +55,15 @@ def test_the_usual_breakers_are_found_in_any_kind_of_vocabulary(kind: str) -> No
 
 def test_characters_of_several_bytes() -> None:
     tokenizer = small_tokenizer()  # which has no token for them, only bytes
-    spellings = BreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["。"])
+    spellings = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["。"])
     assert breaks(spellings, tokens(tokenizer, "abc。def"))
     assert not breaks(spellings, tokens(tokenizer, "abc、def"))
 
 
 def test_what_was_found_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
-    index = BreakerIndex(tokenizer, tokenizer.vocab_size)
-    monkeypatch.setattr(breakers, "MAX_CACHED", 3)
+    index = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size)
+    monkeypatch.setattr(sequence_breakers, "MAX_CACHED", 3)
     first = index.spellings(["a"])
     for text in "bcdef":
         index.spellings([text])
@@ -73,13 +73,13 @@ def test_what_was_found_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPa
 
 def test_too_many_spellings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
-    monkeypatch.setattr(breakers, "MAX_IDS", 3)
+    monkeypatch.setattr(sequence_breakers, "MAX_IDS", 3)
     with pytest.raises(RequestError, match="dry_sequence_breakers can be spelled in 5 ways; at most 3") as caught:
-        BreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["l"])
+        SequenceBreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["l"])
     assert caught.value.param == "dry_sequence_breakers"
 
 
 def test_ids_beyond_the_model_are_left_out() -> None:
     tokenizer = small_tokenizer()
-    spellings = BreakerIndex(tokenizer, 200).spellings(["l", "o wor"])
+    spellings = SequenceBreakerIndex(tokenizer, 200).spellings(["l", "o wor"])
     assert all(np.max([*heads, *tail]) < 200 for heads, tail in spellings)
