@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.process import Process
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,17 @@ def make_server() -> Iterator[MakeServer]:
     yield make
     for live in made:
         live.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts server processes with a fake engine; see `serve_fake` for the modes."""
+    made: list[Process] = []
+
+    def make(mode: str = "ok", **options: Any) -> Process:
+        made.append(Process(mode, **options))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()

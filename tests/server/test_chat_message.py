@@ -67,7 +67,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     text=st.from_regex(r"(r{0,3}c{0,3}(\([ab]{0,3}\)){0,2}){0,3}(\(a)?", fullmatch=True),
     places=st.lists(st.integers(0, 100), max_size=6),

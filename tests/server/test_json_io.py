@@ -36,7 +36,7 @@ def outcome(read: Any, text: str) -> tuple[str, str]:
         return type(error).__name__, str(error)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     VALUES, st.none() | st.tuples(st.floats(0, 1), st.sampled_from(["", ",", "]", "}", '"', "1", "-", "e", " ", "x"]))
 )

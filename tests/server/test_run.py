@@ -2,100 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from quire.errors import AddressInUseError, ConfigError
 from quire.server.listen import bind, url_of
+from tests.server.process import Process
+from tests.server.responses.asking import check_story, read_events
 
-ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "fake", "prompt": "ab", "max_tokens": 5}
 
 
-class Process:
-    """A server process; `url` is known once it listens."""
-
-    def __init__(self, mode: str, **options: Any) -> None:
-        command = [sys.executable, "-m", "tests.server.serve_fake", json.dumps({"port": 0, **options}), mode]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.errors: list[str] = []
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._reader.start()
-        line = self.process.stdout.readline()
-        self.url = line.strip().removeprefix("listening url=") if line else ""
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.errors.extend(self.process.stderr)
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> int:
-        code = self.process.wait(20)
-        self._reader.join(10)
-        return code
-
-    def wait_for_status(self, status: str) -> None:
-        while httpx.get(f"{self.url}/health", timeout=10).json() != {"status": status}:
-            pass
-
-    def wait_for_open(self, count: int) -> None:
-        """Wait until so many requests are being worked on."""
-        while f"quire:http_requests_open {count:.1f}" not in httpx.get(f"{self.url}/metrics", timeout=10).text:
-            pass
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    made: list[Process] = []
-
-    def make(mode: str = "ok", **options: Any) -> Process:
-        made.append(Process(mode, **options))
-        return made[-1]
-
-    yield make
-    for item in made:
-        if item.process.poll() is None:
-            item.process.kill()
-        item.process.wait(10)
-        for pipe in (item.process.stdout, item.process.stderr):
-            assert pipe is not None
-            pipe.close()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_when_it_is_ready_serves_and_stops_with_0(start: Callable[..., Process], number: int) -> None:
-    server = start()
-    assert server.url.startswith("http://127.0.0.1:")
-    assert server.line() == f"ready url={server.url} model=fake"
-    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"}, timeout=20)
-    assert answer.status_code == 200
-    server.signal(number)
-    assert server.end() == 0
+def test_it_says_when_it_is_ready_serves_and_stops_with_0(
+    start: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "100000")
+        server = start(host="0.0.0.0")
+        assert server.url.startswith("http://0.0.0.0:")
+        assert server.line() == f"ready url={server.url} model=fake"
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"}, timeout=20)
+        assert answer.status_code == 200
+        notified: list[bytes] = []
+        while not {b"READY=1", b"WATCHDOG=1"} <= set(notified):
+            notified.append(systemd.recv(100))
+        server.signal(signal.SIGTERM)
+        while b"STOPPING=1" not in notified:
+            notified.append(systemd.recv(100))
+        assert server.end() == 0
+        assert set(notified) == {b"READY=1", b"WATCHDOG=1", b"STOPPING=1"}
     access = [line for line in server.errors if "quire.access" in line]
     assert len(access) == 1
     assert "127.0.0.1 POST /v1/completions 200" in access[0]
     assert "mine" in access[0]
+    assert [line for line in server.errors if "without an API key" in line], "everybody may reach this address"
     assert not [line for line in server.errors if "Traceback" in line or "ERROR" in line]
 
 
@@ -103,28 +52,37 @@ def test_running_requests_end_before_the_server_does(start: Callable[..., Proces
     server = start("paced", shutdown_timeout=60)
     server.line()
     body = {**BODY, "max_tokens": 30, "ignore_eos": True}
-    with ThreadPoolExecutor(2) as pool:
+    background = {"model": "fake", "input": "The king", "background": True, "stream": True, "max_output_tokens": 30}
+    with ThreadPoolExecutor(3) as pool:
         bodies = (body, {**body, "stream": True})
         answers = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for body in bodies]
-        server.wait_for_open(2)
+        follower = pool.submit(httpx.post, f"{server.url}/v1/responses", json=background, timeout=20)
+        server.wait_for_open(4)  # a response in the background, and its follower
         server.signal(signal.SIGTERM)
         for answer in answers:
             assert answer.result(20).status_code == 200
             assert '"finish_reason":"length"' in answer.result(20).text
+        assert check_story(read_events(follower.result(20).text))["status"] in ("completed", "incomplete")
     assert server.end() == 0
 
 
 def test_requests_that_take_too_long_are_aborted(start: Callable[..., Process]) -> None:
     server = start("held", shutdown_timeout=0.1)
     server.line()
-    with ThreadPoolExecutor(2) as pool:
+    background = {"model": "fake", "input": "The king", "background": True, "stream": True}
+    with ThreadPoolExecutor(3) as pool:
         bodies = (BODY, {**BODY, "stream": True})
         waiting = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for body in bodies]
-        server.wait_for_open(2)
+        follower = pool.submit(httpx.post, f"{server.url}/v1/responses", json=background, timeout=20)
+        server.wait_for_open(4)  # a response in the background, and its follower
         server.signal(signal.SIGTERM)
         for item in waiting:
             assert item.result(20).status_code == 503
             assert item.result(20).json()["error"]["code"] == "server_shutting_down"
+        events = read_events(follower.result(20).text)
+        final = check_story(events)
+        assert (final["status"], final["error"]["code"], events[-2]["type"]) == ("failed", "server_error", "error")
+        assert "shutting down" in final["error"]["message"]
     assert server.end() == 0
 
 
@@ -134,7 +92,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=20)
         server.wait_for_open(1)
-        server.signal(signal.SIGTERM)
+        server.signal(signal.SIGINT)
         server.wait_for_status("draining")
         refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutting_down")
@@ -166,25 +124,6 @@ def test_the_server_goes_with_its_engine(start: Callable[..., Process]) -> None:
     assert server.errors[-1] == "error: the engine process ended (signal 9)\n"
 
 
-def test_systemd_hears_of_ready_alive_and_stopping(
-    start: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(20)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        monkeypatch.setenv("WATCHDOG_USEC", "100000")
-        server = start()
-        heard = []
-        while not {b"READY=1", b"WATCHDOG=1"} <= set(heard):
-            heard.append(systemd.recv(100))
-        server.signal(signal.SIGTERM)
-        while b"STOPPING=1" not in heard:
-            heard.append(systemd.recv(100))
-        assert server.end() == 0
-        assert set(heard) == {b"READY=1", b"WATCHDOG=1", b"STOPPING=1"}
-
-
 def test_a_port_in_use_is_one_line_and_98(start: Callable[..., Process]) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -205,14 +144,6 @@ def test_addresses_that_are_not_ours() -> None:
 def test_urls_name_the_port_that_was_found() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert url_of(listener, tls=True) == f"https://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def test_an_open_server_without_a_key_is_warned_about(start: Callable[..., Process]) -> None:
-    server = start(host="0.0.0.0")
-    server.line()
-    server.signal(signal.SIGTERM)
-    assert server.end() == 0
-    assert [line for line in server.errors if "without an API key" in line]
 
 
 def test_a_bad_certificate_is_one_line_and_2(start: Callable[..., Process], tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""What a response in the background holds until it ends: its key's place; and how a server ends that makes one."""
+"""What a response in the background holds until it ends: its key's place. For processes that stop, see `test_run`."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import httpx
 import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
-from tests.helpers.server import serve
-from tests.server.responses.asking import PATH, check_story, read_events
+from tests.server.responses.asking import PATH
 
 KEYS = "keys:\n  - key: one\n    max_concurrency: 1\n  - key: two\n    max_concurrency: 2\n"
 LONG = {"max_model_len": 100_000}
@@ -103,39 +101,3 @@ def test_a_follower_that_leaves_gives_no_place_back(server: LiveServer) -> None:
     server.do(server.fake_client.resume)
     server.wait_until(lambda: server.context.num_open == 0)
     assert post(server, "one").status_code == 200
-
-
-def test_a_process_that_is_told_to_stop_ends_it_and_leaves_with_0(tmp_path: Path) -> None:
-    """It may go on until --shutdown-timeout; then its story ends as failed, and nothing keeps the process."""
-    body = {"model": "quire-demo", "input": "The king", "background": True, "stream": True, "ignore_eos": True}
-    with (
-        serve(tmp_path / "log.txt", "--shutdown-timeout", "0.1") as server,
-        httpx.Client(timeout=60, trust_env=False) as client,
-        client.stream("POST", server.url + PATH, json=body) as answer,
-    ):
-        text = answer.iter_text()
-        seen = [next(text)]
-        while "output_text.delta" not in seen[-1]:
-            seen.append(next(text))
-        server.process.send_signal(signal.SIGTERM)
-        seen += text
-        events = read_events("".join(seen))
-        final = check_story(events)
-        assert (final["status"], final["error"]["code"]) == ("failed", "server_error")
-        assert "shutting down" in final["error"]["message"]
-        assert events[-2]["type"] == "error"
-        assert server.process.wait(30) == 0
-
-
-def test_a_process_waits_for_one_that_ends_in_time(tmp_path: Path) -> None:
-    body = {"model": "quire-demo", "input": "The king", "background": True, "max_output_tokens": 64}
-    with serve(tmp_path / "log.txt", "--shutdown-timeout", "60") as server:
-        follow = {**body, "stream": True}
-        with httpx.stream("POST", server.url + PATH, json=follow, timeout=60, trust_env=False) as answer:
-            text = answer.iter_text()
-            seen = [next(text)]
-            server.process.send_signal(signal.SIGTERM)
-            seen += text
-        final = check_story(read_events("".join(seen)))
-        assert final["status"] in ("completed", "incomplete")
-        assert server.process.wait(30) == 0
