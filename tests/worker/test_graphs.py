@@ -124,7 +124,7 @@ def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> N
     tape = TapeRecorder()
     driver = runner(folders["lfm2"], PlainGPU(tape))
     graphs = driver.runner.graphs
-    assert not graphs.rehearse(), "nothing was seen yet"
+    assert not graphs.record_next(), "nothing was seen yet"
     names = ("a", "b", "c")
     for name in names:
         driver.add(name, [5, 6], GREEDY)
@@ -133,7 +133,7 @@ def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> N
     caches = [cache.clone() for cache in driver.runner.kv_caches]
     states = [state[:-1].clone() for layer in driver.runner.states.arrays for state in layer]
     made = []
-    while graphs.rehearse():
+    while graphs.record_next():
         made.append(len(tape.made[-1]))
     assert made == [1, 1, 1, 1], "1, 2, 4, and 8 as the next"
     for before, after in zip(caches, driver.runner.kv_caches, strict=True):

@@ -29,8 +29,8 @@ from quire.kernels.backend import (
 )
 from quire.kernels.cpu.arrays import ALIGNMENT, MetaArena
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.held import held_layout, held_size
 from quire.kernels.lora import LoRARows
+from quire.kernels.weight_storage import stored_layout, stored_size
 
 LANES = 16
 COLUMNS = 32  # rows of weights are padded to a multiple
@@ -229,13 +229,13 @@ class MetaBackend(CollectiveOps):
         table: bool = False,
         exact: bool = False,
     ) -> MetaWeight:
-        """Count a weight, see `formats.pack`, `linear_int`, and for what a checkpoint stores `held_size`."""
+        """Count a weight, see `formats.pack`, `linear_int`, and for what a checkpoint stores `stored_size`."""
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         gated = gated and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
         padded, bits, group, depth = _up(outputs, COLUMNS), 0, 0, inputs + inputs % 2 * self._paired
-        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        layout = None if exact or self.quantization is not None else stored_layout(parts, self.dtype, table=table)
         if layout is not None:  # products with codes work like those with floats
-            size = held_size(layout, outputs, inputs)
+            size = stored_size(layout, outputs, inputs)
             nbytes = _up(size.data, ALIGNMENT) + size.rest
             if layout.kind == "integers":
                 bits, depth, group = layout.bits, size.depth, size.group or size.depth

@@ -7,38 +7,31 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
-import numpy as np
-
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import is_packed, open_weights
 from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
-from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import CheckpointWeights, DryRunWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
-from quire.kernels.backend import Backend, CollectiveOps
-from quire.kernels.experts import Expert
-from quire.kernels.held import held_layout, held_size
+from quire.kernels.backend import Backend
+from quire.kernels.meta import MetaBackend
 from quire.layers.builder import Builder
 from quire.layers.lora import LoRASlots
 from quire.models.interface import Model
 from quire.models.registry import build_model
-from quire.step import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 GIB = 2**30
 MB = 10**6
-GROUP = 64  # of 4-bit weights
 BAR_AFTER = 1.0  # seconds
 LINE_EVERY = 5.0
 
@@ -84,15 +77,16 @@ def load_model(
     if load_format == "auto" and is_packed(info):
         return _load_packed(info, builder(PackedNames([])), length)
     checkpoint = open_weights(info, load_format, strategy)
-    dry_run, counter = DryRunWeights(checkpoint), _ByteCounter(backend.dtype, backend.quantization)
+    dry_run = DryRunWeights(checkpoint)
+    counter, sizes = _byte_counter(backend.dtype, backend.quantization)
     counter.rank, counter.world_size = backend.rank, backend.world_size
-    model = build_model(info, Builder(dry_run, cast(Backend, counter), latent_cache=latent_cache), 1)
+    model = build_model(info, Builder(dry_run, counter, latent_cache=latent_cache), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
     dry_run.check(model.ignored_weights + tied + _mtp_layers(info))
     free = backend.available_memory()
-    if counter.num_bytes > free:  # before the system starts to swap or kill
+    if sum(sizes) > free:  # before the system starts to swap or kill
         raise ModelError(
-            f"{info.path}: weights need {counter.num_bytes / GIB:.1f} GiB in {backend.quantization or backend.dtype}, "
+            f"{info.path}: weights need {sum(sizes) / GIB:.1f} GiB in {backend.quantization or backend.dtype}, "
             f"{free / GIB:.1f} GiB are available"
         )
     with LoadProgress(info.path.name, dry_run.num_bytes) as progress:
@@ -127,9 +121,16 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
     """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
-    counter = _ByteCounter(dtype, quantization)
-    build_model(info, Builder(DryRunWeights(open_weights(info)), cast(Backend, counter)), 1)
-    return counter.num_bytes
+    counter, sizes = _byte_counter(dtype, quantization)
+    build_model(info, Builder(DryRunWeights(open_weights(info)), counter), 1)
+    return sum(sizes)
+
+
+def _byte_counter(dtype: str, quantization: str | None) -> tuple[Backend, list[int]]:
+    """Return a backend that packs nothing, and a list to which it appends the bytes of each weight."""
+    sizes: list[int] = []
+    counter = MetaBackend(dtype, dtype, quantization, 1, None, lambda kind, nbytes, total: sizes.append(nbytes))
+    return cast(Backend, counter), sizes
 
 
 def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
@@ -137,54 +138,6 @@ def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
     first = info.num_hidden_layers
     number = info.fields.integer("num_nextn_predict_layers", 0, high=64)
     return tuple(rf"\.layers\.{layer}\." for layer in range(first, first + number))
-
-
-class _ByteCounter(CollectiveOps):
-    """Stands in for a backend during the dry run: counts the bytes that the backend would pack tensors into.
-
-    A row of integers has a float32 scale, and each group of 4-bit ones another of 16 bits.
-    """
-
-    def __init__(self, dtype: str, quantization: str | None) -> None:
-        self.name, self.dtype, self.kv_dtype, self.quantization = "dry run", dtype, dtype, quantization
-        self.num_bytes = 0
-
-    def from_numpy(self, array: np.ndarray) -> Any:
-        return None
-
-    def vector(self, tensor: Tensor) -> Any:
-        self.num_bytes += math.prod(tensor.shape) * DTYPE_BYTES["float32"]
-
-    def pack_linear(
-        self,
-        parts: Sequence[Tensor],
-        biases: Sequence[Tensor] | None = None,
-        *,
-        gated: bool = False,
-        table: bool = False,
-        exact: bool = False,
-    ) -> Any:
-        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
-        if layout is not None:
-            size = held_size(layout, outputs, inputs)
-            self.num_bytes += size.data + size.rest + (outputs * DTYPE_BYTES["float32"] if biases else 0)
-            return
-        if self.quantization is None or exact or (table and self.quantization == "fp8"):
-            row = inputs * DTYPE_BYTES[self.dtype]
-        elif self.quantization == "int4" and not table:
-            row = inputs // 2 + -(-inputs // GROUP) * DTYPE_BYTES["float16"] + DTYPE_BYTES["float32"]
-        else:
-            row = inputs + DTYPE_BYTES["float32"]
-        self.num_bytes += outputs * (row + (DTYPE_BYTES["float32"] if biases else 0))
-
-    def pack_heads(self, matrices: Sequence[Tensor]) -> Any:
-        self.num_bytes += sum(math.prod(matrix.shape) for matrix in matrices) * DTYPE_BYTES[self.dtype]
-
-    def pack_experts(self, experts: Iterable[Expert]) -> Any:
-        for expert in experts:
-            self.pack_linear(*expert.first, gated=True)
-            self.pack_linear(*expert.last)
 
 
 class LoadProgress:

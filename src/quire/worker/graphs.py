@@ -97,7 +97,7 @@ class StepGraphs:
         num_types = getattr(model, "num_token_types", 0)
         self._token_types = backend.zeros((max_tokens,), "int64") if num_types else None
         self._graphs: OrderedDict[Shape, Callable[..., Arrays]] = OrderedDict()
-        self._rehearsals = Rehearsals(backend, max_num_seqs)
+        self._warm_up = GraphWarmUp(backend, max_num_seqs)
 
     def run(
         self,
@@ -122,7 +122,7 @@ class StepGraphs:
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
         self.began = self._backend.mark()
         hidden, logits, finite = self._compute((size, all_hidden, adapted), sequences, lengths)
-        self._rehearsals.note(size)
+        self._warm_up.add(size)
         if size.tokens != tokens and all_hidden and hidden is not None:
             hidden = hidden[:tokens]
         if size.rows != rows:
@@ -130,12 +130,12 @@ class StepGraphs:
             logits, finite = (None if x is None else x[:rows] for x in (logits, finite))
         return hidden, logits, finite
 
-    def rehearse(self) -> bool:
+    def record_next(self) -> bool:
         """Compute and record a step of nothing but padding, of a size that is likely to come; say whether it did.
 
         At most one, so that whoever arrives meanwhile does not wait for several. No sequence's memory changes.
         """
-        batch = self._rehearsals.next() if self._recordable else None
+        batch = self._warm_up.next_size() if self._recordable else None
         if batch is None:
             return False
         size = self._size(batch, batch, batch)
@@ -143,7 +143,7 @@ class StepGraphs:
         self._stage(inputs, size, None, None if self._lora is None else inputs.rows)
         for _ in range(RECORDED_AFTER):
             self._compute((size, False, False), 0, None)
-        self._rehearsals.done(size)
+        self._warm_up.done(size)
         return True
 
     def compile_ahead(self) -> int:
@@ -296,27 +296,25 @@ class StepGraphs:
         return hidden if all_hidden else None, logits, self._backend.rows_finite(logits)
 
 
-class Rehearsals:
-    """Which batch sizes of decoding are worth recording before they come: those up to the largest that was seen, and
-    the next one.
-    """
+class GraphWarmUp:
+    """Chooses batch sizes of decoding to record before they occur: all up to the largest so far, and the next one."""
 
     def __init__(self, backend: Backend, max_num_seqs: int) -> None:
         self._backend, self._most = backend, max_num_seqs
-        self._times: dict[int, int] = {}  # by size, how often it was seen
+        self._times: dict[int, int] = {}  # by size, how often it occurred
         self._widest = 0
 
-    def note(self, size: StepShape) -> None:
-        """Note that a step of a request was computed."""
+    def add(self, size: StepShape) -> None:
+        """Count a step of requests that was computed."""
         if self._backend.pads and size.recorded == "whole":
             self._widest = max(self._widest, size.tokens)
             self._times[size.tokens] = self._times.get(size.tokens, 0) + 1
 
     def done(self, size: StepShape) -> None:
-        """Note that a step was rehearsed."""
+        """Count a size as recorded."""
         self._times[size.tokens] = RECORDED_AFTER
 
-    def next(self) -> int | None:
+    def next_size(self) -> int | None:
         """Return a size that was not recorded yet, smallest first; None if there is none."""
         batch = 1
         while self._widest and batch <= self._most:

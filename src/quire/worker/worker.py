@@ -222,8 +222,8 @@ class Worker:
         return self.runner.submit(step)
 
     def idle(self) -> bool:
-        """Record a step that is likely to come; see `StepGraphs.rehearse`."""
-        return self.runner is not None and self.runner.graphs.rehearse()
+        """Record a step that is likely to come; see `StepGraphs.record_next`."""
+        return self.runner is not None and self.runner.graphs.record_next()
 
     def sleep(self, level: int) -> int:
         """Let go of the KV cache and all that steps use, and at level 2 of the weights; return how many bytes."""

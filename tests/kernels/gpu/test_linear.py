@@ -22,10 +22,10 @@ from quire.kernels.gpu.choices import Choices
 from quire.kernels.gpu.linear import gemv_key
 from quire.kernels.gpu.linear_weights import GPULinear, weave
 from quire.kernels.gpu.quantize import quantize_rows
-from quire.kernels.held import held_layout, held_size
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.reference.quantize import quantize_rows as plain_rows
 from quire.kernels.reference.quantize import round_rows_fp8
+from quire.kernels.weight_storage import stored_layout, stored_size
 from tests.helpers import stored
 from tests.helpers.quantizers import NF4
 from tests.kernels.gpu.common import ACTS, DEVICE
@@ -149,10 +149,10 @@ def integer_weight(bits: int, shape: tuple[int, int], group: int, *, zeros: bool
 def test_stored_integers(bits: int, group: int, zeros: bool) -> None:
     gpu, oracle = pair("float16")
     tensor = integer_weight(bits, (9, 304), group, zeros=zeros)
-    layout = held_layout([tensor], "float16")
+    layout = stored_layout([tensor], "float16")
     assert layout is not None
     weight = agrees(gpu, oracle, [tensor], (1, 6))
-    size = held_size(layout, weight.outputs, 304)
+    size = stored_size(layout, weight.outputs, 304)
     assert weight.kind == f"int{bits}"
     assert weight.nbytes <= size.data + size.rest + 9 * 4
 

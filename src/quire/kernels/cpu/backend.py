@@ -49,10 +49,10 @@ from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
 from quire.kernels.flying import LateTokens, count_late
-from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory
+from quire.kernels.weight_storage import stored_layout
 
 ACTIVATIONS = {
     "relu": activations.RELU,
@@ -245,7 +245,7 @@ class CPUBackend(HostMemory, Backend):
         self, parts: Sequence[Tensor], biases: Sequence[Tensor] | None, gated: bool, table: bool
     ) -> Weight | None:
         """Return a weight of a quantized checkpoint with the numbers it has; None where floats are made of them."""
-        layout = held_layout(parts, self.dtype, table=table)
+        layout = stored_layout(parts, self.dtype, table=table)
         if layout is None:
             return None
         stored = [part for part in parts if isinstance(part, QuantizedTensor)]

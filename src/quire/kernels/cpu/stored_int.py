@@ -15,7 +15,7 @@ import numpy as np
 from quire.checkpoint.tensor import Integers, QuantizedTensor, Tensor
 from quire.kernels.cpu.linear_int import EIGHT_BIT_ZEROS, STAGED_ELEMENTS, IntLinear, _blank, _with_bias
 from quire.kernels.cpu.threads import Launcher
-from quire.kernels.held import held_group
+from quire.kernels.weight_storage import stored_group
 
 LANES = 16
 
@@ -34,7 +34,7 @@ def pack_integers(
     if order is not None and not all(other is not None and np.array_equal(order, other) for other in orders):
         return None
     outputs, inputs = sum(tensor.shape[0] for tensor in parts), parts[0].shape[1]
-    group = held_group(layout, inputs)
+    group = stored_group(layout, inputs)
     weight = _blank(outputs, inputs, layout.bits, group or None, gated, layout.zeros, launcher.weights)
     if order is not None:
         assert 4 * inputs <= 1 << 20, "a row fits an op's scratch"

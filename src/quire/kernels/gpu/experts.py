@@ -26,7 +26,7 @@ from quire.kernels.gpu.linear import TL_TYPES
 from quire.kernels.gpu.linear_staging import Staging, pieces
 from quire.kernels.gpu.linear_weights import GPULinear
 from quire.kernels.gpu.probe import interpreted
-from quire.kernels.held import held_layout
+from quire.kernels.weight_storage import stored_layout
 
 MOST_ROWS = 4  # tokens whose experts are each computed by themselves
 
@@ -109,7 +109,7 @@ class ExpertOps(ArrayOps):
         rest = iter(experts)
         first = next(rest)
         experts = chain([first], rest)
-        layouts = [held_layout(parts, self.dtype) for parts in (first.first[0], first.last[0])]
+        layouts = [stored_layout(parts, self.dtype) for parts in (first.first[0], first.last[0])]
         if self.quantization is None and layouts == [None, None]:
             return _stack(experts, number, self.act, self.staging)  # type: ignore[attr-defined]
         return experts_coded.stack(experts, number, self.pack_linear)  # type: ignore[attr-defined]

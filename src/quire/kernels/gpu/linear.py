@@ -27,7 +27,7 @@ from quire.kernels.gpu.linear_staging import Staging
 from quire.kernels.gpu.linear_weights import GPULinear, pack_floats, pack_quantized, pack_stored
 from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.quantize import quantize_rows
-from quire.kernels.held import held_layout
+from quire.kernels.weight_storage import stored_layout
 
 MOST_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
 MOST_NIBBLE_ROWS = 2  # beyond that decoded nibbles and their inputs do not fit into registers
@@ -103,7 +103,7 @@ class LinearOps(ArrayOps):
         return made
 
     def _pack(self, parts: Sequence[Tensor], *, table: bool, exact: bool) -> GPULinear:
-        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        layout = None if exact or self.quantization is not None else stored_layout(parts, self.dtype, table=table)
         stored = None if layout is None else pack_stored(parts, layout, self.staging)
         if stored is not None:
             return stored

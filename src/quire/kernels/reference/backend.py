@@ -19,7 +19,6 @@ from quire.errors import ConfigError
 from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Tensor, TopLogprobs
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.flying import LateTokens, count_late
-from quire.kernels.held import held_layout
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
@@ -29,6 +28,7 @@ from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
+from quire.kernels.weight_storage import stored_layout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.float32, "fp8": torch.float32}
@@ -142,7 +142,7 @@ class ReferenceBackend(HostMemory, Backend):
         exact: bool = False,
     ) -> ReferenceLinear:
         bias = None if biases is None else torch.cat([self.vector(part) for part in biases])
-        layout = None if exact or self.quantization is not None else held_layout(parts, self.dtype, table=table)
+        layout = None if exact or self.quantization is not None else stored_layout(parts, self.dtype, table=table)
         if layout is not None:
             return self._as_stored(parts, bias, layout.kind == "integers")
         if self.quantization is None or exact or (table and self.quantization == "fp8"):
