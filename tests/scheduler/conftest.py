@@ -37,6 +37,7 @@ from tests.helpers.transfers import COPY, IN, OUT, disk_loads, disk_stores, move
 
 VOCAB = 29
 POISON = -1
+VOID = -2  # computed after tokens that did not become final
 
 
 class Content(NamedTuple):
@@ -96,6 +97,21 @@ class Row:
     num_candidates: int
     jumps: bool
     prefixes: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+    def is_void(self, num_scheduled: int) -> bool:
+        """Whether tokens were scheduled behind some that the steps before were expected to make final, and did not."""
+        return self.num_computed_tokens + num_scheduled > len(self.token_ids) + len(self.drafts)
+
+    def written(self, position: int) -> int:
+        """The prefix that ends at a position, which may be a draft's."""
+        known = len(self.token_ids)
+        if position < known:
+            return self.prefix(position)
+        prefix = self.prefix(known - 1)
+        for draft in self.drafts[: position - known + 1]:
+            prefix = next_prefix(prefix, draft)
+        return prefix
 
     def prefix(self, position: int) -> int:
         while len(self.prefixes) <= position:
@@ -143,6 +159,7 @@ class FakeWorker:
         self.version = 0
         self.load_delay = 0
         self.num_copies = 0
+        self.has_drafts = False
 
     def content(self, row: Row, group: int, position: int) -> Content:
         block = row.block_ids[group][position // self.block_size]
@@ -154,10 +171,15 @@ class FakeWorker:
         output = ModelOutput({}, loaded=self._move(plan))
         self._update(plan)
         self._write(plan, broken)
-        failed = {name for name in plan.num_scheduled_tokens if name in broken or self._attends_to_poison(plan, name)}
+        void = {name for name, count in plan.num_scheduled_tokens.items() if self.rows[name].is_void(count)}
+        computed = plan.num_scheduled_tokens.keys() - void
+        failed = {name for name in computed if name in broken or self._attends_to_poison(plan, name)}
         output.errors = dict.fromkeys(failed, "the logits are not finite")
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
+            if name in void:
+                row.num_computed_tokens = len(row.token_ids) - 1
+                continue
             start, end = row.num_computed_tokens, row.num_computed_tokens + count
             row.num_computed_tokens = end
             children = [fork for fork in plan.forks if fork.samples and fork.parent_id == name]
@@ -170,7 +192,7 @@ class FakeWorker:
                     self._draw(output, fork.sequence_id, child)
             if name not in failed:
                 self._answer(output, name, row, start, end)
-            elif end == len(row.token_ids):
+            elif end == len(row.token_ids) + len(row.drafts):
                 row.token_ids.append(0)  # of no meaning, but a step may have been planned that goes on from it
         return output
 
@@ -238,6 +260,7 @@ class FakeWorker:
                 seed=new.seed,
                 num_candidates=new.num_candidates,
                 jumps=new.request.grammar is not None,
+                drafts=new.draft_token_ids,
             )
         for cont in plan.continuing:
             row = self.rows[cont.sequence_id]
@@ -246,23 +269,29 @@ class FakeWorker:
             for group, index, block in cont.replaced_blocks:
                 row.block_ids[group][index] = block
             row.token_ids += cont.new_token_ids
-            assert row.num_computed_tokens == cont.num_computed_tokens
+            assert row.num_computed_tokens <= cont.num_computed_tokens
+            is_ahead = row.num_computed_tokens < cont.num_computed_tokens
+            row.num_computed_tokens, row.drafts = cont.num_computed_tokens, cont.draft_token_ids
+            assert not is_ahead or row.is_void(plan.num_scheduled_tokens[cont.sequence_id])
+            self.has_drafts |= bool(row.drafts)
 
     def _write(self, plan: SchedulerOutput, broken: Collection[str]) -> None:
         written: set[tuple[int, int]] = set()
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
-            start = row.num_computed_tokens
-            assert start + count <= len(row.token_ids)
+            start, is_void = row.num_computed_tokens, row.is_void(count)
             for group, table in enumerate(row.block_ids):
-                assert len(table) == -(-(start + count) // self.block_size)
+                needed = -(-(start + count) // self.block_size)
+                assert len(table) == needed or (
+                    self.has_drafts and len(table) > needed
+                )  # those rolled back keep theirs
                 first = self.first_seen(group, start)
                 oldest = min((self.content(row, group, p).version for p in range(first, start)), default=self.version)
                 for position in range(start, start + count):
                     block, offset = table[position // self.block_size], position % self.block_size
                     assert (block, offset) not in written, "two sequences write one slot"
                     written.add((block, offset))
-                    prefix = POISON if name in broken else row.prefix(position)
+                    prefix = VOID if is_void else POISON if name in broken else row.written(position)
                     if offset == 0:
                         self.blocks[block] = {}
                         self.restored.discard(block)
@@ -284,7 +313,7 @@ class FakeWorker:
                 if content.prefix == POISON:
                     poisoned = True
                 else:
-                    assert content.prefix == row.prefix(position), f"{name} reads foreign KV at {position}"
+                    assert content.prefix == row.written(position), f"{name} reads foreign KV at {position}"
                 assert content.version >= row.version, f"{name} reads KV from before the reset at {position}"
         return poisoned
 
@@ -294,8 +323,14 @@ class FakeWorker:
                 logprobs_after(row.prefix(p - 1), row.token_ids[p], row.params.prompt_logprobs)
                 for p in range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
             ]
-        if end == len(row.token_ids):
+        if end == len(row.token_ids) + len(row.drafts):
             self._draw(output, name, row)
+            for draft in row.drafts:
+                if output.sampled_token_ids[name][-1] != draft:
+                    break
+                self._draw(output, name, row)
+            if row.drafts:
+                row.num_computed_tokens = len(row.token_ids) - 1
 
     def _draw(self, output: ModelOutput, name: str, row: Row) -> None:
         prefix = row.prefix(len(row.token_ids) - 1)
@@ -304,14 +339,14 @@ class FakeWorker:
             return
         token_id = sample(prefix, row.seed)
         row.token_ids.append(token_id)
-        output.sampled_token_ids[name] = [token_id]
+        output.sampled_token_ids.setdefault(name, []).append(token_id)
         if row.jumps:
             for _ in range(prefix // 64 % 32 % 7):  # often none, sometimes more than fits into a step
                 token_id = sample(row.prefix(len(row.token_ids) - 1), row.seed)
                 row.token_ids.append(token_id)
                 output.sampled_token_ids[name].append(token_id)
         if row.params.logprobs is not None:
-            output.logprobs[name] = [logprobs_after(prefix, token_id, row.params.logprobs)]
+            output.logprobs.setdefault(name, []).append(logprobs_after(prefix, token_id, row.params.logprobs))
 
 
 def expected_output(prompt: list[int], request: Request, length_limit: int, index: int = 0) -> tuple[list[int], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.executor.base import Executor
@@ -29,7 +30,7 @@ class _Known:
 
 
 class NullExecutor(Executor):
-    """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end.
+    """Returns token `(last token + 1) mod vocab_size` for each sequence that reached its end, and verifies drafts.
 
     The i-th fork (from 1) that draws from one parent in a step gets the token i further on. A beam's candidates are the
     tokens after its last one, each half as likely as the one before. What is pooled is the last token's number. Loads
@@ -57,25 +58,35 @@ class NullExecutor(Executor):
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Sample every sequence whose last known token is computed in this step."""
-        computed = self._take_in(step)
+        computed, drafts = self._take_in(step)
         output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(step.loading_block_ids, True))
         for sequence_id, count in step.num_scheduled_tokens.items():
             known = self._known[sequence_id]
-            if computed[sequence_id] + count == known.count:
+            proposed = drafts.get(sequence_id, ())
+            if computed[sequence_id] + count == known.count + len(proposed):
                 if known.pools:
                     output.pooled[sequence_id] = PooledData(struct.pack("<f", known.last), [1])
                 elif known.num_candidates:
                     output.candidates[sequence_id] = self._candidates(known)
                 else:
-                    known.last = (known.last + 1) % self.vocab_size
-                    known.count += 1
-                    output.sampled_token_ids[sequence_id] = [known.last]
+                    output.sampled_token_ids[sequence_id] = self._sample(known, proposed)
         if step.forks:
             self._draw_forks([fork for fork in step.forks if fork.samples], output)
         return output
 
-    def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
-        """Apply the step's changes; return how many tokens each sequence has computed."""
+    def _sample(self, known: _Known, drafts: Sequence[int]) -> list[int]:
+        """Return the tokens that become final: the confirmed drafts and one more."""
+        sampled = []
+        for draft in (*drafts, None):
+            known.last = (known.last + 1) % self.vocab_size
+            known.count += 1
+            sampled.append(known.last)
+            if known.last != draft:
+                break
+        return sampled
+
+    def _take_in(self, step: SchedulerOutput) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Apply the step's changes; return the number of computed tokens of each sequence, and drafts of some."""
         known = self._known
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             known.pop(sequence_id, None)
@@ -83,6 +94,11 @@ class NullExecutor(Executor):
             if not fork.samples:
                 self._fork(fork)
         computed: dict[str, int] = {}
+        drafts = {
+            data.sequence_id: data.draft_token_ids
+            for data in (*step.new_sequences, *step.continuing)
+            if data.draft_token_ids
+        }
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
             known[new.sequence_id] = _Known(
@@ -97,7 +113,7 @@ class NullExecutor(Executor):
                 grown = known[data.sequence_id]
                 grown.count += len(data.new_token_ids)
                 grown.last = data.new_token_ids[-1]
-        return computed
+        return computed, drafts
 
     def _fork(self, fork: ForkData) -> _Known:
         parent = self._known[fork.parent_id]

@@ -7,7 +7,7 @@ takes of the block manager, of the queues and of the plan is done here. Nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.manager import KVCacheManager
@@ -334,6 +334,31 @@ class Admission:
         if request.request_id in plan.preempted_request_ids:
             return False
         return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
+
+    def make_room(self, request: Request, sequences: Iterable[Sequence], preempt_last: Callable[[], bool]) -> bool:
+        """See to it that each of these sequences of `request` could take a block; False if the request did not survive.
+
+        They advance together or not at all, so this is decided before the first of them gets a token. A request that
+        has the pool to itself and still lacks blocks is ended; otherwise `preempt_last` preempts the last running
+        request, and returns whether that was another one. Drafts of some may not take the blocks of others.
+        """
+        kv, num_groups = self.kv, len(self.kv.windows)
+        sequences = [sequence for sequence in sequences if sequence.num_left]
+        needed = len(sequences) * num_groups
+        while kv.pool.num_free < needed:
+            needed = kv.num_blocks_to_advance(sequences)  # exactly; the above is the most it can be
+            if kv.pool.num_free >= needed:
+                break
+            if self.is_alone(request):
+                self.finish_infeasible(request, needed)
+                return False
+            if not preempt_last():
+                return False
+        most = sum(1 + -(-len(sequence.draft_token_ids) // kv.block_size) for sequence in sequences)
+        if most * num_groups > kv.pool.num_free:
+            for sequence in sequences:
+                sequence.drop_drafts()
+        return True
 
     def preempt(self, request: Request, plan: Plan, *, may_swap: bool = True) -> None:
         """Take the blocks of a running request, none of whose sequences is in the plan, and put it back in line."""

@@ -10,6 +10,7 @@ The third queue, of requests whose KV was swapped out, is a part of the waiting 
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import partial
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.prefix_cache import PrefixHit
@@ -222,20 +223,9 @@ class PrefillFirstPlanner:
             index += 1
 
     def _append_slots(self, request: Request, ready: list[Sequence], plan: Plan) -> bool:
-        """Give each of `ready` a token, preempting from the end for the slots; False if `request` itself had to go.
-
-        For several sequences this is decided before the first of them gets one, so that none is left behind.
-        """
-        needed = len(ready) * len(self._kv.windows) if len(ready) > 1 else 0
-        while self._kv.pool.num_free < needed:
-            needed = self._kv.num_blocks_to_advance(ready)  # exactly; the above is the most it can be
-            if self._kv.pool.num_free >= needed:
-                break
-            if self.admission.is_alone(request):
-                self.admission.finish_infeasible(request, needed)
-                return False
-            if not self._preempt_last(request, plan):
-                return False
+        """Give each of `ready` a token, preempting from the end for the slots; False if `request` itself had to go."""
+        if len(ready) > 1 and not self.admission.make_room(request, ready, partial(self._preempt_last, request, plan)):
+            return False
         for sequence in ready:
             while not self.admission.give(sequence, sequence.num_left, plan):
                 if sequence.draft_token_ids:

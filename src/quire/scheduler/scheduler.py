@@ -143,18 +143,17 @@ class Scheduler:
     def propose(self, sequence_id: str, token_ids: list[int]) -> int:
         """Let the next step verify drafts: tokens that may follow all those of a sequence, tentative ones included.
 
-        Only those are taken of a running sequence that is decoding, in place of earlier ones, and only as many as leave
-        room for the token that is sampled after them; returns how many. A step that lacks budget or blocks for them
-        gives them up.
+        They take the place of earlier drafts, and are taken of plain requests that are decoding only, and only as many
+        as leave room for the token that is sampled after them; returns how many. A step that lacks budget or blocks for
+        them gives them up.
         """
         sequence = self.requests.find(sequence_id)
         if sequence is None:
             return 0
         request = sequence.request
         sequence.drop_drafts()
-        if request.status is not RequestStatus.RUNNING or not request.samples_tokens or not request.forked:
-            return 0
-        if sequence.num_left != 1:
+        is_running = request.status is RequestStatus.RUNNING and request.forked
+        if not (is_running and request.is_plain and sequence.num_left == 1):
             return 0
         room = max(request.max_total_tokens - sequence.num_tokens - 1, 0)
         sequence.draft_token_ids = token_ids[:room]

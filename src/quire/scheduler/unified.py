@@ -17,6 +17,8 @@ Cost is linear in the sequences scheduled and independent of the number waiting 
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.scheduler.admission import Admission, Plan
 from quire.scheduler.in_flight import StepInFlight
 from quire.scheduler.request import Request, RequestStatus, Sequence
@@ -167,7 +169,9 @@ class UnifiedPlanner:
             ):
                 num_behind -= len(request.sequences)
                 continue
-            if len(request.sequences) > 1 and not self._secure(request, plan):
+            if len(request.sequences) > 1 and not admission.make_room(
+                request, request.sequences, partial(self._preempt_last, request, plan)
+            ):
                 index -= 1  # it was preempted or ended
                 continue
             for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
@@ -202,7 +206,7 @@ class UnifiedPlanner:
                 num_new = min(num_new, sequence.num_left)
                 continue
             if len(request.sequences) > 1 and running[-1] is request:
-                # `_secure` has seen to one token each; one that was preempted and has more to compute waits for the
+                # There is room for one token each; one that was preempted and has more to compute waits for the
                 # others to end, if these go on.
                 if admission.is_alone(request) and not any(
                     s.sequence_id in plan.num_scheduled for s in request.sequences
@@ -210,25 +214,6 @@ class UnifiedPlanner:
                     admission.finish_infeasible(request, self._kv.num_blocks_for(sequence.num_tokens))
                     return False
                 return True
-            if not self._preempt_last(request, plan):
-                return False
-        return True
-
-    def _secure(self, request: Request, plan: Plan) -> bool:
-        """See to it that each sequence of `request` could take a block, preempting others; False if that failed.
-
-        Its sequences advance together or not at all, so this is decided before the first of them gets a token. A
-        request that has the pool to itself and still lacks blocks is ended.
-        """
-        kv = self._kv
-        needed = sum(sequence.num_left > 0 for sequence in request.sequences) * len(kv.windows)
-        while kv.pool.num_free < needed:
-            needed = kv.num_blocks_to_advance(request.sequences)  # exactly; the above is the most it can be
-            if kv.pool.num_free >= needed:
-                break
-            if self.admission.is_alone(request):
-                self.admission.finish_infeasible(request, needed)
-                return False
             if not self._preempt_last(request, plan):
                 return False
         return True
