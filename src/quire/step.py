@@ -1,9 +1,19 @@
-"""The contract of one engine step: what the scheduler tells the executor, and what comes back.
+"""The contract of one engine step: the scheduler's plan and the executor's result.
 
-`SchedulerOutput` is the only thing that goes down, `ModelOutput` the only thing that comes up. Both are plain ids and
-counts (msgspec structs, so that they cross a process border unchanged). The KV specs, by which the model says how much
-memory a block needs, stand here too because both planes must agree on them, and so does `SequenceOutput`, the news of
-one sequence that the scheduler makes of a `ModelOutput`.
+`SchedulerOutput` goes down and `ModelOutput` comes up, nothing else. Both are plain ids and counts (msgspec structs, so
+that they cross a process border unchanged). The KV specs, which say how much memory a block of a model needs, are here
+because both planes must agree on them; so is `SequenceOutput`, which the scheduler makes of a `ModelOutput`.
+
+A sequence has final tokens: its prompt, and the output tokens that results have named. A step computes tokens from
+`num_computed_tokens` on. These may go beyond the final tokens: a token that a step in flight samples is taken from the
+device, and draft tokens are part of the plan. A step that reaches the end of all these samples the next token. If there
+are d drafts before that, each is compared with the token that would have been sampled in its place, and those up to the
+first difference are confirmed: 1 to d + 1 tokens become final. The scheduler rolls back the rest, by a smaller
+`num_computed_tokens` in the next plan; slots are written again.
+
+A step may be planned before the results of earlier ones are known; it then assumes that each of these makes as many
+tokens final as it can. If one does not, what later steps compute of that sequence is void: they return nothing for it.
+An executor that cannot do that says so by `Pending.overlaps`.
 """
 
 from __future__ import annotations
@@ -32,13 +42,13 @@ class AdapterResult(msgspec.Struct, frozen=True):
 
 
 class NewSequenceData(msgspec.Struct):
-    """A sequence the worker does not know (first time, or resumed after preemption), with its whole request.
+    """A sequence that the worker does not have (first time, or resumed after preemption), with its whole request.
 
     `output_token_ids` are the tokens generated so far (after a preemption). `block_ids` holds its block tables, one for
     each group of layers (`KVCacheSpec.groups`); the first `num_computed_tokens` tokens have their KV there. `seed` keys
     its draws. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
-    tokens are returned instead, and what it goes on with comes in `ContinuingSequenceData.new_token_ids`.
-    `sampler_state` is what `ModelOutput.sampler_states` last said of it.
+    tokens are returned instead, and its next token comes in `ContinuingSequenceData.new_token_ids`. `sampler_state` is
+    the last one in `ModelOutput.sampler_states`. `draft_token_ids` are verified in this step.
 
     If its request has pooling parameters nothing is sampled: when the last token is computed, `ModelOutput.pooled` has
     the text's vector or scores.
@@ -71,14 +81,13 @@ class NewSequenceData(msgspec.Struct):
 
 
 class ContinuingSequenceData(msgspec.Struct):
-    """What changed for a sequence the worker already holds.
+    """What changed for a sequence that the worker has.
 
     `new_block_ids` are appended to its block tables, one list for each group of layers (or no list at all: nothing
     new); `replaced_blocks` are entries (group, index, block id) that changed, since the block was shared and is about
-    to be written. `new_token_ids` are tokens appended to it that the worker did not sample itself.
-
-    `draft_token_ids` follow all of its tokens and are computed in this step, if the worker verifies them: those that
-    equal what would have been sampled become final, with one token more.
+    to be written. `new_token_ids` are final tokens that the worker did not sample itself. `draft_token_ids` follow all
+    other tokens of the sequence and are the last ones computed in this step; a worker that does not verify them
+    confirms none.
     """
 
     sequence_id: str
@@ -90,7 +99,7 @@ class ContinuingSequenceData(msgspec.Struct):
 
 
 class ForkData(msgspec.Struct):
-    """A new sequence that is a copy of one that the worker holds: its tokens, block tables and options.
+    """A new sequence that is a copy of one that the worker has: its tokens, block tables and options.
 
     With `samples` the parent ends its prompt in this very step, and the new sequence draws a token of its own from the
     same logits, with its own `seed`. Otherwise it is scheduled like any continuing sequence.
@@ -143,18 +152,18 @@ class SchedulerOutput(msgspec.Struct):
     """One step's plan.
 
     `num_scheduled_tokens[sequence_id]` tokens are computed for each sequence named there, starting at its
-    `num_computed_tokens`; a sequence whose last known token is among them is sampled. What happens, in this order:
+    `num_computed_tokens`; a sequence whose last token is among them is sampled. What happens, in this order:
 
     1. `transfers`, as if one after the other: a block may be the destination of one and the source of a later one.
        Asynchronous loads only begin; `ModelOutput.loaded` says when each is done, and nothing else touches their device
        blocks until then. With `wait_for_loads` there is nothing else to do, so the step lasts until one is done (or
        none is under way).
     2. Sequences in `finished_sequence_ids` and `preempted_sequence_ids` leave the worker; `forks` are made; new and
-       continuing ones are taken in. Forks that sample come last, for their parents may be new, or grow, in this step.
+       continuing ones are updated. Forks that sample come last: their parents may be new, or grow, in this step.
     3. The model runs.
 
-    A step may be planned before the result of the one before is known. Nothing of it, transfers included, happens
-    before that one has computed; it may go on with sequences that have ended meanwhile, to nobody's use.
+    Nothing of a step, transfers included, happens before the steps before it have computed. It may compute sequences
+    that have ended meanwhile; their results are ignored.
     """
 
     new_sequences: list[NewSequenceData]
@@ -210,11 +219,12 @@ class PooledData(msgspec.Struct, array_like=True):
 
 
 class ModelOutput(msgspec.Struct):
-    """What one step produced.
+    """The result of one step.
 
-    `sampled_token_ids[sequence_id]` holds the new tokens (one; more where a grammar leaves no choice, or reasoning is
-    ended) of each sequence that was sampled. Those in `completed` have then said all that their grammar allows, and
-    must be ended. `sampler_states` has what must be kept of samplers with a memory (mirostat).
+    `sampled_token_ids[sequence_id]` holds the tokens that became final of each sequence that was sampled: confirmed
+    drafts and one more; also more where a grammar leaves no choice, or reasoning is ended, which no plan has drafts
+    for. The grammars of those in `completed` allow nothing after them; they must be ended. `sampler_states` has the
+    state of samplers with a memory (mirostat).
 
     Sequences still inside their prompt are absent, and so are beams, which have `candidates`: the most likely next
     tokens with their log-probabilities, falling (the first entry, elsewhere the chosen token's, is the best one's
@@ -242,11 +252,10 @@ class ModelOutput(msgspec.Struct):
 
 
 class Pending(Protocol):
-    """A step on its way.
+    """A step in flight.
 
     Attributes:
-        overlaps: whether another step may be planned, and sent after this one, before its result is taken. That one's
-            comes after this one's.
+        overlaps: whether another step may be planned and submitted before this one's result is known.
     """
 
     overlaps: bool
@@ -375,12 +384,12 @@ class BeamOutput(msgspec.Struct, array_like=True):
 
 
 class SequenceOutput(msgspec.Struct):
-    """News of one sequence in one step.
+    """What is new of one sequence after one step.
 
     `finish_reason` is "stop", "length", "repetition", "abort" or "error"; `stop_reason` the stop token id (None for
     EOS). `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not
     the engine. `complete` says that a grammar allows nothing more: the last token is then part of the text, not what
-    stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is what a sampler with a memory says
+    stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is that of a sampler with a memory
     after these tokens (`ModelOutput.sampler_states`). A beam search has one output, at its end, in the name of its
     request: `beams`, best first. A request with pooling parameters has `pooled`, with "stop" and no tokens.
     """
@@ -427,7 +436,8 @@ class SchedulerStats(msgspec.Struct):
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
     Of the device's blocks, free or not, `num_layerwise_blocks` are layer-wise offloaded (`kvcache/layerwise.py`).
     `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
-    `num_discarded_tokens`, of the scheduled ones, were computed for sequences that had ended before that was known.
+    `num_discarded_tokens`, of the scheduled ones, were computed in vain: for sequences that had ended before that was
+    known, or after drafts that were not confirmed.
     `step_seconds` is the time from step to step while there was work; in `host_gap_seconds` of these, the device waited
     for the host.
     """

@@ -94,13 +94,10 @@ class NullExecutor(Executor):
             if not fork.samples:
                 self._fork(fork)
         computed: dict[str, int] = {}
-        drafts = {
-            data.sequence_id: data.draft_token_ids
-            for data in (*step.new_sequences, *step.continuing)
-            if data.draft_token_ids
-        }
+        drafts: dict[str, list[int]] = {}
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
+            drafts[new.sequence_id] = new.draft_token_ids
             known[new.sequence_id] = _Known(
                 new.num_tokens,
                 (new.output_token_ids or new.request.prompt_token_ids)[-1],
@@ -109,6 +106,8 @@ class NullExecutor(Executor):
             )
         for data in step.continuing:
             computed[data.sequence_id] = data.num_computed_tokens
+            if data.draft_token_ids:
+                drafts[data.sequence_id] = data.draft_token_ids
             if data.new_token_ids:
                 grown = known[data.sequence_id]
                 grown.count += len(data.new_token_ids)

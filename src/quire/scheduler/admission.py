@@ -7,7 +7,7 @@ takes of the block manager, of the queues and of the plan is done here. Nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.manager import KVCacheManager
@@ -335,7 +335,7 @@ class Admission:
             return False
         return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
 
-    def make_room(self, request: Request, sequences: Iterable[Sequence], preempt_last: Callable[[], bool]) -> bool:
+    def make_room(self, request: Request, sequences: list[Sequence], preempt_last: Callable[[], bool]) -> bool:
         """See to it that each of these sequences of `request` could take a block; False if the request did not survive.
 
         They advance together or not at all, so this is decided before the first of them gets a token. A request that
@@ -343,8 +343,7 @@ class Admission:
         request, and returns whether that was another one. Drafts of some may not take the blocks of others.
         """
         kv, num_groups = self.kv, len(self.kv.windows)
-        sequences = [sequence for sequence in sequences if sequence.num_left]
-        needed = len(sequences) * num_groups
+        needed = sum(sequence.num_left > 0 for sequence in sequences) * num_groups
         while kv.pool.num_free < needed:
             needed = kv.num_blocks_to_advance(sequences)  # exactly; the above is the most it can be
             if kv.pool.num_free >= needed:

@@ -65,12 +65,7 @@ class InFlight:
         """Whether a step that is in flight computes tokens of this sequence."""
         return any(scheduled is sequence for step in self._steps for scheduled, _ in step.scheduled)
 
-    def discard(self, sequence: Sequence) -> int:
-        """Take a sequence out of all steps in flight, whose results for it are void; return the tokens scheduled."""
-        num_discarded = 0
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out of all steps in flight: their results for it are void."""
         for step in self._steps:
-            kept = [entry for entry in step.scheduled if entry[0] is not sequence]
-            if len(kept) < len(step.scheduled):
-                step.scheduled = kept
-                num_discarded += step.plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
-        return num_discarded
+            step.scheduled = [entry for entry in step.scheduled if entry[0] is not sequence]

@@ -297,8 +297,10 @@ class Scheduler:
         """
         sequence.num_tentative_tokens = 0
         sequence.draft_token_ids = []
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_computed_tokens)
-        self._stats.num_discarded_tokens += self._in_flight.discard(sequence)
+        num_discarded = max(sequence.num_computed_tokens - num_computed_tokens, 0)
+        sequence.num_computed_tokens -= num_discarded
+        self._stats.num_discarded_tokens += num_discarded
+        self._in_flight.discard(sequence)
 
     def _process_pooled(self, sequence: Sequence, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
         """Output what was pooled of a prompt, all of which is computed; that ends it."""

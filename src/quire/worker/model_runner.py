@@ -237,7 +237,9 @@ class ModelRunner:
             self._in_flight[0].result()  # so that the host knows all tokens of a sequence but one
         inputs = self.batch.inputs(plan.num_scheduled_tokens)
         step = StepInFlight(self._finish, plan, output)
-        step.overlaps = not self._needs_host(inputs, plan.forks)
+        # Fewer tokens than planned may become final where there are drafts: no later step may count on them.
+        has_drafts = any(data.draft_token_ids for data in plan.continuing)
+        step.overlaps = not (has_drafts or self._needs_host(inputs, plan.forks))
         if step.overlaps or not self._in_flight:
             self._launch(step, inputs)
         self._in_flight.append(step)
