@@ -156,9 +156,9 @@ def test_an_engine_sees_what_the_gpu_has_free_before_it_loads(folder: Path, monk
     info, asked = load_model_info(folder), on_gpu(folder)
     monkeypatch.setattr(planning, "gpu_memory", lambda: DeviceMemory(8 * GIB, 8 * GIB - 500 * MIB))
     with pytest.raises(ConfigError, match=r"CUDA's own memory included, 500 MiB are available"):
-        check_before_loading(asked, resolve_config(asked, info), info)
+        check_before_loading(asked, info)
     monkeypatch.setattr(planning, "gpu_memory", lambda: DeviceMemory(8 * GIB, GIB))
-    assert check_before_loading(asked, resolve_config(asked, info), info)(resolve_config(asked, info)) > 0
+    assert check_before_loading(asked, info)(resolve_config(asked, info)) > 0
 
 
 def test_a_gpu_that_is_not_here_is_planned_for_by_its_size(

@@ -15,7 +15,7 @@ from quire.engine.kv_cache_size import KVCacheSize, device_bytes, fit_kv_cache
 from quire.engine.layerwise import LayerSplit, layer_split
 from quire.engine.plan import make_plan
 from quire.engine.resolve import resolve_config
-from quire.engine.shares import Tenant, share_memory
+from quire.engine.shares import SharingModel, share_memory
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.kernels.memory import DeviceMemory
@@ -205,7 +205,7 @@ def test_windows_as_long_as_the_context_are_none(folder: Path) -> None:
 
 def test_several_models_cannot_share_a_gpu_with_it(folder: Path) -> None:
     with pytest.raises(ConfigError, match="one: kv_resident_layers is for a server with one model"):
-        share_memory([Tenant("one", asked_for(folder), pinned=False)], 1, GIB)
+        share_memory([SharingModel("one", asked_for(folder), pinned=False)], 1, GIB)
 
 
 # Plans

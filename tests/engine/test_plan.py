@@ -136,10 +136,10 @@ def test_the_engine_refuses_before_it_loads(large: Path, monkeypatch: pytest.Mon
     asked = EngineConfig.from_kwargs(model=str(large), **SMALL_STEPS)
     info = load_model_info(large)
     with pytest.raises(ConfigError, match=r"the weights need .* are available; .* this works: quire serve") as caught:
-        check_before_loading(asked, resolve_config(asked, info), info)
+        check_before_loading(asked, info)
     fits = advised(caught.value.message)
     config = resolve_config(fits, info)
-    assert check_before_loading(fits, config, info)(config) > 0
+    assert check_before_loading(fits, info)(config) > 0
 
 
 def test_planning_needs_neither_kernels_nor_torch(large: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.config import EngineConfig
 from quire.engine.plan import RUNTIME_BYTES
 from quire.engine.resolve import load_info, resolve_config
-from quire.engine.shares import Share, Tenant, share_memory
+from quire.engine.shares import Share, SharingModel, share_memory
 from quire.errors import ConfigError, ModelError
 from quire.worker.footprint import Footprint
 
@@ -21,8 +21,8 @@ MIB = 2**20
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-def tenant(name: str, *, pinned: bool = False, **options: Any) -> Tenant:
-    return Tenant(name, EngineConfig.from_kwargs(**{**SMALL, **options}), pinned)
+def sharing(name: str, *, pinned: bool = False, **options: Any) -> SharingModel:
+    return SharingModel(name, EngineConfig.from_kwargs(**{**SMALL, **options}), pinned)
 
 
 def needed(share: Share) -> int:
@@ -39,7 +39,7 @@ def needed(share: Share) -> int:
 
 
 def test_what_nobody_has_said_is_shared_out_equally() -> None:
-    shares = share_memory([tenant("a"), tenant("b"), tenant("c", max_num_seqs=64)], 2, available=1000 * MIB)
+    shares = share_memory([sharing("a"), sharing("b"), sharing("c", max_num_seqs=64)], 2, available=1000 * MIB)
     sizes = [(share.config.cache.kv_cache_memory_bytes or 0) + (share.config.cache.swap_space or 0) for share in shares]
     assert sizes[0] == sizes[1]
     assert sum(sorted(map(needed, shares))[-2:]) <= 900 * MIB
@@ -47,19 +47,18 @@ def test_what_nobody_has_said_is_shared_out_equally() -> None:
 
 
 def test_with_fewer_loaded_each_gets_more() -> None:
-    tenants = [tenant(name, max_num_seqs=256) for name in "abc"]
+    models = [sharing(name, max_num_seqs=256) for name in "abc"]
     one, three = (
-        share_memory(tenants, count, available=1100 * MIB)[0].config.cache.kv_cache_memory_bytes or 0
-        for count in (1, 3)
+        share_memory(models, count, available=1100 * MIB)[0].config.cache.kv_cache_memory_bytes or 0 for count in (1, 3)
     )
     assert one > 3 * three
 
 
 def test_what_was_asked_for_stays_and_the_others_get_the_rest() -> None:
-    fixed = tenant("a", kv_cache_memory_bytes=100 * MIB, swap_space=0)
-    blocks = tenant("b", num_gpu_blocks_override=100)
-    alone = share_memory([tenant("c", max_num_seqs=256)] * 1, 1, available=1500 * MIB)[0]
-    shares = share_memory([fixed, blocks, tenant("c", max_num_seqs=256)], 3, available=1500 * MIB)
+    fixed = sharing("a", kv_cache_memory_bytes=100 * MIB, swap_space=0)
+    blocks = sharing("b", num_gpu_blocks_override=100)
+    alone = share_memory([sharing("c", max_num_seqs=256)] * 1, 1, available=1500 * MIB)[0]
+    shares = share_memory([fixed, blocks, sharing("c", max_num_seqs=256)], 3, available=1500 * MIB)
     assert shares[0].config.cache == fixed.config.cache
     assert shares[1].config.cache.num_gpu_blocks_override == 100
     assert shares[1].config.cache.swap_space == 0, "a quarter of little is nothing"
@@ -67,21 +66,21 @@ def test_what_was_asked_for_stays_and_the_others_get_the_rest() -> None:
 
 
 def test_a_context_that_nobody_asked_for_shrinks_and_one_that_was_is_refused() -> None:
-    least = share_memory([tenant("a")], 1, available=4000 * MIB)[0]
+    least = share_memory([sharing("a")], 1, available=4000 * MIB)[0]
     little = int(
         (needed(least) - (least.config.cache.kv_cache_memory_bytes or 0) - (least.config.cache.swap_space or 0)) / 0.9
     )
     tight = little + 2 * MIB
-    share = share_memory([tenant("a")], 1, available=tight)[0]
+    share = share_memory([sharing("a")], 1, available=tight)[0]
     assert 0 < share.max_model_len < 1024
     with pytest.raises(ConfigError, match=r"^a: max_model_len: 1024 tokens do not fit"):
-        share_memory([tenant("a", max_model_len=1024)], 1, available=tight)
+        share_memory([sharing("a", max_model_len=1024)], 1, available=tight)
 
 
 def test_models_that_do_not_fit_together_are_refused_with_numbers_and_a_way_out() -> None:
-    tenants = [tenant("a", pinned=True), *(tenant(name, kv_cache_memory_bytes=200 * MIB) for name in "bcd")]
+    models = [sharing("a", pinned=True), *(sharing(name, kv_cache_memory_bytes=200 * MIB) for name in "bcd")]
     with pytest.raises(ConfigError) as caught:
-        share_memory(tenants, 4, available=1000 * MIB)
+        share_memory(models, 4, available=1000 * MIB)
     message = caught.value.message
     assert caught.value.param == "max_loaded_models"
     assert "4 models at a time need 1." in message
@@ -89,14 +88,14 @@ def test_models_that_do_not_fit_together_are_refused_with_numbers_and_a_way_out(
     assert "a 1" in message
     assert "b 4" in message
     assert message.endswith("max_loaded_models 2 would fit")
-    share_memory(tenants, 2, available=1000 * MIB)
+    share_memory(models, 2, available=1000 * MIB)
     with pytest.raises(ConfigError, match="would not fit with fewer loaded either"):
-        share_memory(tenants, 4, available=100 * MIB)
+        share_memory(models, 4, available=100 * MIB)
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^bad: "):
-        share_memory([tenant("a"), tenant("bad", model=str(tmp_path))], 1, available=4000 * MIB)
+        share_memory([sharing("a"), sharing("bad", model=str(tmp_path))], 1, available=4000 * MIB)
 
 
 @given(
@@ -119,19 +118,19 @@ def test_any_models_that_may_be_loaded_together_fit(
     found: list[tuple[bool, dict[str, int], int]], most: int, megabytes: int
 ) -> None:
     most = min(most, len(found))
-    tenants = [
-        tenant(str(number), pinned=pinned and number < most - 1, max_num_seqs=seqs, **options)
+    models = [
+        sharing(str(number), pinned=pinned and number < most - 1, max_num_seqs=seqs, **options)
         for number, (pinned, options, seqs) in enumerate(found)
     ]
     try:
-        shares = share_memory(tenants, most, available=megabytes * MIB)
+        shares = share_memory(models, most, available=megabytes * MIB)
     except ConfigError:
         return
-    pinned = [number for number, item in enumerate(tenants) if item.pinned]
-    for chosen in itertools.combinations(range(len(tenants)), most):
+    pinned = [number for number, item in enumerate(models) if item.pinned]
+    for chosen in itertools.combinations(range(len(models)), most):
         if set(pinned) <= set(chosen):
             total = sum(
-                needed(shares[number]) + 40960 * (tenants[number].config.cache.num_gpu_blocks_override or 0)
+                needed(shares[number]) + 40960 * (models[number].config.cache.num_gpu_blocks_override or 0)
                 for number in chosen
             )
             assert total <= megabytes * MIB

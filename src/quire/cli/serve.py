@@ -88,13 +88,13 @@ def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:
 
 def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
     """Return the entries with their shares of the memory. Raises `ConfigError` if they do not fit into it."""
-    from quire.engine.shares import Tenant, share_memory  # heavy, as above
+    from quire.engine.shares import SharingModel, share_memory  # heavy, as above
 
-    tenants = [Tenant(entry.names[0], entry.config, entry.pinned) for entry in entries]
+    models = [SharingModel(entry.names[0], entry.config, entry.pinned) for entry in entries]
     most = entries[0].config.server.max_loaded_models or len(entries)
     return [
         dataclasses.replace(entry, config=share.config, max_model_len=share.max_model_len)
-        for entry, share in zip(entries, share_memory(tenants, min(most, len(entries))), strict=True)
+        for entry, share in zip(entries, share_memory(models, min(most, len(entries))), strict=True)
     ]
 
 

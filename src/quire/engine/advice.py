@@ -1,4 +1,4 @@
-"""Command lines that an error message can end with: what the user asked for, with a few options changed.
+"""Command lines that an error message can end with: the user's options, with a few options changed.
 
 Only engine options appear; where the server listens, and its keys, are not repeated.
 """
@@ -35,9 +35,9 @@ def changed(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
     return dataclasses.replace(config, **replaced)
 
 
-def command_line(asked: EngineConfig, changes: Mapping[str, Any], command: str = "serve") -> str:
-    """Return the `quire` command of `asked`, not yet resolved, with `changes` made."""
-    values = {**asked.to_kwargs(), **changes}
+def command_line(requested: EngineConfig, changes: Mapping[str, Any], command: str = "serve") -> str:
+    """Return the `quire` command of `requested`, not yet resolved, with `changes` made."""
+    values = {**requested.to_kwargs(), **changes}
     words = ["quire", command, str(values["model"])]
     for item in option_fields(CONFIG_GROUPS):
         if item.name != "model" and values[item.name] != item.default and not item.option.secret:

@@ -91,7 +91,7 @@ class EngineCore:
             from quire.engine.plan import check_before_loading
             from quire.executor.ranks import create_executor
 
-            scratch = check_before_loading(asked, config, info)
+            scratch = check_before_loading(asked, info)
             executor = create_executor(config, info)
         self.executor = executor
         self._asked = asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from quire.checkpoint.gguf.source import is_gguf
@@ -157,16 +158,15 @@ def make_plan(
     Raises:
         ModelError: weight files are there and broken. ConfigError: options that the model cannot have.
     """
-    config = resolve_config(requested, info)
+    candidate = _Candidate(requested, info, memory=None if available is None else DeviceMemory(available))
+    config, footprint, memory = candidate.config, candidate.footprint, candidate.memory
     assert config.model.max_model_len is not None
-    footprint = Footprint(config, info)
-    memory = _memory_now(config) if available is None else DeviceMemory(available)
     fitted, problem = None, None
     try:
-        fitted = _check(requested, config, info, footprint, memory)
+        fitted = candidate.check()
     except ConfigError as error:
         problem = error.message
-    room, scratch = _room(config, footprint, memory)
+    room, reserved = candidate.room()
     final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
@@ -182,7 +182,7 @@ def make_plan(
         on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
         in_memory=dict(footprint.in_memory),
         tables=footprint.tables(config.model.max_model_len),
-        runtime=_runtime(config),
+        runtime=candidate.runtime,
         loading=footprint.loading,
         block_size=size,
         block_bytes=spec.block_bytes(size, config.model.max_model_len),
@@ -191,7 +191,7 @@ def make_plan(
         groups=_groups(spec, config.model.max_model_len),
         step=step,
         available=memory.free,
-        budget=block_budget(config, room, scratch(config)),
+        budget=block_budget(config, room, reserved(config)),
         fit=fitted,
         wanted_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -200,127 +200,115 @@ def make_plan(
         limit="" if fitted is None else _limit(config, spec, fitted),
         problem=problem,
         settings=_settings(final, fitted),
-        graphs=_graphs(final, step.total, memory),
+        graphs=0 if candidate.on_host else graph_bytes(final, step.total, memory.total),
         **({} if fitted is None else _caches(config, spec, fitted)),
     )
 
 
-def check_before_loading(requested: EngineConfig, config: EngineConfig, info: ModelInfo) -> ReservedBytes:
-    """Return what steps will take; `config` is `requested` resolved.
+def check_before_loading(requested: EngineConfig, info: ModelInfo) -> ReservedBytes:
+    """Return what steps will take.
 
     Raises:
-        ConfigError: the weights, or what was requested for beside them, cannot fit into the memory that is free now.
+        ConfigError: the weights, or what was requested beside them, cannot fit into the memory that is free now.
     """
-    footprint = Footprint(config, info)
-    _check(requested, config, info, footprint, _memory_now(config))
-    return _scratch(footprint)
+    candidate = _Candidate(requested, info)
+    candidate.check()
+    return candidate.footprint.step_bytes
 
 
-def _memory_now(config: EngineConfig) -> DeviceMemory:
-    if config.device.device in HOST_DEVICES:
-        return DeviceMemory(available_memory())
-    return gpu_memory()
+class _Candidate:
+    """A model with some options, as the user gave them (`requested`) and resolved (`config`), and the memory for it.
 
+    Args:
+        memory: what the device has now if None. footprint: if it is known already.
+    """
 
-def _check(
-    requested: EngineConfig, config: EngineConfig, info: ModelInfo, footprint: Footprint, memory: DeviceMemory
-) -> KVCacheSize:
-    """Return what fits beside the weights, or raise `ConfigError` with a command that works."""
-    needed, available = footprint.weights + _runtime(config), memory.free
-    if needed <= available:
-        room, scratch = _room(config, footprint, memory)
-        try:
-            return fit_kv_cache(requested, config, footprint.spec, room, scratch, quiet=True)
-        except DoesNotFitError as error:
-            problem, option = error.text, error.param
-    else:
-        problem, option = (
-            (
-                f"model: the weights need {size_text(needed)} in {_form(config)}, {_own(config)} memory included, "
-                f"{size_text(available)} are available"
-            ),
-            "model",
-        )
-    found, smallest = _smaller_weights(requested, info, memory, footprint.weights, _form(config))
-    size = size_text(smallest + _runtime(config))
-    if found is None:
+    def __init__(
+        self,
+        requested: EngineConfig,
+        info: ModelInfo,
+        footprint: Footprint | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self.requested, self.info, self.config = requested, info, resolve_config(requested, info)
+        self._footprint = footprint
+        self.on_host = self.config.device.device in HOST_DEVICES
+        self.memory = memory or (DeviceMemory(available_memory()) if self.on_host else gpu_memory())
+        self.runtime = RUNTIME_BYTES if self.on_host else GPU_RUNTIME_BYTES
+        self.form = self.config.model.quantization or self.config.model.dtype
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What the model takes."""
+        return self._footprint or Footprint(self.config, self.info)
+
+    def room(self) -> tuple[int, ReservedBytes]:
+        """Return the bytes of which blocks get a share, and what of them is not for blocks, for `fit_kv_cache`.
+
+        On a host it is a share of what will be free once the model is loaded, on a GPU of all that it has.
+        """
+        assert self.config.model.max_model_len is not None
+        memory, footprint = self.memory, self.footprint
+        loaded = self.runtime + footprint.weights + footprint.tables(self.config.model.max_model_len)
+        if self.on_host:
+            return max(0, memory.total - loaded), footprint.step_bytes
+
+        def step_bytes(now: EngineConfig) -> int:
+            step = footprint.step_bytes(now)
+            return step + graph_bytes(now, step, memory.total)
+
+        return memory.total, reserved_bytes(DeviceMemory(memory.total, memory.used + loaded), step_bytes, self.config)
+
+    def fit(self) -> KVCacheSize:
+        """Return what fits beside the weights. Raises `ConfigError`."""
+        return fit_kv_cache(self.requested, self.config, self.footprint.spec, *self.room(), quiet=True)
+
+    def check(self) -> KVCacheSize:
+        """Return what fits beside the weights, or raise `ConfigError` with a command that works."""
+        needed, available = self.footprint.weights + self.runtime, self.memory.free
+        if needed <= available:
+            try:
+                return self.fit()
+            except DoesNotFitError as error:
+                problem, option = error.text, error.param
+        else:
+            own = "Python's own" if self.on_host else "CUDA's own"
+            problem, option = (
+                f"model: the weights need {size_text(needed)} in {self.form}, {own} memory included, "
+                f"{size_text(available)} are available",
+                "model",
+            )
+        found, smallest = self._smaller_weights()
+        size = size_text(smallest + self.runtime)
+        if found is None:
+            raise ConfigError(
+                f"{problem}; even the smallest form of the weights, with {size}, leaves too little, so that only a "
+                f"smaller model works: {command_line(EngineConfig(), {})}",
+                param=option,
+            )
         raise ConfigError(
-            f"{problem}; even the smallest form of the weights, with {size}, leaves too little, so that only a "
-            f"smaller model works: {command_line(EngineConfig(), {})}",
+            f"{problem}; the weights would take {size} in {found.get('quantization') or found['dtype']}; this works: "
+            f"{command_line(self.requested, found)}",
             param=option,
         )
-    raise ConfigError(
-        f"{problem}; the weights would take {size} in {found.get('quantization') or found['dtype']}; this works: "
-        f"{command_line(requested, found)}",
-        param=option,
-    )
 
-
-def _smaller_weights(
-    requested: EngineConfig, info: ModelInfo, memory: DeviceMemory, most: int, form: str
-) -> tuple[dict[str, Any] | None, int]:
-    """Return options with which weights fit, if there are any, and their bytes.
-
-    `most`, bytes, and `form` are of the weights that do not.
-    """
-    limits = requested.scheduler
-    steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
-    on_gpu = resolve_config(requested, info).device.device == "cuda"
-    for changes in SMALLER_GPU_WEIGHTS if on_gpu else SMALLER_WEIGHTS:
-        smaller = resolve_config(changed(requested, changes), info)
-        if _form(smaller) == form:
-            continue
-        footprint = Footprint(smaller, info)
-        if footprint.weights >= most:
-            continue
-        most = footprint.weights
-        for found in (changes, changes | steps):
-            now = changed(requested, found)
-            config = resolve_config(now, info)
-            room, scratch = _room(config, footprint, memory)
-            try:
-                fit_kv_cache(now, config, footprint.spec, room, scratch, quiet=True)
-            except ConfigError:
+    def _smaller_weights(self) -> tuple[dict[str, Any] | None, int]:
+        """Return options with which weights fit, if there are any, and the bytes of the smallest weights tried."""
+        limits, smallest = self.requested.scheduler, self.footprint.weights
+        steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
+        for changes in SMALLER_WEIGHTS if self.on_host else SMALLER_GPU_WEIGHTS:
+            smaller = _Candidate(changed(self.requested, changes), self.info, memory=self.memory)
+            if smaller.form == self.form or smaller.footprint.weights >= smallest:
                 continue
-            return found, most
-    return None, most
-
-
-def _form(config: EngineConfig) -> str:
-    return config.model.quantization or config.model.dtype
-
-
-def _runtime(config: EngineConfig) -> int:
-    return RUNTIME_BYTES if config.device.device in HOST_DEVICES else GPU_RUNTIME_BYTES
-
-
-def _own(config: EngineConfig) -> str:
-    return "Python's own" if config.device.device in HOST_DEVICES else "CUDA's own"
-
-
-def _room(config: EngineConfig, footprint: Footprint, memory: DeviceMemory) -> tuple[int, ReservedBytes]:
-    """Return what `fit` takes: the bytes of which blocks get a share, and what of them is not for blocks.
-
-    On a host it is a share of what will be free once the model is loaded, on a GPU of all that it has.
-    """
-    assert config.model.max_model_len is not None
-    loaded = _runtime(config) + footprint.weights + footprint.tables(config.model.max_model_len)
-    if config.device.device in HOST_DEVICES:
-        return max(0, memory.total - loaded), _scratch(footprint)
-
-    def scratch(now: EngineConfig) -> int:
-        step = footprint.step(now).total
-        return step + _graphs(now, step, memory)
-
-    return memory.total, reserved_bytes(DeviceMemory(memory.total, memory.used + loaded), scratch, config)
-
-
-def _graphs(config: EngineConfig, step: int, memory: DeviceMemory) -> int:
-    return 0 if config.device.device in HOST_DEVICES else graph_bytes(config, step, memory.total)
-
-
-def _scratch(footprint: Footprint) -> ReservedBytes:
-    return lambda config: footprint.step(config).total
+            smallest = smaller.footprint.weights
+            for found in (changes, changes | steps):
+                requested = changed(self.requested, found)
+                try:
+                    _Candidate(requested, self.info, smaller.footprint, self.memory).fit()
+                except ConfigError:
+                    continue
+                return found, smallest
+        return None, smallest
 
 
 def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:

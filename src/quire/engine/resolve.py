@@ -98,22 +98,23 @@ def _quantization(config: EngineConfig, info: ModelInfo, device: str) -> str | N
     Raises:
         ConfigError: the checkpoint holds something else, or the device cannot make that of it.
     """
-    asked = config.model.quantization
-    if asked not in STORED_QUANTIZATIONS:
-        return asked or packed_quantization(info)
+    requested = config.model.quantization
+    if requested not in STORED_QUANTIZATIONS:
+        return requested or packed_quantization(info)
     stored = info.stored_format
-    if stored is None and asked in QUANTIZATIONS:  # fp8: what a checkpoint may hold, and what a GPU makes of another
+    if stored is None and requested in QUANTIZATIONS:
+        # fp8: a checkpoint may be stored in it, and a GPU makes it of others
         if device == "cpu":
             raise ConfigError(
-                f"quantization: {asked} needs a GPU (--device cuda) to make it of weights that are not quantized, as "
-                "these are",
+                f"quantization: {requested} needs a GPU (--device cuda) to make it of weights that are not quantized, "
+                "as these are",
                 param="quantization",
             )
-        return asked
-    if stored is None or stored.name != asked:
+        return requested
+    if stored is None or stored.name != requested:
         found = "is not quantized" if stored is None else f"is quantized with {stored.name}"
         raise ConfigError(
-            f"quantization: {asked} names what a checkpoint holds; this one {found}", param="quantization"
+            f"quantization: {requested} names what a checkpoint holds; this one {found}", param="quantization"
         )
     return None
 

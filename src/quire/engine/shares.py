@@ -2,7 +2,7 @@
 
 What each takes beside its KV cache is predicted as `quire plan` does. The models that are pinned and the largest of the
 others are what may have to fit at once. What is left then is shared out in equal parts among the caches of which
-nobody has said how large they should be.
+the options do not say how large they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.worker.footprint import Footprint, graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class SharingModel:
     """A model that shares the memory: its name for errors, its options, and whether it is always there."""
 
     name: str
@@ -40,13 +40,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a model takes without its KV cache, of which `scratch` by steps, and for the cache if that was asked for."""
+    """What a model takes without its KV cache, of which `step_bytes` by steps, and its `caches` if they are given."""
 
-    tenant: Tenant
+    model: SharingModel
     resolved: EngineConfig
     footprint: Footprint
     fixed: int
-    scratch: int
+    step_bytes: int
     caches: int | None
 
     @property
@@ -54,7 +54,7 @@ class _Need:
         return self.fixed + (self.caches or 0)
 
 
-def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | None = None) -> list[Share]:
+def share_memory(models: Sequence[SharingModel], max_loaded: int, available: int | None = None) -> list[Share]:
     """Return the share of each model if at most `max_loaded` of them are in memory at a time.
 
     Args:
@@ -63,9 +63,9 @@ def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | No
     Raises:
         ConfigError: they do not fit; the message has numbers. ModelError: one cannot be served at all.
     """
-    needs = [_need(tenant) for tenant in tenants]
+    needs = [_need(model) for model in models]
     free = _free(needs) if available is None else available
-    room = int(free * min(tenant.config.cache.gpu_memory_utilization for tenant in tenants))
+    room = int(free * min(model.config.cache.gpu_memory_utilization for model in models))
     together = _largest(needs, max_loaded)
     left = room - sum(need.least for need in together)
     if left < 0:
@@ -74,28 +74,28 @@ def share_memory(tenants: Sequence[Tenant], max_loaded: int, available: int | No
     return [_share(need, left // num_open if need.caches is None else need.caches) for need in needs]
 
 
-def _need(tenant: Tenant) -> _Need:
-    if tenant.config.cache.kv_resident_layers:
+def _need(model: SharingModel) -> _Need:
+    if model.config.cache.kv_resident_layers:
         raise ConfigError(
-            f"{tenant.name}: kv_resident_layers is for a server with one model; leave it out where several share the "
+            f"{model.name}: kv_resident_layers is for a server with one model; leave it out where several share the "
             "memory",
             param="kv_resident_layers",
         )
     try:
-        info = load_info(tenant.config)
-        resolved = resolve_config(tenant.config, info)
+        info = load_info(model.config)
+        resolved = resolve_config(model.config, info)
         footprint = Footprint(resolved, info)
     except QuireError as error:
-        error.message = f"{tenant.name}: {error.message}"
+        error.message = f"{model.name}: {error.message}"
         error.args = (error.message,)
         raise
     assert resolved.model.max_model_len is not None
-    scratch = footprint.step(resolved).total
+    step_bytes = footprint.step_bytes(resolved)
     own = RUNTIME_BYTES
     if resolved.device.device == "cuda":
-        own = GPU_RUNTIME_BYTES + graph_bytes(resolved, scratch, gpu_memory().total)
-    fixed = own + footprint.weights + footprint.tables(resolved.model.max_model_len) + scratch
-    return _Need(tenant, resolved, footprint, fixed, scratch, _asked_caches(resolved, footprint))
+        own = GPU_RUNTIME_BYTES + graph_bytes(resolved, step_bytes, gpu_memory().total)
+    fixed = own + footprint.weights + footprint.tables(resolved.model.max_model_len) + step_bytes
+    return _Need(model, resolved, footprint, fixed, step_bytes, _asked_caches(resolved, footprint))
 
 
 def _free(needs: Sequence[_Need]) -> int:
@@ -127,15 +127,15 @@ def _host_pool(cache_bytes: int) -> int:
 
 def _largest(needs: Sequence[_Need], count: int) -> list[_Need]:
     """Return what may have to be in memory at once: all that is pinned, and the largest of the rest."""
-    pinned = [need for need in needs if need.tenant.pinned]
-    others = sorted((need for need in needs if not need.tenant.pinned), key=lambda need: -need.least)
+    pinned = [need for need in needs if need.model.pinned]
+    others = sorted((need for need in needs if not need.model.pinned), key=lambda need: -need.least)
     return pinned + others[: max(0, count - len(pinned))]
 
 
 def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigError:
     together = _largest(needs, max_loaded)
-    sizes = ", ".join(f"{need.tenant.name} {size_text(need.least)}" for need in together)
-    pinned = sum(need.tenant.pinned for need in needs)
+    sizes = ", ".join(f"{need.model.name} {size_text(need.least)}" for need in together)
+    pinned = sum(need.model.pinned for need in needs)
     fewest = pinned + (pinned < len(needs))
     fitting = [
         count
@@ -152,21 +152,20 @@ def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigErro
 
 def _share(need: _Need, caches: int) -> Share:
     """Return a model's options with `caches` bytes for its KV cache and the host's pool."""
-    config, cache = need.tenant.config, need.tenant.config.cache
-    swap_space = need.resolved.cache.swap_space  # what was asked for, or 0 for a model that cannot swap
+    config, cache = need.model.config, need.model.config.cache
+    swap_space = need.resolved.cache.swap_space  # what was requested, or 0 for a model that cannot swap
     if need.caches is not None and swap_space is None:
         size = need.caches * HOST_PART // (HOST_PART + 1)
         swap_space = _host_pool(size)
         config = changed(config, {"swap_space": swap_space})
     try:
         # Free memory with which exactly this is left after steps.
-        enough = int((caches + need.scratch) / cache.gpu_memory_utilization) + 1
-        fitted = fit_kv_cache(
-            config, changed(need.resolved, {"swap_space": swap_space}), need.footprint.spec, enough,
-            lambda now: need.footprint.step(now).total, quiet=True,
-        )  # fmt: skip
+        enough = int((caches + need.step_bytes) / cache.gpu_memory_utilization) + 1
+        resolved = changed(need.resolved, {"swap_space": swap_space})
+        spec, step_bytes = need.footprint.spec, need.footprint.step_bytes
+        fitted = fit_kv_cache(config, resolved, spec, enough, step_bytes, quiet=True)
     except ConfigError as error:
-        raise ConfigError(f"{need.tenant.name}: {error.message}", param=error.param) from None
+        raise ConfigError(f"{need.model.name}: {error.message}", param=error.param) from None
     assert need.resolved.model.max_model_len is not None
     block_bytes = need.footprint.spec.block_bytes(cache.block_size, need.resolved.model.max_model_len)
     if need.caches is None:

@@ -202,6 +202,10 @@ class Footprint:
             states=state_bytes,
         )
 
+    def step_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of `step`, all together."""
+        return self.step(config).total
+
     def work(self, block_size: int) -> StepWork:
         """Return what the rows of a step read and compute, whatever its size; adapters are left out.
 
