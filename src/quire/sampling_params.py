@@ -2,7 +2,7 @@
 
 Names and defaults are those of the common OpenAI and vLLM interfaces. The server's fields and the flags of the command
 line follow these declarations and report whatever they raise; nothing here knows about HTTP, tokenizers, or models
-(token ids are checked against the vocabulary in `frontend.processor`).
+(token ids are checked against the vocabulary in `frontend.input_processor`).
 """
 
 from __future__ import annotations

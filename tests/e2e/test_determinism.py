@@ -19,7 +19,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.tensor import HostTensor
-from quire.frontend.processor import child_seed
+from quire.frontend.input_processor import child_seed
 from quire.kernels.cpu import threads
 from quire.kernels.create import create_backend
 from tests.helpers.checkpoints import write_checkpoint

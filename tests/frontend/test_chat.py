@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.controls import ControlFinder
-from quire.frontend.processor import Processor
+from quire.frontend.input_processor import InputProcessor
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level
 from tests.frontend.templates import CONTROLS, NAMED, PLAIN_ADDED, STYLES
@@ -254,7 +254,7 @@ def test_rendering_does_not_change_the_messages() -> None:
 
 def test_a_conversation_that_does_not_fit_names_messages() -> None:
     template = template_of("qwen")
-    processor = Processor(template._tokenizer, vocab_size=10_000, max_model_len=32)
+    processor = InputProcessor(template._tokenizer, vocab_size=10_000, max_model_len=32)
     for size in (60, 3000, 3_000_000):
         with pytest.raises(ContextLengthError) as caught:
             template.encode([{"role": "user", "content": "word " * size}], processor)

@@ -10,13 +10,14 @@ import pytest
 from quire.engine.messages import AbortRequests, EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.errors import RequestError
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor, RequestState
-from quire.frontend.processor import Processor
 from quire.frontend.stats import FinishedRequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput, TokenTopLogprobs
 from tests.helpers.fake_engine import FakeEngine, reply_with, small_tokenizer
+from tests.helpers.requests import engine_requests
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -59,11 +60,11 @@ class Rig:
         self.outputs = OutputProcessor(self.tokenizer, [self.listener])
         eos = self.tokenizer.eos_token_id
         assert eos is not None
-        self.processor = Processor(self.tokenizer, vocab_size=vocab, max_model_len=256, eos_token_ids=[eos])
+        self.processor = InputProcessor(self.tokenizer, vocab_size=vocab, max_model_len=256, eos_token_ids=[eos])
 
     def add(self, request_id: str = "r", prompt: str = "hello", **params: Any) -> RequestState:
         chosen = SamplingParams(**{"max_tokens": 100, **params})
-        adds = self.processor.process(prompt, chosen, request_id, arrival_time=0.0)
+        adds = engine_requests(self.processor, prompt, chosen, request_id, arrival_time=0.0)
         state = self.outputs.add(request_id, prompt, adds, chosen)
         for add in adds:
             self.engine.send(add)

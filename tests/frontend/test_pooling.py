@@ -16,8 +16,8 @@ from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.pooling import INSTRUCTION, JUDGE, PoolingInput, pair_input, with_prompt
-from quire.frontend.processor import Processor
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
 from tests.helpers.fake_engine import fake_front_model
@@ -54,14 +54,14 @@ def chatml() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def front_of(tokenizer: Tokenizer, template: str | None = None) -> tuple[FrontModel, Processor]:
+def front_of(tokenizer: Tokenizer, template: str | None = None) -> tuple[FrontModel, InputProcessor]:
     info = dataclasses.replace(fake_front_model().info, pooling=ASKED)
     chat = None if template is None else ChatTemplate(template, tokenizer)
     front = FrontModel(info, tokenizer, chat)
-    return front, Processor(tokenizer, vocab_size=1000, max_model_len=4000, pooling=ASKED)
+    return front, InputProcessor(tokenizer, vocab_size=1000, max_model_len=4000, pooling=ASKED)
 
 
-def question(front: FrontModel, processor: Processor, *texts: str, **options: Any) -> str:
+def question(front: FrontModel, processor: InputProcessor, *texts: str, **options: Any) -> str:
     """Return the text of what a reranker is asked, control tokens as text."""
     asked = pair_input(front, processor, *texts, PoolingParams(), **options)
     assert isinstance(asked.prompt, list)

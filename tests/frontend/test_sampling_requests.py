@@ -11,24 +11,25 @@ import pytest
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.processor import Processor
+from quire.frontend.input_processor import InputProcessor
 from quire.outputs import FlatLogprobs, Logprob, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.frontend.test_output_processor import Rig
 from tests.helpers.fake_engine import fake_async_llm, small_tokenizer
+from tests.helpers.requests import engine_requests
 
 CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
 
 
-def processor(**options: Any) -> Processor:
+def processor(**options: Any) -> InputProcessor:
     tokenizer = small_tokenizer()
-    return Processor(tokenizer, **{"vocab_size": tokenizer.vocab_size, "max_model_len": 64, **options})
+    return InputProcessor(tokenizer, **{"vocab_size": tokenizer.vocab_size, "max_model_len": 64, **options})
 
 
-def build(front: Processor, **fields: Any) -> EngineRequest:
-    [add] = front.process("hello world", SamplingParams(**fields), "r", arrival_time=0.0)
+def build(front: InputProcessor, **fields: Any) -> EngineRequest:
+    [add] = engine_requests(front, "hello world", SamplingParams(**fields), "r", arrival_time=0.0)
     return add
 
 
@@ -73,30 +74,30 @@ def test_the_engine_is_told_how_breakers_are_spelled() -> None:
     assert add.dry_breakers == [([star], [])]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(add), type=EngineRequest) == add
     assert build(front, dry_multiplier=1.0, dry_sequence_breakers=[]).dry_breakers == []
-    bare = Processor(None, vocab_size=100, max_model_len=64)
+    bare = InputProcessor(None, vocab_size=100, max_model_len=64)
     with pytest.raises(RequestError, match=r"dry_sequence_breakers must be \[\]"):
-        bare.process([1, 2], SamplingParams(dry_multiplier=1.0), "r", arrival_time=0.0)
-    bare.process([1, 2], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[]), "r", arrival_time=0.0)
+        engine_requests(bare, [1, 2], SamplingParams(dry_multiplier=1.0), "r", arrival_time=0.0)
+    engine_requests(bare, [1, 2], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[]), "r", arrival_time=0.0)
 
 
 def test_skip_clone_hands_on_the_object_itself() -> None:
     front = processor()
     for skip in (False, True):
         params = SamplingParams(skip_clone=skip)
-        [add] = front.process("hello", params, "r", arrival_time=0.0)
+        [add] = engine_requests(front, "hello", params, "r", arrival_time=0.0)
         assert (add.sampling_params is params) == skip
-    several = front.process("hello", SamplingParams(skip_clone=True, n=2, best_of=3), "r", arrival_time=0.0)
+    several = engine_requests(front, "hello", SamplingParams(skip_clone=True, n=2, best_of=3), "r", arrival_time=0.0)
     assert several[0].sampling_params.n == 1
 
 
 def test_options_of_outputs_do_not_trouble_several_sequences() -> None:
     front = processor(max_num_seqs=2)
     params = SamplingParams(n=5, prompt_logprobs=1, prompt_logprob_start=1, flat_logprobs=True, stream_interval=3)
-    adds = front.process("hello world", params, "r", arrival_time=0.0)
+    adds = engine_requests(front, "hello world", params, "r", arrival_time=0.0)
     assert [add.sampling_params.prompt_logprobs for add in adds] == [1, None, None]
     best = SamplingParams(n=1, best_of=2, logprob_token_ids=[3, 4])
-    assert front.process("hello", best, "r", arrival_time=0.0)[0].sampling_params.logprobs is None
-    beam = front.process("hello", BeamSearchParams(beam_width=2), "r", arrival_time=0.0)
+    assert engine_requests(front, "hello", best, "r", arrival_time=0.0)[0].sampling_params.logprobs is None
+    beam = engine_requests(front, "hello", BeamSearchParams(beam_width=2), "r", arrival_time=0.0)
     assert beam[0].dry_breakers == []
 
 

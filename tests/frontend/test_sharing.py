@@ -24,6 +24,7 @@ from tests.helpers.fake_engine import (
     small_tokenizer,
     small_tokenizer_ids,
 )
+from tests.helpers.requests import engine_requests
 
 REPLIES = "hello world, hello||abc||ab||abcd"  # shorter ones are likelier: each token has the same log-probability
 
@@ -198,7 +199,7 @@ def test_beams_without_a_tokenizer_have_no_text() -> None:
 def test_counts_of_a_beam_search() -> None:
     rig = Rig("hello||ab")
     params = BeamSearchParams(beam_width=2)
-    [add] = rig.processor.process("x", params, "b", arrival_time=0.0)
+    [add] = engine_requests(rig.processor, "x", params, "b", arrival_time=0.0)
     state = rig.outputs.add("b", "x", [add], params)
     rig.engine.send(add)
     [output] = rig.run(state)
@@ -262,7 +263,7 @@ def test_ids_of_the_parts_of_an_unfinished_request_cannot_be_taken() -> None:
 
     def add(request_id: str, **fields: Any) -> None:
         params = SamplingParams(**fields)
-        outputs.add(request_id, "x", processor.process("x", params, request_id, arrival_time=0.0), params)
+        outputs.add(request_id, "x", engine_requests(processor, "x", params, request_id, arrival_time=0.0), params)
 
     add("r", n=5)
     for taken in ("r", "r/1", "r-4"):

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.errors import RequestError
-from quire.frontend.processor import child_seed
+from quire.frontend.input_processor import child_seed
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.checkpoints import write_checkpoint

@@ -40,7 +40,7 @@ from quire.sampling_params import (
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
-    from quire.frontend.processor import Params
+    from quire.frontend.input_processor import Params
 
 
 import json

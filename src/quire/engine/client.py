@@ -17,7 +17,7 @@ class EngineClient(Protocol):
         """Send in order, never blocking."""
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for news. Raises `EngineDeadError` once the engine is gone."""
+        """Wait for a message. Raises `EngineDeadError` once the engine is gone."""
 
     def stalled_for(self) -> float:
         """Return for how many seconds the engine has been silent for longer than its work explains; 0.0 if it is not.

@@ -293,7 +293,7 @@ class EngineCore:
         return stats
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
-        """Return the current stats, with news that no step has made, if any."""
+        """Return the current stats, with outputs that no step has made, if any."""
         return EngineOutputs(outputs=outputs or [], stats=self._stats(), timestamp=self.clock())
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:

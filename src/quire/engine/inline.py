@@ -22,7 +22,7 @@ _IDLE_SECONDS = 60.0
 
 
 class InlineEngine:
-    """Steps when told to; everything happens in the caller's thread."""
+    """Runs in the caller's thread, a step at a time."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -82,7 +82,7 @@ class ThreadClient:
         self._inbox.put(message)
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for news. Raises `EngineDeadError` once the engine has ended."""
+        """Wait for a message. Raises `EngineDeadError` once the engine has ended."""
         if self._dead is None:
             item = await self._outbox.get()
             if not isinstance(item, Exception):
@@ -92,11 +92,11 @@ class ThreadClient:
         raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
 
     def stalled_for(self) -> float:
-        """Return 0.0: nobody watches a thread, which could not be replaced."""
+        """Return 0.0: a thread is not watched, since it cannot be replaced."""
         return 0.0
 
     async def dump_stacks(self) -> str:
-        """Return nothing: nobody watches a thread."""
+        """Return nothing: a thread is not watched."""
         return ""
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ class ThreadClient:
         try:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
         except RuntimeError:
-            # The loop was closed without close(): nobody is left to hear of it.
+            # The event loop was closed without close().
             logger.warning("an engine output came after its event loop had closed")
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine's main loop, the same in a thread and in a process: apply messages, step, send the news."""
+"""The engine's main loop, the same in a thread and in a process: apply messages, step, send outputs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def run(
     alive: Callable[[], bool] = lambda: True,
     signs: Unwatched | None = None,
 ) -> None:
-    """Serve until a `Shutdown` arrives or `alive` says that nobody is left to serve.
+    """Serve until a `Shutdown` arrives or `alive` returns False: the front is gone.
 
     Args:
         receive: return the next message, or None. With True, wait for one, though not forever.
         send: deliver to the front.
-        signs: told what happens, before it does.
+        signs: records what is about to happen.
     """
     if signs is None:
         signs = Unwatched()

@@ -76,7 +76,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class EngineOutputs(msgspec.Struct, tag=True):
-    """All news of one step."""
+    """The outputs of one step."""
 
     outputs: list[SequenceOutput]
     stats: SchedulerStats

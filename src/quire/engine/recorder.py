@@ -34,7 +34,7 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "timeline".
 
     Attributes:
-        request_id: as in `EngineRequest`, without the part that `Processor` adds where it splits a request.
+        request_id: as in `EngineRequest`, without the part that `InputProcessor` adds where it splits a request.
         num_sequences: how many it began with; the first `MAX_FOLLOWED` are followed.
         since_us, until_us: between these microseconds of the engine's clock it lived; until 0: it still does.
     """
@@ -56,7 +56,7 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Admission(NamedTuple):
-    """A sequence that the worker had to be told of: it began, or came back after a preemption.
+    """A sequence that is new to the worker: it began, or was resumed after a preemption.
 
     `num_tokens` it had, of which `num_computed` needed no computing; of these so many came from the host and from disk.
     """

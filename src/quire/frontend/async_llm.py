@@ -1,8 +1,8 @@
 """`AsyncLLM`: many requests at once from one asyncio loop, each a stream of outputs.
 
-One background task receives what the engine produced and wakes the streams concerned. A stream holds no queue: it
-builds its next output when its reader asks, so readers of any speed cost the same. Whoever stops reading (closes the
-stream, closes the generator, drops either) has the request aborted in the engine at once.
+One background task receives the engine's outputs and wakes the streams concerned. A stream has no queue: it builds its
+next output when it is read, so readers of any speed cost the same. A request is aborted as soon as its stream or
+generator is closed or dropped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
+from quire.frontend.input_processor import InputProcessor, Params, Prompt, prompt_text, split_prompt, text_size
 from quire.frontend.output_processor import OutputProcessor, RequestStream, beam_search_output
 from quire.frontend.pooling import (
     Pooled,
@@ -48,7 +49,6 @@ from quire.frontend.pooling import (
     spec_of,
     with_prompt,
 )
-from quire.frontend.processor import Params, Processor, Prompt, prompt_text, split_prompt, text_size
 from quire.frontend.recovery import SupervisedClient
 from quire.frontend.stats import StatListener, TTFTEstimator
 from quire.outputs import (
@@ -82,7 +82,7 @@ class AsyncLLM:
 
     Args:
         config: all options; or give them as keywords, by the names `EngineConfig.from_kwargs` takes.
-        listeners: told of every step, token and finished request.
+        listeners: called for every step, token and finished request.
         client, front_model: what would be made from the config otherwise (for tests and for embedding).
         make_client: where the engines come from that replace one that died; without it, a `client` is not replaced.
 
@@ -119,7 +119,7 @@ class AsyncLLM:
         )
         self._front = front_model
         self._starting = asyncio.Lock()
-        self._processor: Processor | None = None
+        self._processor: InputProcessor | None = None
         self._outputs = OutputProcessor(None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: asyncio.Task[None] | None = None
@@ -220,7 +220,7 @@ class AsyncLLM:
         finally:
             self._num_admitting -= 1
         self.check_room(len(token_ids), within)
-        adds = self._alive().build(
+        engine_requests = self._alive().build(
             token_ids,
             params,
             request_id,
@@ -233,10 +233,10 @@ class AsyncLLM:
             lora=lora_request,
         )
         changed = asyncio.Event()
-        state = self._outputs.add(request_id, prompt_text(prompt), adds, params.clone(), changed.set)
+        state = self._outputs.add(request_id, prompt_text(prompt), engine_requests, params.clone(), changed.set)
         self.ttft.add(len(token_ids))
-        for add in adds:
-            self._client.send(add)
+        for engine_request in engine_requests:
+            self._client.send(engine_request)
         return RequestStream(
             state,
             changed,
@@ -248,11 +248,10 @@ class AsyncLLM:
         """Raise `OverloadedError` if a request with so many prompt tokens had better come later.
 
         That is, if too many requests are unfinished, or with it too many prompt tokens would wait, or its first token
-        would come later than `within` seconds or `max_ttft`, by what can be told. Nobody is sent away from an empty
-        queue.
+        is estimated to come later than `within` seconds or `max_ttft`. An empty queue accepts every request.
         """
         if self.num_unfinished == 0:
-            self.ttft.clear()  # an engine's death leaves nothing, and tells nobody of the single requests
+            self.ttft.clear()  # an engine's death empties it without an event for each request
         queued = self.ttft.num_queued_tokens
         wait = self.ttft.estimate(num_tokens)
         later = 1.0 if wait is None else max(1.0, wait)
@@ -583,7 +582,7 @@ class AsyncLLM:
                 threads.shutdown(wait=False)
 
     async def _receive(self) -> None:
-        """The background task: deliver what the engine says until it is gone."""
+        """The background task: process what the engine sends until it is gone."""
         logs.request_id.set(None)  # whose request began it does not matter
         try:
             while True:
@@ -649,7 +648,7 @@ class AsyncLLM:
         self._calls.clear()
         self._stats_calls.clear()
 
-    def _alive(self) -> Processor:
+    def _alive(self) -> InputProcessor:
         if self._dead is not None:
             raise self._dead
         assert self._processor is not None, "started before"
@@ -673,7 +672,7 @@ class AsyncLLM:
         return self._front
 
     @property
-    def processor(self) -> Processor:
+    def processor(self) -> InputProcessor:
         """Request checks and default sampling parameters; there once started."""
         assert self._processor is not None, "start() comes first"
         return self._processor

@@ -44,7 +44,7 @@ from quire.frontend.chat_messages import (
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.controls import ControlFinder
-from quire.frontend.processor import Processor
+from quire.frontend.input_processor import InputProcessor
 from quire.tokenizer.tokenizer import PlainTwin, Tokenizer, check_text
 
 MARK_DIGITS = 24
@@ -140,7 +140,7 @@ class ChatTemplate:
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
-        processor: Processor | None = None,
+        processor: InputProcessor | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
@@ -173,7 +173,7 @@ class ChatTemplate:
         ask.check(chosen)
         return chosen
 
-    def _encode(self, ask: _Ask, processor: Processor | None, cut: bool) -> list[int]:
+    def _encode(self, ask: _Ask, processor: InputProcessor | None, cut: bool) -> list[int]:
         seen = _Seen(self._controls)
         text = self._render(ask, seen)
         if processor is not None:

@@ -23,7 +23,7 @@ from quire.frontend.chat import ChatTemplate, RequestTemplates
 from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.frontend.grammars import Job, MessageJob, StructuredOutputJob
-from quire.frontend.processor import Params, Processor
+from quire.frontend.input_processor import InputProcessor, Params
 from quire.pooling_params import PoolingParams
 from quire.sampling.processors import registered_names
 from quire.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class FrontModel:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
         request_templates: those that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
-        max_logprobs, logits_processors: as in `Processor`.
+        max_logprobs, logits_processors: as in `InputProcessor`.
         message_format: how the model writes reasoning and tool calls.
     """
 
@@ -77,9 +77,9 @@ class FrontModel:
         texts = (self.tokenizer.id_to_token(index) for index in self.eos_token_ids)
         return [text for text in texts if text is not None]
 
-    def processor(self, ready: Ready, seed: int | None = None) -> Processor:
-        """Return the processor for requests to an engine that is ready; `seed` as in `Processor`."""
-        return Processor(
+    def processor(self, ready: Ready, seed: int | None = None) -> InputProcessor:
+        """Return the processor for requests to an engine that is ready; `seed` as in `InputProcessor`."""
+        return InputProcessor(
             self.tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,

@@ -19,6 +19,7 @@ from quire.frontend.formats.message import Message as AssistantMessage
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
+from quire.frontend.input_processor import Params, Prompt, prompt_text
 from quire.frontend.output_processor import OutputProcessor, RequestState, beam_search_output
 from quire.frontend.pooling import (
     Pooled,
@@ -35,7 +36,6 @@ from quire.frontend.pooling import (
     spec_of,
     with_prompt,
 )
-from quire.frontend.processor import Params, Prompt, prompt_text
 from quire.frontend.tools import requested_tools
 from quire.outputs import (
     BeamSearchOutput,
@@ -405,7 +405,7 @@ class LLM:
             constraints = self._front.constraints(
                 item, token_ids, None if message_specs is None else message_specs[index]
             )
-            adds = self._processor.build(
+            engine_requests = self._processor.build(
                 token_ids,
                 item,
                 request_id,
@@ -416,13 +416,13 @@ class LLM:
                 thinking=constraints.thinking,
                 lora=loras[index],
             )
-            checked.append((request_id, prompt, adds, item))
+            checked.append((request_id, prompt, engine_requests, item))
         self._num_requests += len(checked)
         states = []
-        for request_id, prompt, adds, item in checked:
-            states.append(self._outputs.add(request_id, prompt_text(prompt), adds, item))
-            for add in adds:
-                engine.send(add)
+        for request_id, prompt, engine_requests, item in checked:
+            states.append(self._outputs.add(request_id, prompt_text(prompt), engine_requests, item))
+            for engine_request in engine_requests:
+                engine.send(engine_request)
         return states
 
     def _step(self, engine: InlineEngine) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""From what a step produced to what callers see: text, stop strings, log-probabilities, times.
+"""`OutputProcessor`: from the outputs of a step to what callers see: text, stop strings, log-probabilities, times.
 
-`OutputProcessor.process` takes the news of a step and updates the `RequestState`s they belong to. A `RequestOutput`
-is built only when somebody takes it (`RequestState.take`), so a slow reader costs no memory beyond the text itself:
-what came in the meantime is merged into its next output.
+`OutputProcessor.process` updates the `RequestState`s of a step's outputs. A `RequestOutput` is built only when it is
+read (`RequestState.take`), so a slow reader costs no memory beyond the text itself: several steps are merged into its
+next output.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.
 
 
 class _Completion:
-    """One sequence: what was generated. Of texts and log-probabilities a DELTA reader takes away what it has read.
+    """One sequence and its output so far. Text and log-probabilities that a DELTA reader has read are dropped.
 
-    All its tokens stay: `token_ids` is the list of `progress`, by which another engine could go on.
+    All tokens stay: `token_ids` is the list of `progress`, with which another engine can continue.
     """
 
     __slots__ = (
@@ -78,7 +78,7 @@ class _Completion:
         self.index = index
         self.sequence_id = sequence_id
         self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
-        self.part = part  # which of the request's `EngineRequest`s it came in
+        self.part = part  # index of its `EngineRequest`
         self.detokenizer = detokenizer
         self.progress = Progress()
         self.token_ids = self.progress.token_ids
@@ -96,7 +96,7 @@ class _Completion:
         self.changed = False
 
     def add(self, output: SequenceOutput, note: Callable[[Positions, TokenTopLogprobs, bool], None], cut: bool) -> bool:
-        """Take in the news; return whether a stop string was found.
+        """Apply the output of a step; return whether a stop string was found.
 
         Args:
             note: appends an entry to log-probabilities; see `OutputProcessor._note_logprobs`.
@@ -185,7 +185,7 @@ class RequestState:
     Attributes:
         notify: called whenever `take` may have something new.
         error: set if the request failed in a way that its outputs cannot express.
-        pooled: what was made of the prompt, of a request with pooling parameters, once it has finished.
+        pooled: the output of a pooling request, once it has finished.
         n: completions to return. completions: one for each sequence; of a beam search one, until the beams are there.
     """
 
@@ -193,24 +193,24 @@ class RequestState:
         self,
         request_id: str,
         prompt: str | None,
-        adds: Sequence[EngineRequest],
+        engine_requests: Sequence[EngineRequest],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         notify: Callable[[], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.prompt_token_ids = adds[0].prompt_token_ids
+        self.prompt_token_ids = engine_requests[0].prompt_token_ids
         self.params = params
-        self.n = params.n if adds[0].beam is None else adds[0].beam.beam_width
-        # All names that the engine may know it by, also after the death of another one.
-        self.ids = {request_id, *[name for add in adds for name in (add.request_id, *add.sequence_ids)]}
-        self.ids |= {add.request_id + REST for add in adds if len(add.sequence_ids) > 1}
-        self.max_tokens = adds[0].max_tokens
+        self.n = params.n if engine_requests[0].beam is None else engine_requests[0].beam.beam_width
+        # All its ids in an engine, also in one that replaced another.
+        self.ids = {request_id, *[name for item in engine_requests for name in (item.request_id, *item.sequence_ids)]}
+        self.ids |= {item.request_id + REST for item in engine_requests if len(item.sequence_ids) > 1}
+        self.max_tokens = engine_requests[0].max_tokens
         self.pooled: PooledData | None = None
         self.notify = notify
         self.error: Exception | None = None
-        self.metrics = RequestMetrics(arrival_time=adds[0].arrival_time)
+        self.metrics = RequestMetrics(arrival_time=engine_requests[0].arrival_time)
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | FlatLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -218,16 +218,16 @@ class RequestState:
         self._prompt_logprobs_taken = False
         self.cut_stop_token = not params.include_stop_str_in_output
         self._tokenizer = tokenizer
-        # Of a message without a form the grammar is only about calls; its text is as that of any other.
-        self._has_form = params.structured_outputs is not None or (
-            adds[0].beam is not None and adds[0].grammar is not None
+        # The grammar of a chat message without structured output constrains its tool calls only.
+        self._is_structured = params.structured_outputs is not None or (
+            engine_requests[0].beam is not None and engine_requests[0].grammar is not None
         )
-        parts = [(part, name) for part, add in enumerate(adds) for name in add.sequence_ids]
+        parts = [(part, name) for part, item in enumerate(engine_requests) for name in item.sequence_ids]
         self.completions = [
             _Completion(index, name, params, self._detokenizer(), part) for index, (part, name) in enumerate(parts)
         ]
         self.num_unfinished = len(self.completions)
-        self._num_preemptions = [0] * len(adds)
+        self._num_preemptions = [0] * len(engine_requests)
         self._ranked = len(self.completions) > self.n
         self._kind = FINAL_ONLY if self._ranked else params.output_kind
         self._interval = params.stream_interval or 1
@@ -245,7 +245,7 @@ class RequestState:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
-            continues=self._has_form,
+            continues=self._is_structured,
         )
 
     @property
@@ -259,12 +259,12 @@ class RequestState:
         return sum(item.num_tokens for item in self.completions)
 
     def note_preemptions(self, part: int, count: int) -> None:
-        """Take over how often one of the request's `EngineRequest`s was preempted; all its sequences report that."""
+        """Record how often one of its `EngineRequest`s was preempted, which all its sequences report."""
         self._num_preemptions[part] = max(self._num_preemptions[part], count)
         self.metrics.num_preemptions = sum(self._num_preemptions)
 
     def begin_prompt_again(self) -> None:
-        """Forget what a prompt that was not finished has told of itself; a new engine tells all of it again."""
+        """Drop the log-probabilities of a prompt that was not finished; a new engine computes all of it again."""
         first = self.completions[0]
         if self.prompt_logprobs is not None and not first.num_tokens and first.finish_reason is None:
             self.prompt_logprobs = _unscored(self.params)
@@ -275,15 +275,15 @@ class RequestState:
         self.completions = []
         for index, beam in enumerate(beams):
             completion = _Completion(index, search.sequence_id, self.params, self._detokenizer())
-            news = SequenceOutput(search.sequence_id, beam.token_ids, finish_reason=beam.finish_reason)
-            completion.add(news, lambda positions, entry, ranked: None, self.cut_stop_token)
+            output = SequenceOutput(search.sequence_id, beam.token_ids, finish_reason=beam.finish_reason)
+            completion.add(output, lambda positions, entry, ranked: None, self.cut_stop_token)
             completion.cumulative_logprob = beam.cumulative_logprob
             self.completions.append(completion)
 
     def _best(self) -> list[_Completion]:
         """Return the `n` best of the finished completions, best first, and number them anew.
 
-        Any that failed or was aborted come before all: without them nobody knows which are the best.
+        Any that failed or was aborted come first: without them the best are unknown.
         """
         best = sorted(
             self.completions,
@@ -294,7 +294,7 @@ class RequestState:
         return best
 
     def touch(self) -> None:
-        """Say that there is something to take."""
+        """Record that there is something to take."""
         self._changed = True
         if self.notify is not None:
             self.notify()
@@ -421,11 +421,11 @@ class RequestStream:
 
 
 class OutputProcessor:
-    """Keeps the state of all live requests and applies the engine's news to it.
+    """Keeps the state of all live requests and applies the engine's outputs to it.
 
     Args:
         tokenizer: None leaves all texts empty.
-        listeners: told of tokens and ends.
+        listeners: called for each step, token and end of a request.
 
     Attributes:
         journal: of the requests that have not ended.
@@ -453,18 +453,18 @@ class OutputProcessor:
         self,
         request_id: str,
         prompt: str | None,
-        adds: Sequence[EngineRequest],
+        engine_requests: Sequence[EngineRequest],
         params: SamplingParams | BeamSearchParams | PoolingParams,
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
-        """Register a request; the caller then sends `adds` to the engine.
+        """Register a request; the caller then sends its engine requests to the engine.
 
         Raises:
             RequestError: an unfinished request has this id.
         """
         if not isinstance(params, SamplingParams):
-            params = adds[0].sampling_params
-        state = RequestState(request_id, prompt, adds, params, self._tokenizer, notify)
+            params = engine_requests[0].sampling_params
+        state = RequestState(request_id, prompt, engine_requests, params, self._tokenizer, notify)
         if not self._ids.isdisjoint(state.ids):
             raise RequestError(
                 f"request_id {request_id[:100]} belongs to an unfinished request",
@@ -475,11 +475,11 @@ class OutputProcessor:
         self._ids |= state.ids
         for completion in state.completions:
             self._sequences[completion.sequence_id] = (state, completion)
-        self.journal.begin(request_id, adds, {item.sequence_id: item.progress for item in state.completions})
+        self.journal.begin(request_id, engine_requests, {item.sequence_id: item.progress for item in state.completions})
         return state
 
     def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
-        """Apply one step's news.
+        """Apply the outputs of one step.
 
         Returns:
             The requests that changed, and the engine ids to abort because a stop string was found.
@@ -523,7 +523,7 @@ class OutputProcessor:
         return list(updated.values()), aborts
 
     def _note_prompt(self, state: RequestState, completion: _Completion, output: SequenceOutput) -> None:
-        """Take over what concerns the request as a whole."""
+        """Record what concerns the request as a whole."""
         metrics = state.metrics
         if output.first_scheduled_time is not None and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
@@ -551,7 +551,7 @@ class OutputProcessor:
         metrics.last_token_time = completion.last_token_time = now
 
     def _note_logprobs(self, positions: list[Any] | FlatLogprobs, entry: TokenTopLogprobs, ranked: bool = True) -> None:
-        """Append a position; unless `ranked`, its tokens were asked for by id, and only the first has a known rank."""
+        """Append a position; unless `ranked`, its tokens were requested by id, and only the first has a known rank."""
         ids, values = entry.token_ids, entry.logprobs
         ranks = [entry.rank, *(range(1, len(ids)) if ranked else [None] * (len(ids) - 1))]
         text = None if self._tokenizer is None else self._tokenizer.token_text
@@ -628,7 +628,7 @@ class OutputProcessor:
         return [item.sequence_id for item in unfinished]
 
     def replay(self, request_id: str) -> list[EngineRequest]:
-        """Return what a new engine is to be told of a live request, see `Journal.replay`."""
+        """Return the engine requests with which a new engine continues a live request, see `Journal.replay`."""
         self._states[request_id].begin_prompt_again()
         return self.journal.replay(request_id)
 
@@ -667,9 +667,9 @@ def _error_of(output: SequenceOutput) -> QuireError:
     message = output.error or "the engine failed on this request"
     if not output.refused:
         return GenerationError(message)
-    about_form = message.startswith("structured output")
+    structured = message.startswith("structured output")
     code = error_code(message) if message.startswith(GRAMMAR_FAILED) else "request_refused"
-    return RequestError(message, param="structured_outputs" if about_form else None, code=code)
+    return RequestError(message, param="structured_outputs" if structured else None, code=code)
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -16,8 +16,8 @@ import numpy as np
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.errors import GenerationError, RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
+from quire.frontend.input_processor import InputProcessor, Prompt
 from quire.frontend.output_processor import RequestState
-from quire.frontend.processor import Processor, Prompt
 from quire.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -107,7 +107,7 @@ def tokenizer_of(front: FrontModel) -> Tokenizer:
 
 def pair_input(
     front: FrontModel,
-    processor: Processor,
+    processor: InputProcessor,
     query: str,
     document: str,
     params: PoolingParams,
@@ -118,7 +118,7 @@ def pair_input(
     """Return the request that scores a pair with a cross-encoder.
 
     Args:
-        instruction: what the pair is judged by, for models that are asked; None: what is usual.
+        instruction: what a generative reranker judges by; None: its default.
 
     Raises:
         RequestError: the pair cannot be made; ContextLengthError: it can never fit.
@@ -146,7 +146,12 @@ def pair_input(
 
 
 def _question(
-    front: FrontModel, processor: Processor, tokenizer: Tokenizer, query: str, document: str, instruction: str | None
+    front: FrontModel,
+    processor: InputProcessor,
+    tokenizer: Tokenizer,
+    query: str,
+    document: str,
+    instruction: str | None,
 ) -> list[int]:
     """Return the conversation that ends where the model says yes or no; texts cannot spell control tokens."""
     spec, template = spec_of(front), front.chat_template
@@ -181,7 +186,7 @@ def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[int, 
 
 def score_inputs(
     front: FrontModel,
-    processor: Processor,
+    processor: InputProcessor,
     queries: Sequence[str],
     documents: Sequence[str],
     pairs: Sequence[tuple[int, int]],

@@ -229,8 +229,8 @@ class SupervisedClient:
                 self._replay(request_id)
 
     def _replay(self, request_id: str) -> None:
-        for add in self._outputs().replay(request_id):
-            self._client.send(add)
+        for engine_request in self._outputs().replay(request_id):
+            self._client.send(engine_request)
 
     def _review(self) -> None:
         """Clear suspects that are past the point of a death; release the isolated request once it is."""
@@ -277,8 +277,8 @@ class SupervisedClient:
         try:
             async with asyncio.timeout(STACKS_SECONDS):
                 await client.dump_stacks()
-        except Exception:  # a boundary: whatever keeps it from telling where it is, it must be ended
-            logger.exception("where the engine is stuck cannot be told")
+        except Exception:  # a boundary: whatever goes wrong here, it must be killed
+            logger.exception("the stacks of the stuck engine cannot be logged")
         if client is self._client and not self.recovering:
             self._killed = client
             client.kill()  # its end is noticed by `receive`

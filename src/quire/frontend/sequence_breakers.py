@@ -99,7 +99,7 @@ class SequenceBreakerIndex:
         return tokens.tolist()
 
     def _inside(self, text: str) -> list[int]:
-        """Return the tokens that spell `text` in the middle of another; none if that cannot be told."""
+        """Return the tokens that spell `text` inside another text; none if the tokenizer does not show them."""
         anchor = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
         if ids[: len(anchor)] != anchor or max(ids, default=0) >= self._vocab_size:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from quire.checks import wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, retold
 from quire.frontend.formats.message import MessageSpec
+from quire.frontend.input_processor import Prompt, TextParams
 from quire.frontend.output_processor import RequestStream
-from quire.frontend.processor import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
 from quire.server.context import ModelContext

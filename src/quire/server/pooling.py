@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.input_processor import check_ids
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.pooling import (
     ABORTED,
@@ -29,7 +30,6 @@ from quire.frontend.pooling import (
     spec_of,
     with_prompt,
 )
-from quire.frontend.processor import check_ids
 from quire.outputs import ScoringRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, model_context

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.checks import wrong_type
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.processor import check_ids
+from quire.frontend.input_processor import check_ids
 from quire.frontend.tools import requested_tools
 from quire.server.context import model_context
 from quire.server.json_io import json_response, large_json_response, run_in_thread_if

@@ -9,23 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ContextLengthError, ModelError, RequestError
-from quire.frontend.processor import Processor, child_seed
+from quire.frontend.input_processor import InputProcessor, child_seed
 from quire.sampling_params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.helpers.fake_engine import small_tokenizer
+from tests.helpers.requests import engine_requests
 
 VOCAB = 300
 
 
-def make(tokenizer: Tokenizer | None = None, *, max_model_len: int = 64, **options: Any) -> Processor:
-    return Processor(
+def make(tokenizer: Tokenizer | None = None, *, max_model_len: int = 64, **options: Any) -> InputProcessor:
+    return InputProcessor(
         tokenizer or small_tokenizer(), vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=[2, 0], **options
     )
 
 
 def process(prompt: Any, params: SamplingParams | None = None, **options: Any) -> list[Any]:
-    return make().process(prompt, params or SamplingParams(), "r", arrival_time=1.0, **options)
+    return engine_requests(make(), prompt, params or SamplingParams(), "r", arrival_time=1.0, **options)
 
 
 def test_all_kinds_of_prompts_give_the_same_request() -> None:
@@ -108,7 +109,7 @@ def test_ids_in_parameters_are_checked_against_the_vocabulary(field: str, value:
 
 def test_texts_the_model_has_no_rows_for_are_refused() -> None:
     """A tokenizer with more tokens than the model's table must not reach the engine."""
-    processor = Processor(small_tokenizer(), vocab_size=100, max_model_len=64)
+    processor = InputProcessor(small_tokenizer(), vocab_size=100, max_model_len=64)
     with pytest.raises(RequestError, match=">= vocab 100") as caught:
         processor.tokenize("hello", SamplingParams())
     assert caught.value.param == "prompt"
@@ -219,13 +220,13 @@ def test_the_best_of_several_are_ranked_by_logprobs_that_nobody_asked_for() -> N
 def test_more_sequences_than_run_at_a_time_are_several_requests() -> None:
     processor = make(max_num_seqs=4)
     params = SamplingParams(n=10, seed=3, prompt_logprobs=0)
-    adds = processor.process("x", params, "r", arrival_time=0.0)
+    adds = engine_requests(processor, "x", params, "r", arrival_time=0.0)
     assert [add.request_id for add in adds] == ["r/0", "r/1", "r/2"]
     assert [len(add.sequence_ids) for add in adds] == [4, 4, 2]
     assert [name for add in adds for name in add.sequence_ids] == [f"r-{index}" for index in range(10)]
     assert [seed for add in adds for seed in add.seeds] == [child_seed(3, index) for index in range(10)]
     assert [add.sampling_params.prompt_logprobs for add in adds] == [0, None, None]
-    assert len(processor.process("x", params.clone(n=4), "r", arrival_time=0.0)) == 1
+    assert len(engine_requests(processor, "x", params.clone(n=4), "r", arrival_time=0.0)) == 1
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
@@ -243,7 +244,7 @@ def test_without_a_seed_every_request_draws_its_own() -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
 def test_bad_words_are_barred_in_every_spelling(kind: str) -> None:
     tokenizer = Tokenizer(MAKERS[kind](), special_tokens=NAMED[kind])
-    processor = Processor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64)
+    processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64)
     barred = processor.bad_words_ids(["quick"])
     for text in ("quick", " quick", "The quick fox", "\nquick", "fox.quick dog"):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -255,15 +256,15 @@ def test_bad_words_are_barred_in_every_spelling(kind: str) -> None:
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:
-    processor = Processor(None, vocab_size=VOCAB, max_model_len=64)
-    assert processor.process([1, 2], None, "r", arrival_time=0.0)[0].prompt_token_ids == [1, 2]
+    processor = InputProcessor(None, vocab_size=VOCAB, max_model_len=64)
+    assert engine_requests(processor, [1, 2], None, "r", arrival_time=0.0)[0].prompt_token_ids == [1, 2]
     for prompt, params, param in (
         ("text", SamplingParams(), "prompt"),
         ([1], SamplingParams(stop="x"), "stop"),
         ([1], SamplingParams(bad_words=["x"]), "bad_words"),
     ):
         with pytest.raises(RequestError) as caught:
-            processor.process(prompt, params, "r", arrival_time=0.0)
+            engine_requests(processor, prompt, params, "r", arrival_time=0.0)
         assert caught.value.param == param
 
 
@@ -286,7 +287,7 @@ def test_bad_request_options_are_named(options: dict[str, Any], param: str) -> N
 
 def test_defaults_come_from_the_model() -> None:
     processor = make(sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
-    [add] = processor.process("x", None, "r", arrival_time=0.0)
+    [add] = engine_requests(processor, "x", None, "r", arrival_time=0.0)
     assert (add.sampling_params.temperature, add.sampling_params.top_k, add.max_tokens) == (0.6, 20, 7)
     assert process("x", SamplingParams())[0].sampling_params.temperature == 1.0
     first = processor.default_sampling_params()

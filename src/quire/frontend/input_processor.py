@@ -1,4 +1,4 @@
-"""From what a caller gives (text or ids, sampling parameters) to `EngineRequest`s: tokenization and every check.
+"""`InputProcessor`: from a prompt and parameters to `EngineRequest`s: tokenization and every check.
 
 Nothing that passes here can make the engine read outside a table: all token ids are compared with the model's
 vocabulary, the prompt with the context length. Two rules to know:
@@ -47,7 +47,7 @@ MAX_TENANT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
 
 
-class Processor:
+class InputProcessor:
     """Checks and tokenizes requests for one model.
 
     Args:
@@ -99,31 +99,6 @@ class Processor:
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters the model's makers recommend, the neutral ones where they say nothing."""
         return SamplingParams(**self._defaults)
-
-    def process(
-        self,
-        prompt: Prompt,
-        params: Params | None,
-        request_id: str,
-        *,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        param: str = "prompt",
-    ) -> list[EngineRequest]:
-        """Tokenize and build in one go; see `tokenize` and `build`."""
-        params = params if params is not None else self.default_sampling_params()
-        token_ids = self.tokenize(prompt, params, param=param)
-        return self.build(
-            token_ids,
-            params,
-            request_id,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
 
     def tokenize(
         self, prompt: Prompt, params: Params, *, param: str = "prompt", lora: LoRARequest | None = None
@@ -255,52 +230,48 @@ class Processor:
         thinking: ThinkingData | None = None,
         lora: LoRARequest | None = None,
     ) -> list[EngineRequest]:
-        """Return what the engine is to be told: one `EngineRequest`.
+        """Return the engine requests of a request, usually one.
 
-        `grammar` is what came of the form that `params` ask for, `thinking` of their budget (`frontend.asking`).
-        `lora` is its adapter.
-
-        Its sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed itself, the others
-        seeds derived from it. More sequences than the engine runs at a time go into several `EngineRequest`s, the first
-        of which asks for prompt logprobs. A beam search is one sequence of the request's id.
+        `grammar` is compiled from the structured output that `params` ask for, `thinking` the bound on reasoning
+        (`FrontModel.constraints`). Sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed
+        itself, the others seeds derived from it. More sequences than the engine runs at a time go into several engine
+        requests, the first of which has the prompt's log-probabilities. A beam search is one sequence.
         """
         self._check_options(request_id, priority, cache_salt, tenant)
         self.check_kind(params)
+        request = EngineRequest(
+            request_id,
+            token_ids,
+            SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
+            arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            grammar=grammar,
+            thinking=thinking,
+            lora=lora,
+        )
         if isinstance(params, PoolingParams):
-            add = self._to_pool(token_ids, params, request_id, arrival_time)
-            return [msgspec.structs.replace(add, priority=priority, cache_salt=cache_salt, tenant=tenant)]
-        assert params.structured_outputs is None or grammar is not None, "a form without its grammar would be ignored"
+            request.pooling = self.pooling_params(params)
+            return [request]
+        assert params.structured_outputs is None or grammar is not None, "it would be ignored without its grammar"
         beam = None
         if isinstance(params, BeamSearchParams):
             self.check_beam_width(params.beam_width)
-            beam, params = params, _like_a_beam(params)
+            beam, params = params, _params_of_beams(params)
         self._check_params(params, self._vocab_size(lora))
         self.check_logprobs(params, len(token_ids))
         eos_ids = () if params.ignore_eos else self.eos_token_ids
         room = self.max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        shared: dict[str, Any] = {
-            "prompt_token_ids": token_ids,
-            "arrival_time": arrival_time,
-            "stop_ids": sorted({*eos_ids, *(params.stop_token_ids or ())}),
-            "max_tokens": max_tokens,
-            "bad_words_ids": self.bad_words_ids(params.bad_words or []),
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "tenant": tenant,
-            "lora": lora,
-            "grammar": grammar,
-            "thinking": thinking,
-            "dry_breakers": self._dry_breakers(params),
-        }
+        request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        request.stop_ids = sorted({*eos_ids, *(params.stop_token_ids or ())})
+        request.bad_words_ids = self.bad_words_ids(params.bad_words or [])
+        request.dry_breakers = self._dry_breakers(params)
         if beam is not None:
-            beam = beam.clone(max_tokens=max_tokens, structured_outputs=None)
-            return [
-                EngineRequest(
-                    request_id, sampling_params=params, sequence_ids=[request_id], seeds=[0], beam=beam, **shared
-                )
-            ]
-        return self._samples(request_id, params, shared)
+            request.beam = beam.clone(max_tokens=request.max_tokens, structured_outputs=None)
+            request.sampling_params = params
+            return [request]
+        return self._split(request, params)
 
     def pooling_params(self, params: PoolingParams) -> PoolingParams:
         """Return the parameters with their task; raise `RequestError` for what the model cannot do."""
@@ -323,40 +294,22 @@ class Processor:
         whole = task == "token_embed" or spec.kinds != ("lasttoken",)
         return params.clone(task=task, skip_reading_prefix_cache=params.skip_reading_prefix_cache or whole)
 
-    def _to_pool(
-        self, token_ids: list[int], params: PoolingParams, request_id: str, arrival_time: float
-    ) -> EngineRequest:
-        """Return what the engine is told of a request that generates nothing."""
-        return EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
-            arrival_time=arrival_time,
-            sequence_ids=[request_id],
-            seeds=[0],
-            stop_ids=[],
-            max_tokens=1,
-            pooling=self.pooling_params(params),
-        )
-
-    def _samples(self, request_id: str, params: SamplingParams, shared: Mapping[str, Any]) -> list[EngineRequest]:
-        """Return what the engine is told of a request that samples: in `shared` is what all its parts have."""
+    def _split(self, request: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
+        """Return a request with its sequences, in as many parts as the engine needs."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        count = params.num_sequences
+        request_id, count, most = request.request_id, params.num_sequences, self.max_num_seqs
         sequence_ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
         seeds = [child_seed(seed, index) for index in range(count)]
-        first = _one_of(params)
-        rest = first
+        first = rest = _params_of_one(params)
         if first.prompt_logprobs is not None:
             rest = first.clone(prompt_logprobs=None, prompt_logprob_start=None)
-        most = self.max_num_seqs
         return [
-            EngineRequest(
-                request_id if count <= most else f"{request_id}/{start // most}",
+            msgspec.structs.replace(
+                request,
+                request_id=request_id if count <= most else f"{request_id}/{start // most}",
                 sampling_params=rest if start else first,
                 sequence_ids=sequence_ids[start : start + most],
                 seeds=seeds[start : start + most],
-                **shared,
             )
             for start in range(0, count, most)
         ]
@@ -410,13 +363,13 @@ class Processor:
     def check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """Raise `RequestError` for more log-probabilities than allowed, and for ids or positions that do not exist."""
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is None or self.max_logprobs < 0:
+            requested = getattr(params, name)
+            if requested is None or self.max_logprobs < 0:
                 continue
-            shown = f"{asked}"
-            if asked < 0:
-                asked, shown = self.vocab_size, f"-1 (the whole vocabulary, {self.vocab_size})"
-            if asked > self.max_logprobs:
+            shown = f"{requested}"
+            if requested < 0:
+                requested, shown = self.vocab_size, f"-1 (the whole vocabulary, {self.vocab_size})"
+            if requested > self.max_logprobs:
                 raise RequestError(
                     f"{name} must be at most {self.max_logprobs} (max_logprobs of this engine), got {shown}",
                     param=name,
@@ -479,12 +432,12 @@ class Processor:
         return [list(ids) for ids in sequences if ids]
 
 
-def _one_of(params: SamplingParams) -> SamplingParams:
+def _params_of_one(params: SamplingParams) -> SamplingParams:
     """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
     if params.skip_clone and params.num_sequences == 1 and params.structured_outputs is None:
         return params
     ranked = params.num_sequences > params.n and params.logprobs is None and params.logprob_token_ids is None
-    # The engine gets the grammar; the form it was made of may be large. How outputs look is the front's business.
+    # The engine gets the grammar; the schema it was compiled from may be large. The front shapes the outputs.
     return params.clone(
         n=1,
         best_of=None,
@@ -495,7 +448,7 @@ def _one_of(params: SamplingParams) -> SamplingParams:
     )
 
 
-def _like_a_beam(params: BeamSearchParams) -> SamplingParams:
+def _params_of_beams(params: BeamSearchParams) -> SamplingParams:
     """Return the sampling parameters under which a beam's tokens become text."""
     return SamplingParams(
         temperature=0.0,
