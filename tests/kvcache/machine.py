@@ -98,7 +98,7 @@ class Machine:
             max_step_tokens=12,
             enable_prefix_caching=rng.random() < 0.9,
             prefix_match_unit=rng.choice((1, 1, 2, 8)),
-            merge_duplicates=rng.random() < 0.3,
+            deduplicate_blocks=rng.random() < 0.3,
             num_layerwise_blocks=num_layerwise,
             num_host_blocks=0 if num_layerwise else rng.choice((0, 5, num_blocks, 3 * num_blocks)),
             num_disk_records=0 if num_layerwise else rng.choice((0, 3, 100, 100)),
@@ -140,7 +140,7 @@ class Machine:
         self.check(everything=True)
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
         assert self.kv.host.pool.num_free == self.kv.host.pool.num_blocks
-        assert not self.kv._unshared
+        assert not self.kv._uncacheable
 
     def step(self) -> None:
         self.kv.start_step()
@@ -213,7 +213,7 @@ class Machine:
         if allocation is None:
             assert len(kv.transfers) == num_moved
             assert kv.pool.num_free >= num_free
-            assert kv.holds_blocks(sequence) == bool(before[0])
+            assert kv.has_blocks(sequence) == bool(before[0])
             return False
         added, replaced = allocation
         self.tell(sequence, after if hit is not None else None, added, replaced)
@@ -314,7 +314,7 @@ class Machine:
                 assert self.allocate(sequence, 1, reserved=0)
                 self.scheduled[sequence.sequence_id] = sequence, sequence.num_computed_tokens + 1
         taken = num_free - self.kv.pool.num_free
-        assert taken == needed or (self.kv._merges and taken < needed)
+        assert taken == needed or (self.kv._deduplicates and taken < needed)
         return True
 
     def preempt(self) -> bool:

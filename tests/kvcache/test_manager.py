@@ -57,11 +57,11 @@ def test_an_allocation_names_the_blocks_that_were_appended():
 def test_who_holds_blocks_and_how_many():
     kv = manager()
     a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
-    assert (kv.holds_blocks(a), kv.block_ids("a"), kv.num_tables()) == (False, [[]], 0)
+    assert (kv.has_blocks(a), kv.block_ids("a"), kv.num_tables()) == (False, [[]], 0)
     start(kv, a)
     start(kv, b)
-    assert kv.holds_blocks(a)
-    assert (kv.num_held([a]), kv.num_held([a, b]), kv.num_tables()) == (3, 4, 2)
+    assert kv.has_blocks(a)
+    assert (kv.num_allocated_blocks([a]), kv.num_allocated_blocks([a, b]), kv.num_tables()) == (3, 4, 2)
 
 
 @pytest.mark.parametrize(("name", "options"), [("num_blocks", (0, 4)), ("block_size", (4, 0))])
@@ -203,7 +203,7 @@ def test_identical_sequences_computed_side_by_side_keep_their_own_blocks():
 
 
 def test_duplicates_are_merged_if_asked_once_the_block_is_full_and_computed():
-    kv = manager(merge_duplicates=True)
+    kv = manager(deduplicate_blocks=True)
     a, b = Sequence("a", [1, 2, 3]), Sequence("b", [1, 2, 3])
     start(kv, a)
     start(kv, b)
@@ -220,7 +220,7 @@ def test_duplicates_are_merged_if_asked_once_the_block_is_full_and_computed():
 
 def test_merging_takes_no_free_block():
     """The other copy is free, and one's own stays with a fork: to merge would cost a block that nobody counted."""
-    kv = manager(3, merge_duplicates=True)
+    kv = manager(3, deduplicate_blocks=True)
     a, b = Sequence("a", [1, 2, 3]), Sequence("b", [1, 2, 3])
     start(kv, a)
     start(kv, b)
@@ -428,8 +428,8 @@ def test_no_way_to_compute_a_sequence_takes_more_blocks_than_num_blocks_for(wind
                 num_new = rng.randint(1, min(max_step_tokens, num_tokens - a.num_computed_tokens))
                 assert kv.allocate_slots(a, num_new) is not None
                 a.num_computed_tokens += num_new
-                assert kv.num_held([a]) <= kv.num_blocks_for(a.num_computed_tokens)
-                most = max(most, kv.num_held([a]))
+                assert kv.num_allocated_blocks([a]) <= kv.num_blocks_for(a.num_computed_tokens)
+                most = max(most, kv.num_allocated_blocks([a]))
         assert kv.num_blocks_for(num_tokens) - 1 <= most <= kv.num_blocks_for(num_tokens)
 
 

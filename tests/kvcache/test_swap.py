@@ -15,7 +15,7 @@ def test_blocks_go_out_once_and_come_back_in_order():
     start(kv, a)
     before = table(kv, a)
     assert kv.swap_out([a])
-    assert (kv.pool.num_free, kv.host.pool.num_free, kv.holds_blocks(a)) == (4, 1, False)
+    assert (kv.pool.num_free, kv.host.pool.num_free, kv.has_blocks(a)) == (4, 1, False)
     out = transfers(kv)
     assert [(kind, source) for kind, source, _ in out] == [(OUT, block) for block in before]
     kv.check_integrity()
@@ -72,7 +72,7 @@ def test_sequences_without_blocks_cannot_be_swapped_and_beside_others_do_not_cou
     assert kv.swap_out([a, b])
     assert kv.num_blocks_to_swap_in([a, b]) == 3
     kv.swap_in([a, b])
-    assert kv.holds_blocks(a) and not kv.holds_blocks(b)
+    assert kv.has_blocks(a) and not kv.has_blocks(b)
     kv.check_integrity()
 
 
@@ -158,11 +158,11 @@ def test_windows_and_groups_are_swapped_with_their_holes():
     a = Sequence("a", list(range(8)))
     start(kv, a)
     grow(kv, a, *range(8, 13))
-    held = kv.num_held([a])
+    held = kv.num_allocated_blocks([a])
     assert held == 4 + 2
     assert kv.swap_out([a])
     assert kv.num_blocks_to_swap_in([a]) == held + 2
     kv.swap_in([a])
     kv.check_integrity()
-    assert kv.num_held([a]) == held
+    assert kv.num_allocated_blocks([a]) == held
     assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, False, False]

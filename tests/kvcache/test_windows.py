@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcache.block_pool import NULL_BLOCK
-from quire.kvcache.prefix_cache import first_seen, longest_hit
+from quire.kvcache.prefix_cache import first_block_in_window, longest_hit
 from tests.kvcache.model import Sequence, cached, fork, grow, manager, start, table, transfers
 
 
 @pytest.mark.parametrize(
     ("position", "window", "expected"), [(0, 4, 0), (3, 4, 0), (4, 4, 0), (6, 4, 0), (7, 4, 1), (8, 1, 2), (7, 1, 1)]
 )
-def test_first_seen(position, window, expected):
+def test_first_block_in_window(position, window, expected):
     """With blocks of 4: a query at `position` sees position - window + 1 and everything after it."""
-    assert first_seen(position, window, 4) == expected
+    assert first_block_in_window(position, window, 4) == expected
 
 
 def test_blocks_behind_the_window_are_given_back_as_decoding_goes_on():
@@ -24,7 +24,7 @@ def test_blocks_behind_the_window_are_given_back_as_decoding_goes_on():
     held = []
     for token in range(8, 20):
         grow(kv, a, token)
-        held.append(kv.num_held([a]))
+        held.append(kv.num_allocated_blocks([a]))
     assert held == [3, 2, 2, 2, 3, 2, 2, 2, 3, 2, 2, 2]
     assert len(table(kv, a)) == 5  # the table keeps its length
     assert [block is NULL_BLOCK for block in kv._tables["a"][0]] == [True, True, True, False, False]
@@ -36,7 +36,7 @@ def test_only_windowed_groups_give_blocks_back():
     a = Sequence("a", list(range(8)))
     start(kv, a)
     grow(kv, a, *range(8, 17))
-    assert kv.num_held([a]) == 5 + 2
+    assert kv.num_allocated_blocks([a]) == 5 + 2
     assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, True, False, False]
     assert NULL_BLOCK.ref_count == 0
 
@@ -79,7 +79,7 @@ def test_a_hit_needs_only_the_blocks_in_the_last_window():
     kv.start_step()
     assert kv.allocate_slots(b, 1, hit) is not None
     kv.check_integrity()
-    assert kv.num_held([b]) == 2
+    assert kv.num_allocated_blocks([b]) == 2
 
 
 def test_a_hole_in_the_window_shortens_the_hit_to_where_the_window_is_whole():
@@ -149,10 +149,8 @@ def test_longest_hit_against_a_plain_search():
                 return marks[group][index] if have[group][index] else None
 
             def holds(length, have=have, windows=windows):
-                return all(
-                    all(have[group][0 if window is None else first_seen(length * size, window, size) : length])
-                    for group, window in enumerate(windows)
-                )
+                firsts = [0 if w is None else first_block_in_window(length * size, w, size) for w in windows]
+                return all(all(row[first:length]) for row, first in zip(have, firsts, strict=True))
 
             expected = max(length for length in range(limit + 1) if holds(length))
             tables = longest_hit(windows, size, limit, find)  # type: ignore[arg-type]

@@ -410,7 +410,7 @@ KV_OPTIONS = {
     "windows": (None,),
     "enable_prefix_caching": True,
     "prefix_match_unit": 4,
-    "merge_duplicates": False,
+    "deduplicate_blocks": False,
     "num_layerwise_blocks": 0,
     "streamed_tokens": 1024,
     "num_host_blocks": 0,

@@ -20,7 +20,7 @@ def layerwise_options(seed: int) -> dict:
     num_blocks = options["num_blocks"] = max(options["num_blocks"], 4)
     return options | {
         "windows": (None,),
-        "merge_duplicates": False,
+        "deduplicate_blocks": False,
         "num_host_blocks": 0,
         "num_disk_records": 0,
         "preemption_mode": "recompute",

@@ -41,7 +41,7 @@ def shared_options(rng: random.Random) -> dict:
         "num_blocks": num_blocks,
         "windows": windows,
         "prefix_match_unit": rng.choice((1, 1, 2, 8)),
-        "merge_duplicates": rng.random() < 0.3,
+        "deduplicate_blocks": rng.random() < 0.3,
         "num_host_blocks": rng.choice((0, 5, num_blocks, 4 * num_blocks)),
         "num_disk_records": rng.choice((0, 3, 100, 300)),
         "max_num_seqs": rng.choice((1, 4, 6, 8, 8)),

@@ -501,7 +501,7 @@ def test_urgent_ones_that_wait_for_memory_are_not_overtaken_only_to_preempt_agai
 @pytest.mark.parametrize(("merges", "most"), [(True, 5), (False, 8)])
 def test_sequences_that_say_the_same_come_to_share_what_they_say_if_asked_to(run, request_of, merges, most):
     """Two prompts that are one, computed apart: each has blocks of its own, until these are full."""
-    r = run(merge_duplicates=merges, max_num_batched_tokens=9)
+    r = run(deduplicate_blocks=merges, max_num_batched_tokens=9)
     r.add(request_of("a", PROMPT[:3], 13))
     r.step()
     r.add(request_of("b", PROMPT[:3], 13))

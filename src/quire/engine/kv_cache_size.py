@@ -16,7 +16,7 @@ from quire.engine.advice import MIB, changed, command_line, size_text
 from quire.engine.layerwise import layer_split
 from quire.errors import ConfigError
 from quire.kernels.memory import DeviceMemory
-from quire.kvcache.manager import longest_length, most_blocks
+from quire.kvcache.manager import max_blocks, max_fitting_length
 from quire.step import KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -381,10 +381,12 @@ def blocks_needed(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
     """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers."""
     assert config.model.max_model_len is not None
     windows = [group.sliding_window for group in spec.groups(config.model.max_model_len)]
-    return most_blocks(length, windows, config.cache.block_size, config.scheduler.max_num_batched_tokens)
+    return max_blocks(length, windows, config.cache.block_size, config.scheduler.max_num_batched_tokens)
 
 
 def longest_context(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) -> int:
     """Return the length of the longest sequence that `num_blocks` hold, at most max_model_len [tokens]."""
     assert config.model.max_model_len is not None
-    return longest_length(config.model.max_model_len, lambda length: blocks_needed(config, spec, length) <= num_blocks)
+    return max_fitting_length(
+        config.model.max_model_len, lambda length: blocks_needed(config, spec, length) <= num_blocks
+    )

@@ -48,3 +48,13 @@ class BlockHasher:
         """
         message = parent + array("I", token_ids).tobytes()
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key).digest()
+
+
+def hash_of_group(block_hash: bytes, group: int) -> bytes:
+    """Return the hash of the same tokens' block in another group of layers: those after the first add a byte."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def group_of_hash(block_hash: bytes) -> int:
+    """Return the group of layers that a block's hash is for."""
+    return block_hash[DIGEST_BYTES] if len(block_hash) > DIGEST_BYTES else 0

@@ -22,11 +22,9 @@ class LayerwiseBlocks:
     """Where in block tables layerwise blocks are; for models with one group of layers.
 
     Args:
-        tables: block tables by sequence id, which the manager owns.
+        tables, replaced: the manager's block tables by sequence id, and the entries of them that were replaced.
 
     Attributes:
-        replaced: for sequences by id, entries (group, index, block id) of their tables that were replaced, and which
-            the worker does not know of yet; it reads no table of a sequence that computes nothing.
         max_streamed_blocks: most layerwise blocks that a step loads for decodes, beside those of its first request.
     """
 
@@ -35,11 +33,11 @@ class LayerwiseBlocks:
         pool: BlockPool,
         transfers: list[BlockTransfer],
         tables: Mapping[str, list[list[Block]]],
+        replaced: dict[str, list[tuple[int, int, int]]],
         max_streamed_blocks: int,
     ) -> None:
-        self._pool, self._transfers, self._tables = pool, transfers, tables
+        self._pool, self._transfers, self._tables, self._replaced = pool, transfers, tables, replaced
         self._indices: dict[str, tuple[int, list[int]]] = {}  # entries looked at, and which of them are layerwise
-        self.replaced: dict[str, list[tuple[int, int, int]]] = {}
         self.max_streamed_blocks = max_streamed_blocks
         self._num_streamed = 0  # blocks loaded for decodes in this step, or copied to resident ones
         self._step = 0
@@ -141,29 +139,12 @@ class LayerwiseBlocks:
             self.forget(sequence_id)
         return count
 
-    def take_replaced(self, sequence_id: str) -> list[tuple[int, int, int]]:
-        """Return the entries that were replaced since the worker was last sent this sequence's table."""
-        return self.replaced.pop(sequence_id, []) if self.replaced else []
-
-    def fork(self, parent_id: str, child_id: str) -> None:
-        """Note that the worker will copy the parent's table as it knows it."""
-        if parent_id in self.replaced:
-            self.replaced[child_id] = self.replaced[parent_id].copy()
-
     def forget(self, sequence_id: str) -> None:
-        """Look through a table anew: others than this class replaced entries of it."""
+        """Note that entries of a table were replaced elsewhere, or that it is gone."""
         self._indices.pop(sequence_id, None)
 
-    def free(self, sequence_id: str) -> None:
-        """Note that a sequence holds no blocks any more."""
-        self.forget(sequence_id)
-        self.replaced.pop(sequence_id, None)
-
     def check_integrity(self) -> None:
-        """Raise `QuireError` if anything is noted of a sequence without blocks, or a layerwise block is unknown."""
-        for sequence_id in (*self._indices, *self.replaced):
-            if sequence_id not in self._tables:
-                raise QuireError(f"layerwise blocks of {sequence_id!r}, which holds no blocks")
+        """Raise `QuireError` if layerwise blocks are not where they were noted."""
         for sequence_id, (known, indices) in self._indices.items():
             table = self._tables[sequence_id][0][:known]
             first = self._pool.first_layerwise
@@ -186,7 +167,7 @@ class LayerwiseBlocks:
     def _replace(self, sequence_id: str, table: list[Block], index: int, block: Block) -> None:
         self._pool.free((table[index],))
         table[index] = block
-        self.replaced.setdefault(sequence_id, []).append((0, index, block.block_id))
+        self._replaced.setdefault(sequence_id, []).append((0, index, block.block_id))
 
     def _copy(self, block: Block) -> Block:
         """Return a block of the other kind with the content of `block`, which is found there from now on."""

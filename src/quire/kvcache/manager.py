@@ -1,8 +1,8 @@
 """`KVCacheManager`: block tables of the live sequences, sharing and copy-on-write, and the prefix cache over them.
 
-The scheduler asks it for slots before each step and hands them back at the end; it counts in blocks and tokens and
-never sees data. What has to be moved for its decisions (a block copied before it is written, swapped, brought from
-another tier) is noted in `transfers` in the order decided, and leaves with the plan.
+The scheduler asks it for slots before each step; it counts in blocks and tokens and never touches data. Whatever has to
+be moved for its decisions (a block copied before it is written, swapped, loaded from another tier) is appended to
+`transfers` in the order decided, and leaves with the plan.
 
 Full blocks are registered for sharing when their slots are *allocated*, not when they are computed, so that requests
 admitted in the same step share. This is sound because of the worker's side of the contract: in each layer the keys and
@@ -13,14 +13,14 @@ runs, are only taken of what earlier steps computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Protocol
 
 from quire.errors import ConfigError, QuireError
-from quire.kvcache.block_hash import BlockHasher, CacheSalt
+from quire.kvcache.block_hash import BlockHasher, CacheSalt, hash_of_group
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.layerwise import STREAMED_TOKENS, LayerwiseBlocks
-from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_seen, longest_hit
+from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_block_in_window, longest_hit
 from quire.kvcache.tiers import AsyncLoads, DiskTier, HostTier, KVTier, TierHit
 from quire.step import BlockTransfer, Tier, TransferOp
 
@@ -31,6 +31,8 @@ MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more th
 Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
 UNCHANGED: Allocation = ([], [])
 
+BlockTables = list[list[Block]]  # of one sequence, for each group of layers
+
 _COPY, _DEVICE = TransferOp.COPY, Tier.DEVICE  # enum attributes are slow to look up
 
 
@@ -40,7 +42,7 @@ class CachedSequence(Protocol):
     Attributes:
         token_ids: prompt and output so far: its final tokens. num_tokens: these, and tentative ones after them.
         num_computed_tokens: how many of all these have their KV in the block tables.
-        block_hashes: names of the first full blocks, computed as far as they were needed; outlives the block tables.
+        block_hashes: of the first full blocks, computed as far as they were needed; outlives the block tables.
         reads_prefix_cache: False while the sequence needs the logits of its whole prompt, and so must compute it.
     """
 
@@ -72,12 +74,12 @@ class KVCacheManager:
         enable_prefix_caching: whether blocks are registered and looked up at all.
         prefix_match_unit: matches that end inside a block are rounded down to a multiple of so many tokens; the block
             size or more leaves whole blocks only.
-        merge_duplicates: whether sequences that generate the same text side by side come to share its blocks, one
+        deduplicate_blocks: whether sequences that generate the same text side by side come to share its blocks, one
             by one as they fill. Ids in a block table change then.
         streamed_tokens: see `LayerwiseBlocks.max_streamed_blocks`.
         num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
-        hasher: names blocks; None draws a random key.
+        hasher: None draws a random key.
 
     Raises `ConfigError` for a pool without blocks, or blocks without tokens.
     """
@@ -91,7 +93,7 @@ class KVCacheManager:
         max_step_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         prefix_match_unit: int = 1,
-        merge_duplicates: bool = False,
+        deduplicate_blocks: bool = False,
         num_layerwise_blocks: int = 0,
         streamed_tokens: int = STREAMED_TOKENS,
         num_host_blocks: int = 0,
@@ -120,13 +122,18 @@ class KVCacheManager:
         self.disk = DiskTier(num_disk_records, stored, self.transfers)
         self._async_tiers: list[KVTier] = [self.disk] if num_disk_records else []
         self._match_unit = prefix_match_unit
-        self._merges = merge_duplicates and enable_prefix_caching
+        self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
-        self._tables: dict[str, list[list[Block]]] = {}
-        self.layerwise = LayerwiseBlocks(self.pool, self.transfers, self._tables, streamed_tokens // block_size)
-        self._swapped: dict[str, list[list[Block]]] = {}  # the same, of blocks in the host's pool
+        self._tables: dict[str, BlockTables] = {}
+        # Entries (group, index, block id) of tables that were replaced and that the worker does not know of yet; it
+        # reads no table of a sequence that computes nothing.
+        self._replaced: dict[str, list[tuple[int, int, int]]] = {}
+        self.layerwise = LayerwiseBlocks(
+            self.pool, self.transfers, self._tables, self._replaced, streamed_tokens // block_size
+        )
+        self._swapped: dict[str, BlockTables] = {}  # the same, of blocks in the host's pool
         self._loads = AsyncLoads(self.pool)
-        self._unshared: set[str] = set()  # sequences that held blocks when the prefix cache was reset
+        self._uncacheable: set[str] = set()  # sequences that had blocks when the prefix cache was reset
         self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
         self._num_reused = 0
@@ -135,7 +142,7 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at a time."""
-        return most_blocks(num_tokens, self.windows, self.block_size, self.max_step_tokens)
+        return max_blocks(num_tokens, self.windows, self.block_size, self.max_step_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits when it has the pool to itself."""
@@ -143,21 +150,21 @@ class KVCacheManager:
 
     def longest_sequence(self, most: int) -> int:
         """Return the most tokens, up to `most`, of a sequence that has the pool to itself."""
-        return longest_length(most, self.can_ever_fit)
+        return max_fitting_length(most, self.can_ever_fit)
 
     def block_ids(self, sequence_id: str) -> list[list[int]]:
-        """Return the block tables of a sequence, one for each group of layers; empty ones if it holds no blocks."""
+        """Return the block tables of a sequence, one for each group of layers; empty ones if it has no blocks."""
         tables = self._tables.get(sequence_id)
         return [[block.block_id for block in table] for table in tables] if tables else [[] for _ in self.windows]
 
-    def holds_blocks(self, sequence: CachedSequence) -> bool:
+    def has_blocks(self, sequence: CachedSequence) -> bool:
         """Whether `sequence` has block tables."""
         return sequence.sequence_id in self._tables
 
-    def num_held(self, sequences: Iterable[CachedSequence], *, swapped: bool = False) -> int:
-        """Return how many device blocks, or host blocks, these sequences hold together; shared ones count once."""
+    def num_allocated_blocks(self, sequences: Iterable[CachedSequence], *, swapped: bool = False) -> int:
+        """Return how many device blocks, or host blocks, these sequences have together; shared ones count once."""
         tables = self._swapped if swapped else self._tables
-        return len(self._unique(tables.get(sequence.sequence_id, []) for sequence in sequences))
+        return len(_unique(tables.get(sequence.sequence_id, []) for sequence in sequences))
 
     # ---- steps ----
 
@@ -184,7 +191,7 @@ class KVCacheManager:
             return PrefixHit([[] for _ in self.windows], 0)
         limit = _max_hit(sequence) // self.block_size
         tables = longest_hit(
-            self.windows, self.block_size, limit, lambda g, i: self._lookup(self._name(sequence, i, g))
+            self.windows, self.block_size, limit, lambda g, i: self._lookup(self._block_hash(sequence, i, g))
         )
         hit = PrefixHit(tables, len(tables[0]) * self.block_size)
         if any(map(len, self._async_tiers)):
@@ -205,7 +212,7 @@ class KVCacheManager:
         loading = self._loads.block_hashes()
 
         def lookup(group: int, index: int) -> CachedBlock | None:
-            block_hash = self._name(sequence, index, group)
+            block_hash = self._block_hash(sequence, index, group)
             found = self._lookup(block_hash)
             if found is None:
                 for tier in self._async_tiers:
@@ -225,7 +232,7 @@ class KVCacheManager:
         """Let `hit` go on into a block that only begins as the sequence does."""
         start = hit.num_tokens
         index = start // self.block_size
-        parent = self._parent(sequence, index)
+        parent = self._parent_hash(sequence, index)
         following = sequence.token_ids[start : min(start + self.block_size, _max_hit(sequence))]
         block, count = self.tree.match(parent, following, self._step)
         count -= count % self._match_unit
@@ -238,7 +245,7 @@ class KVCacheManager:
         Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
         but share neither these nor what they add to them.
         """
-        self._unshared.update(self._tables, self._swapped)
+        self._uncacheable.update(self._tables, self._swapped)
         self._unstored.clear()
         self._loads.forget()
         self.host.clear()
@@ -266,33 +273,33 @@ class KVCacheManager:
         tables = self._tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
-        elif self._is_plain and tables is not None and sequence.sequence_id not in self.layerwise.replaced:
-            # The way of nearly every token: its slot is in the last block, which is nobody else's, and not full yet.
+        elif self._is_plain and tables is not None and sequence.sequence_id not in self._replaced:
+            # Nearly every decode: the slot is in the last block, which is not shared, and not full yet.
             index = start // size
             if (start + num_new_tokens) // size == index < len(tables[0]) and tables[0][index].ref_count == 1:
                 return UNCHANGED
         end = start + num_new_tokens
         if tables is not None:
             # A query may come back to a tentative token, but not to one before.
-            self._release_passed(tables, min(start, len(sequence.token_ids)))
-        num_needed, shared = self._needed(tables, hit, start, end)
+            self._free_out_of_window(tables, min(start, len(sequence.token_ids)))
+        num_needed, shared = self._count_needed(tables, hit, start, end)
         num_touched, num_loaded = hit.counts() if hit is not None else (0, 0)
         if num_needed + num_touched + num_loaded + num_reserved_blocks > self.pool.num_free:
             return None
         if tables is None:
             tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
-        replaced = self.layerwise.take_replaced(sequence.sequence_id)
-        replaced += [self._unshare(tables, group, start // size) for group in shared]
-        if self._merges and start and start % size == 0 and hit is None:
-            replaced += self._merge(tables, start // size - 1)
+        replaced = self._replaced.pop(sequence.sequence_id, [])
+        replaced += [self._copy_on_write(tables, group, start // size) for group in shared]
+        if self._deduplicates and start and start % size == 0 and hit is None:
+            replaced += self._deduplicate(tables, start // size - 1)
         if replaced:
             self.layerwise.forget(sequence.sequence_id)
-        new_block_ids = self._extend(tables, hit, end, prefer_layerwise=num_new_tokens > 1)
+        new_block_ids = self._append_blocks(tables, hit, end, prefer_layerwise=num_new_tokens > 1)
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else [], replaced)
 
-    def _needed(
-        self, tables: list[list[Block]] | None, hit: PrefixHit | None, start: int, end: int
+    def _count_needed(
+        self, tables: BlockTables | None, hit: PrefixHit | None, start: int, end: int
     ) -> tuple[int, list[int]]:
         """Return how many new blocks are needed, copies included, and the groups whose next block is shared."""
         size = self.block_size
@@ -309,8 +316,8 @@ class KVCacheManager:
                     shared.append(group)
         return num_needed + len(shared), shared
 
-    def _unshare(self, tables: list[list[Block]], group: int, index: int) -> tuple[int, int, int]:
-        """Copy a block that others hold too, before this sequence writes into it (copy-on-write)."""
+    def _copy_on_write(self, tables: BlockTables, group: int, index: int) -> tuple[int, int, int]:
+        """Copy a shared block before this sequence writes to it."""
         block = tables[group][index]
         (copy,) = self.pool.get_new_blocks(1)
         self.transfers.append(BlockTransfer(_COPY, _DEVICE, block.block_id, copy.block_id))
@@ -318,8 +325,8 @@ class KVCacheManager:
         tables[group][index] = copy
         return group, index, copy.block_id
 
-    def _merge(self, tables: list[list[Block]], index: int) -> list[tuple[int, int, int]]:
-        """Let block `index`, full and computed, be the one that others hold with this content; takes no free block."""
+    def _deduplicate(self, tables: BlockTables, index: int) -> list[tuple[int, int, int]]:
+        """Replace block `index`, full and computed, by one in use with the same content; takes no free block."""
         replaced = []
         for group, table in enumerate(tables):
             block = table[index]
@@ -331,8 +338,8 @@ class KVCacheManager:
                 replaced.append((group, index, other.block_id))
         return replaced
 
-    def _extend(
-        self, tables: list[list[Block]], hit: PrefixHit | None, end: int, prefer_layerwise: bool
+    def _append_blocks(
+        self, tables: BlockTables, hit: PrefixHit | None, end: int, prefer_layerwise: bool
     ) -> list[list[int]]:
         """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
@@ -357,10 +364,10 @@ class KVCacheManager:
         return appended
 
     def _copy_partial(self, hit: PrefixHit) -> list[Block]:
-        """Return a new block with the content of `hit.partial`, if there is that.
+        """Return a new block with the content of `hit.partial`, if it has one.
 
-        Its source is read before anything else is written, so that it may itself be reused in this step. It keeps its
-        place in the free queue: what is only begun with is worth less than what is used whole.
+        The source is read before anything else is written, so that it may itself be reused in this step. It keeps its
+        place in the free queue: a partial hit is worth less than a whole one.
         """
         if hit.partial is None:
             return []
@@ -385,33 +392,33 @@ class KVCacheManager:
         if tables is not None:
             self._register(sequence, tables, start, sequence.num_computed_tokens)
 
-    def _register(self, sequence: CachedSequence, tables: list[list[Block]], start: int, end: int) -> None:
-        """Let the blocks be found that final ones of the tokens start .. end - 1 fill up."""
+    def _register(self, sequence: CachedSequence, tables: BlockTables, start: int, end: int) -> None:
+        """Register the blocks that final ones of the tokens start .. end - 1 fill up."""
         size = self.block_size
         first, last = start // size, min(end, len(sequence.token_ids)) // size
-        if first >= last or not self.enable_prefix_caching or sequence.sequence_id in self._unshared:
+        if first >= last or not self.enable_prefix_caching or sequence.sequence_id in self._uncacheable:
             return
-        parent = self._parent(sequence, first)
+        parent = self._parent_hash(sequence, first)
         hashes = sequence.block_hashes
         for index in range(first, last):
             token_ids = sequence.token_ids[index * size : index * size + size]
             if index == len(hashes):
                 hashes.append(self._hasher.extend(parent, token_ids))
-            name = hashes[index]
+            block_hash = hashes[index]
             for group, table in enumerate(tables):
                 block = table[index]
                 if block.block_hash is None and block is not NULL_BLOCK:
-                    above = _of_group(parent, group) if index else parent
-                    self.pool.register(block, _of_group(name, group), above, token_ids, self._step)
-            parent = name
+                    above = hash_of_group(parent, group) if index else parent
+                    self.pool.register(block, hash_of_group(block_hash, group), above, token_ids, self._step)
+            parent = block_hash
 
-    def _release_passed(self, tables: list[list[Block]], position: int) -> None:
-        """Give back blocks that no query from `position` on sees."""
+    def _free_out_of_window(self, tables: BlockTables, position: int) -> None:
+        """Free blocks that no query from `position` on sees."""
         for group, window in enumerate(self.windows):
             if window is None or not tables:
                 continue
             table = tables[group]
-            first = min(first_seen(position, window, self.block_size), len(table))
+            first = min(first_block_in_window(position, window, self.block_size), len(table))
             for index in range(first - 1, -1, -1):
                 block = table[index]
                 if block is NULL_BLOCK:
@@ -420,46 +427,63 @@ class KVCacheManager:
                 self._free((block,))
 
     def num_blocks_to_advance(self, sequences: Sequence[CachedSequence]) -> int:
-        """Return how many blocks one more token of each takes, what windows have left behind being given back."""
+        """Return how many blocks one more token of each takes, after freeing what is out of windows."""
         for sequence in sequences:
             position = min(sequence.num_computed_tokens, len(sequence.token_ids))
-            self._release_passed(self._tables.get(sequence.sequence_id, []), position)
-        return num_blocks_to_advance(sequences, self._tables.get, len(self.windows), self.block_size)
+            self._free_out_of_window(self._tables.get(sequence.sequence_id, []), position)
+        return self._num_blocks_to_advance(sequences, self._tables)
+
+    def _num_blocks_to_advance(self, sequences: Sequence[CachedSequence], tables: Mapping[str, BlockTables]) -> int:
+        """Return how many new blocks one more token of each sequence with tokens left takes, given these block tables.
+
+        A sequence needs one, in each group of layers, where its last block is full, or shared: of those that share a
+        block all but one get a copy, or all if another sequence has it as well.
+        """
+        count = 0
+        writers: Counter[Block] = Counter()
+        for sequence in sequences:
+            index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+            if sequence.num_tokens == sequence.num_computed_tokens:
+                continue
+            for table in tables.get(sequence.sequence_id, [[] for _ in self.windows]):
+                if index >= len(table):
+                    count += 1
+                elif offset:
+                    writers[table[index]] += 1
+        return count + sum(min(number, block.ref_count - 1) for block, number in writers.items())
 
     # ---- forks, swaps, ends ----
 
     def fork(self, parent: CachedSequence, child: CachedSequence) -> None:
-        """Let `child` share all blocks of `parent`, the last half-full one too: whoever writes first copies."""
+        """Let `child` share all blocks of `parent`; the last one is copied when either writes to it."""
         tables = self._tables[parent.sequence_id]
-        for table in tables:
-            self.pool.touch(block for block in table if block is not NULL_BLOCK)
+        self.pool.touch(_blocks(tables))
         self._tables[child.sequence_id] = [list(table) for table in tables]
-        self.layerwise.fork(parent.sequence_id, child.sequence_id)
-        if parent.sequence_id in self._unshared:
-            self._unshared.add(child.sequence_id)
+        if parent.sequence_id in self._replaced:  # the worker will copy the parent's table as it knows it
+            self._replaced[child.sequence_id] = self._replaced[parent.sequence_id].copy()
+        if parent.sequence_id in self._uncacheable:
+            self._uncacheable.add(child.sequence_id)
 
     def swap_out(self, sequences: Sequence[CachedSequence]) -> bool:
-        """Move all blocks of `sequences` to the host's pool, what they share once; False if there is no room."""
-        blocks = self._unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences)
+        """Move all blocks of `sequences` to the host's pool, shared ones once; False if there is no room."""
+        blocks = _unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences)
         if not blocks or len(blocks) > self.host.pool.num_free:
             return False
-        places = dict(zip(blocks, self.host.swap_out(blocks.values()), strict=True))
+        moved = dict(zip(blocks, self.host.swap_out(blocks.values()), strict=True))
         swapped = {
-            sequence.sequence_id: [
-                [NULL_BLOCK if block is NULL_BLOCK else places[block.block_id] for block in table] for table in tables
-            ]
+            sequence.sequence_id: _substitute(self._tables[sequence.sequence_id], moved)
             for sequence in sequences
-            if (tables := self._tables.get(sequence.sequence_id)) is not None
+            if sequence.sequence_id in self._tables
         }
-        unshared = self._unshared.intersection(swapped)
+        uncacheable = self._uncacheable.intersection(swapped)
         for sequence in sequences:
             self.free(sequence)
         self._swapped |= swapped
-        self._unshared |= unshared
+        self._uncacheable |= uncacheable
         # A host block has one reference for each table that holds it, like any other; it was taken with one.
-        held = [block for tables in swapped.values() for table in tables for block in table if block is not NULL_BLOCK]
-        self.host.pool.touch(held)
-        self.host.pool.free(places.values())
+        for tables in swapped.values():
+            self.host.pool.touch(_blocks(tables))
+        self.host.pool.free(moved.values())
         return True
 
     def num_blocks_to_swap_in(self, sequences: Sequence[CachedSequence]) -> int:
@@ -468,49 +492,47 @@ class KVCacheManager:
         Where the pool has not so many, those that are not needed yet do not count.
         """
         tables = [self._swapped[s.sequence_id] for s in sequences if s.sequence_id in self._swapped]
-        num_held = len(self._unique(tables))
-        if num_held + len(tables) * len(self.windows) <= self.pool.num_blocks:
-            return num_held + len(tables) * len(self.windows)
-        return num_held + num_blocks_to_advance(sequences, self._swapped.get, len(self.windows), self.block_size)
+        num_swapped = len(_unique(tables))
+        if num_swapped + len(tables) * len(self.windows) <= self.pool.num_blocks:
+            return num_swapped + len(tables) * len(self.windows)
+        return num_swapped + self._num_blocks_to_advance(sequences, self._swapped)
 
     def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
         """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""
         swapped = [(s, self._swapped.pop(s.sequence_id)) for s in sequences if s.sequence_id in self._swapped]
-        sources = self._unique(tables for _, tables in swapped)
+        sources = _unique(tables for _, tables in swapped)
         # All at once: what they held goes out before anything comes in, so that the worker moves each in one batch.
-        places = dict(zip(sources, self.pool.get_new_blocks(len(sources)), strict=True))
+        moved = dict(zip(sources, self.pool.get_new_blocks(len(sources)), strict=True))
         for block_id, source in sources.items():
-            self.host.swap_in(source, places[block_id])
-        for sequence, rows in swapped:
-            tables = [[NULL_BLOCK if block is NULL_BLOCK else places[block.block_id] for block in row] for row in rows]
-            self._tables[sequence.sequence_id] = tables
-            for row, table in zip(rows, tables, strict=True):
-                self.host.pool.free(block for block in row if block is not NULL_BLOCK)
-                self.pool.touch(block for block in table if block is not NULL_BLOCK)
+            self.host.swap_in(source, moved[block_id])
+        for sequence, host_tables in swapped:
+            tables = self._tables[sequence.sequence_id] = _substitute(host_tables, moved)
+            self.host.pool.free(_blocks(host_tables))
+            self.pool.touch(_blocks(tables))
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
-        self.pool.free(places.values())  # they were taken with one reference each, and have one for each table now
+        self.pool.free(moved.values())  # they were taken with one reference each, and have one for each table now
 
     def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
-        """Give back all blocks of `sequence`, last one first, so that ends of prefixes are reused before the starts.
+        """Free all blocks of `sequence`, last one first, so that ends of prefixes are evicted before their starts.
 
-        With `forget` their content cannot be found any more: it is known to be bad. No blocks held is no error.
+        With `forget` their content cannot be found any more: it is known to be bad. Having no blocks is no error.
         """
         swapped = self._swapped.pop(sequence.sequence_id, None)
         if swapped is not None:
-            self.host.pool.free(block for table in swapped for block in reversed(table) if block is not NULL_BLOCK)
+            self.host.pool.free(_blocks(reversed(table) for table in swapped))
         tables = self._tables.pop(sequence.sequence_id, None)
         if tables is None:
-            self._unshared.discard(sequence.sequence_id)
+            self._uncacheable.discard(sequence.sequence_id)
             return
         if forget:
-            for block in (block for table in tables for block in table if block is not NULL_BLOCK):
+            for block in _blocks(tables):
                 self.pool.unregister(block)
         elif len(tables) == 1:
-            self._name_tail(sequence, tables[0])
-        self._unshared.discard(sequence.sequence_id)
-        self.layerwise.free(sequence.sequence_id)
-        for table in tables:
-            self._free([block for block in reversed(table) if block is not NULL_BLOCK])
+            self._register_tail(sequence, tables[0])
+        self._uncacheable.discard(sequence.sequence_id)
+        self._replaced.pop(sequence.sequence_id, None)
+        self.layerwise.forget(sequence.sequence_id)
+        self._free(list(_blocks(reversed(table) for table in tables)))
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self.pool.free(blocks)
@@ -519,21 +541,21 @@ class KVCacheManager:
                 if block.ref_count == 0 and block.block_hash is not None and len(block.token_ids) == self.block_size:
                     self._unstored[block.block_id] = block
 
-    def _name_tail(self, sequence: CachedSequence, table: list[Block]) -> None:
-        """Let the last block, half full, be found by prompts that go on from it."""
+    def _register_tail(self, sequence: CachedSequence, table: list[Block]) -> None:
+        """Register the last block, which is not full, for prompts that continue from it."""
         num_final = min(sequence.num_computed_tokens, len(sequence.token_ids))
         index, count = divmod(num_final, self.block_size)
         if not count or index >= len(table) or self._match_unit >= self.block_size or not self.enable_prefix_caching:
             return
         block = table[index]
-        if block.ref_count > 1 or block.block_hash is not None or sequence.sequence_id in self._unshared:
+        if block.ref_count > 1 or block.block_hash is not None or sequence.sequence_id in self._uncacheable:
             return
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + count]
-        parent = self._parent(sequence, index)
-        name = self._hasher.extend(parent, tokens)
-        if self.pool.lookup(name) is None:
-            self.pool.register(block, name, parent, tokens, self._step - 1)
+        parent = self._parent_hash(sequence, index)
+        block_hash = self._hasher.extend(parent, tokens)
+        if self.pool.lookup(block_hash) is None:
+            self.pool.register(block, block_hash, parent, tokens, self._step - 1)
 
     def _unregistered(self, block: Block) -> None:
         """The device is about to forget the hash of `block`."""
@@ -582,19 +604,19 @@ class KVCacheManager:
         self.transfers.clear()
         return taken
 
-    # ---- being watched ----
+    # ---- views ----
 
     def num_tables(self) -> int:
         """Sequences that hold device blocks."""
         return len(self._tables)
 
     @property
-    def tables(self) -> Mapping[str, list[list[Block]]]:
+    def tables(self) -> Mapping[str, BlockTables]:
         """Block tables by sequence id, to be read only; `NULL_BLOCK` stands where a window has moved on."""
         return self._tables
 
     @property
-    def swapped_tables(self) -> Mapping[str, list[list[Block]]]:
+    def swapped_tables(self) -> Mapping[str, BlockTables]:
         """The same of swapped sequences; the blocks are the host's."""
         return self._swapped
 
@@ -619,32 +641,22 @@ class KVCacheManager:
         self.layerwise.check_integrity()
         host_counts = [0] * self.host.pool.num_blocks
         for tables in self._swapped.values():
-            for block in (block for table in tables for block in table if block is not NULL_BLOCK):
+            for block in _blocks(tables):
                 host_counts[block.block_id] += 1
         self.host.pool.check_integrity(host_counts)
 
-    def _unique(self, tables_of_sequences: Iterable[list[list[Block]]]) -> dict[int, Block]:
-        """Return the distinct blocks of some sequences by id, in the order of their tables."""
-        return {
-            block.block_id: block
-            for tables in tables_of_sequences
-            for table in tables
-            for block in table
-            if block is not NULL_BLOCK
-        }
-
-    def _name(self, sequence: CachedSequence, index: int, group: int) -> bytes:
-        """Return the name of block `index`, which is full; each is hashed once. Groups after the first add a byte."""
+    def _block_hash(self, sequence: CachedSequence, index: int, group: int) -> bytes:
+        """Return the hash of block `index`, which is full, in a group of layers; each is computed once."""
         hashes = sequence.block_hashes
         while index >= len(hashes):
             parent = hashes[-1] if hashes else self._hasher.root(sequence.cache_salt)
             start = len(hashes) * self.block_size
             hashes.append(self._hasher.extend(parent, sequence.token_ids[start : start + self.block_size]))
-        return _of_group(hashes[index], group)
+        return hash_of_group(hashes[index], group)
 
-    def _parent(self, sequence: CachedSequence, index: int) -> bytes:
-        """Return the name, in the first group of layers, of what comes before block `index`."""
-        return self._name(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
+    def _parent_hash(self, sequence: CachedSequence, index: int) -> bytes:
+        """Return the hash, in the first group of layers, of what precedes block `index`."""
+        return self._block_hash(sequence, index - 1, 0) if index else self._hasher.root(sequence.cache_salt)
 
 
 def _max_hit(sequence: CachedSequence) -> int:
@@ -652,44 +664,22 @@ def _max_hit(sequence: CachedSequence) -> int:
     return min(len(sequence.token_ids), sequence.num_tokens - 1)
 
 
-def _of_group(name: bytes, group: int) -> bytes:
-    """Return the name of a block of the given group of layers."""
-    return name + bytes((group,)) if group else name
+def _blocks(tables: Iterable[Iterable[Block]]) -> Iterator[Block]:
+    """Yield the blocks of tables in order, without `NULL_BLOCK`."""
+    return (block for table in tables for block in table if block is not NULL_BLOCK)
 
 
-def num_blocks_to_advance(
-    sequences: Sequence[CachedSequence],
-    tables_of: Callable[[str], list[list[Block]] | None],
-    num_groups: int,
-    block_size: int,
-) -> int:
-    """Return how many new blocks it takes to compute one more token of each sequence that has tokens left.
-
-    A sequence needs one, in each group of layers, where its last block is full, or shared: of those that share a block
-    all but one get a copy, or all if somebody else holds it as well.
-
-    Args:
-        tables_of: returns the block tables of a sequence by its id; None if it has none.
-    """
-    count = 0
-    writers: Counter[int] = Counter()
-    shared: dict[int, Block] = {}
-    for sequence in sequences:
-        index, offset = divmod(sequence.num_computed_tokens, block_size)
-        if sequence.num_tokens == sequence.num_computed_tokens:
-            continue
-        tables = tables_of(sequence.sequence_id)
-        for group in range(num_groups):
-            if tables is None or index >= len(tables[group]):
-                count += 1
-            elif offset:
-                block = tables[group][index]
-                writers[block.block_id] += 1
-                shared[block.block_id] = block
-    return count + sum(min(number, shared[name].ref_count - 1) for name, number in writers.items())
+def _unique(tables_of_sequences: Iterable[BlockTables]) -> dict[int, Block]:
+    """Return the distinct blocks of some sequences by id, in the order of their tables."""
+    return {block.block_id: block for tables in tables_of_sequences for block in _blocks(tables)}
 
 
-def most_blocks(num_tokens: int, windows: Iterable[int | None], block_size: int, max_step_tokens: int) -> int:
+def _substitute(tables: BlockTables, moved: Mapping[int, Block]) -> BlockTables:
+    """Return the tables with the blocks that `moved` has for the ids in them."""
+    return [[NULL_BLOCK if block is NULL_BLOCK else moved[block.block_id] for block in table] for table in tables]
+
+
+def max_blocks(num_tokens: int, windows: Iterable[int | None], block_size: int, max_step_tokens: int) -> int:
     """Return the most blocks that a sequence of `num_tokens` tokens holds at a time, in groups of these windows.
 
     A windowed group needs what the queries of a step of `max_step_tokens` see, wherever in a block that begins.
@@ -702,7 +692,7 @@ def most_blocks(num_tokens: int, windows: Iterable[int | None], block_size: int,
     return count
 
 
-def longest_length(most: int, fits: Callable[[int], bool]) -> int:
+def max_fitting_length(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest length up to `most` that `fits`; whatever is shorter than one that does fits, too."""
     low, high = 0, most
     while low < high:

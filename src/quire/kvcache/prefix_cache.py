@@ -100,13 +100,13 @@ def longest_hit(
                 lengths.append(run)
             runs[group] = lengths
     while limit and not all(
-        lengths[limit - 1] >= limit - first_seen(limit * block_size, windows[group] or 0, block_size)
+        lengths[limit - 1] >= limit - first_block_in_window(limit * block_size, windows[group] or 0, block_size)
         for group, lengths in runs.items()
     ):
         limit -= 1
     tables: list[list[CachedBlock]] = []
     for group, window in enumerate(windows):
-        first = 0 if window is None else first_seen(limit * block_size, window, block_size)
+        first = 0 if window is None else first_block_in_window(limit * block_size, window, block_size)
         row: list[CachedBlock] = [NULL_BLOCK] * min(first, limit)
         for found in columns[group][first:limit]:
             assert found is not None
@@ -115,7 +115,7 @@ def longest_hit(
     return tables
 
 
-def first_seen(position: int, window: int, block_size: int) -> int:
+def first_block_in_window(position: int, window: int, block_size: int) -> int:
     """Return the index of the first block that a query at `position` sees through `window`."""
     return max(position - window + 1, 0) // block_size
 

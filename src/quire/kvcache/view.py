@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.kvcache.block_hash import DIGEST_BYTES
+from quire.kvcache.block_hash import group_of_hash
 from quire.kvcache.block_pool import NULL_BLOCK, Block
 from quire.kvcache.manager import KVCacheManager
 
@@ -128,7 +128,7 @@ def describe_blocks(
             row |= {"owners": place.owners, "tokens": place.num_tokens}
             row |= {"position": place.index * kv.block_size, "group": place.group}
         elif block.block_hash is not None:
-            row |= {"tokens": len(block.token_ids), "group": _group(block.block_hash)}
+            row |= {"tokens": len(block.token_ids), "group": group_of_hash(block.block_hash)}
         if block.block_hash is not None:
             parent = kv.pool.lookup(block.parent_hash)
             if parent is not None:
@@ -161,11 +161,6 @@ def _state(block: Block, loading: Iterable[int]) -> str:
     if block.ref_count:
         return "loading" if block.block_id in loading else "used"
     return "free" if block.block_hash is None else "cached"
-
-
-def _group(name: bytes) -> int:
-    """Return the group of layers that a block's name is for: those after the first add a byte to it."""
-    return name[DIGEST_BYTES] if len(name) > DIGEST_BYTES else 0
 
 
 def _copies(kv: KVCacheManager, name: bytes, tier: str) -> list[str]:
@@ -228,7 +223,7 @@ def _describe_node(
         "tokens": node.num_tokens,
         "blocks": len(node.block_ids),
         "in_use": node.num_in_use,
-        "group": _group(kv.pool.blocks[node.block_ids[0]].block_hash or b""),
+        "group": group_of_hash(kv.pool.blocks[node.block_ids[0]].block_hash or b""),
         "block_ids": node.block_ids[:MOST_IDS],
     }
     if tokens:

@@ -326,7 +326,7 @@ class Admission:
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
-        held = self.kv.num_held(request.sequences)
+        held = self.kv.num_allocated_blocks(request.sequences)
         return self.requests.running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
 
     def may_resume(self, request: Request, plan: Plan) -> bool:
@@ -434,7 +434,7 @@ class Admission:
 
     def finish_infeasible(self, request: Request, num_more: int) -> None:
         """End a request whose sequences, side by side, do not fit even alone; they would need `num_more` blocks."""
-        held = self.kv.num_held(request.sequences)
+        held = self.kv.num_allocated_blocks(request.sequences)
         self.requests.finish(
             request,
             RequestStatus.FINISHED_IGNORED,
@@ -459,7 +459,7 @@ class Admission:
             shares = request.num_sequences > 1 or len(request.spec.sequence_ids) > 1
             for sequence in request.sequences:
                 end = max(len(sequence.token_ids) + 1, sequence.num_tokens)
-                if not kv.holds_blocks(sequence):
+                if not kv.has_blocks(sequence):
                     needed += kv.num_blocks_for(end) + num_groups
                     continue
                 start = sequence.num_computed_tokens

@@ -191,13 +191,13 @@ class PrefillFirstPlanner:
 
     def _give_all(self, sequence: Sequence, plan: Plan) -> bool:
         """Give `sequence` all the tokens it lacks, as far as the budget goes; False if there are no slots."""
-        if self._kv.holds_blocks(sequence):
+        if self._kv.has_blocks(sequence):
             return self.admission.give(sequence, min(sequence.num_left, plan.budget), plan)
         return self.admission.begin(sequence, plan.budget, plan) > 0
 
     def _is_prefill(self, sequence: Sequence) -> bool:
         """Whether it has more to compute than the token it just got, and drafts."""
-        return not sequence.is_decoding or (sequence.num_left > 0 and not self._kv.holds_blocks(sequence))
+        return not sequence.is_decoding or (sequence.num_left > 0 and not self._kv.has_blocks(sequence))
 
     # ---- decodes ----
 

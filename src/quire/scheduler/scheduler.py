@@ -489,7 +489,7 @@ def create_scheduler(
         max_step_tokens=options.max_num_batched_tokens,
         enable_prefix_caching=cache.enable_prefix_caching is not False,
         prefix_match_unit=cache.prefix_match_unit,
-        merge_duplicates=options.scheduler == "prefill-first",
+        deduplicate_blocks=options.scheduler == "prefill-first",
         num_layerwise_blocks=num_layerwise_blocks,
         num_host_blocks=num_host_blocks,
         num_disk_records=num_disk_records,

@@ -199,7 +199,7 @@ class UnifiedPlanner:
         Nobody is preempted for the sake of drafts: these are given up first.
         """
         request, admission, running = sequence.request, self.admission, self._requests.running
-        give = admission.give if self._kv.holds_blocks(sequence) else admission.begin
+        give = admission.give if self._kv.has_blocks(sequence) else admission.begin
         while not give(sequence, num_new, plan):
             if sequence.draft_token_ids:
                 sequence.drop_drafts()

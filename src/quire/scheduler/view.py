@@ -88,8 +88,8 @@ def _summarize_request(scheduler: Scheduler, request: Request, queue: str) -> di
         "tokens_left": request.num_left,
         "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
         "max_tokens": request.spec.max_tokens * len(request.sequences),
-        "blocks": scheduler.kv.num_held(request.sequences),
-        "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
+        "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
+        "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
         "preemptions": request.num_preemptions,
     }
 
@@ -116,14 +116,14 @@ def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
         "prompt_tokens": request.num_prompt_tokens,
         "priority": request.spec.priority,
         "preemptions": request.num_preemptions,
-        "blocks": scheduler.kv.num_held(request.sequences),
-        "host_blocks": scheduler.kv.num_held(request.sequences, swapped=True),
+        "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
+        "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
         "sequences": [
             {
                 "sequence_id": sequence.sequence_id,
                 "tokens_done": sequence.num_computed_tokens,
                 "tokens_left": sequence.num_left,
-                "blocks": scheduler.kv.num_held((sequence,)),
+                "blocks": scheduler.kv.num_allocated_blocks((sequence,)),
             }
             for sequence in request.sequences
         ],
