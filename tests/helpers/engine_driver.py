@@ -7,14 +7,17 @@ by itself: computed in one piece, without any cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests
+from quire.engine.resolve import load_info, resolve_config
 from quire.engine_request import EngineRequest, ResumedSequence, ThinkingData
+from quire.executor.base import Executor
 from quire.sampling_params import SamplingParams
 from quire.step import SchedulerStats, TokenTopLogprobs
 
@@ -53,9 +56,20 @@ class Told:
 class EngineDriver:
     """An engine of its own, with the options given; a pool of 400 blocks of 4 tokens unless they say otherwise."""
 
-    def __init__(self, model: Path | str, device: str = "cpu", **options: object) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        device: str = "cpu",
+        new_executor: Callable[[EngineConfig, ModelInfo], Executor] | None = None,
+        **options: object,
+    ) -> None:
         settings = {"block_size": 4, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 256, "max_num_seqs": 64}
-        self.core = EngineCore(EngineConfig.from_kwargs(model=str(model), device=device, **{**settings, **options}))
+        config = EngineConfig.from_kwargs(model=str(model), device=device, **{**settings, **options})
+        executor = None
+        if new_executor is not None:
+            info = load_info(config)
+            executor = new_executor(resolve_config(config, info), info)
+        self.core = EngineCore(config, executor=executor)
         self.told: dict[str, Told] = {}
         self.sampler_states: dict[str, float | None] = {}
         self.most_used = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,21 +36,43 @@ logger = logging.getLogger(__name__)
 DISK_FOLDER = Path("~/.cache/quire/kv")  # of the disk tier, where no other is named
 
 
+def new_backend(config: EngineConfig) -> Backend:
+    """Return the backend of a single rank. Raises ConfigError for what the device cannot do."""
+    model, device = config.model, config.device
+    return create_backend(
+        device.device,
+        model.dtype,
+        config.cache.kv_cache_dtype,
+        device.num_threads,
+        model.quantization,
+        device.simd_level,
+        batch_invariant=device.batch_invariant,
+        gpu=GPUOptions(device.enforce_eager, device.max_cudagraph_capture_size, device.attention_backend),
+    )
+
+
 class Worker:
     """Loads on construction; `allocate` must be called before the first step.
 
     Args:
         config: with device, dtype and max_model_len resolved (no "auto" left).
         info: the model's config.json, parsed.
+        new_backend: returns the rank's backend, again after a `sleep`; that of one of several ranks has collectives.
 
     Raises:
         ModelError: the checkpoint is broken. ConfigError: the device cannot do what is asked.
     """
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        new_backend: Callable[[EngineConfig], Backend] = new_backend,
+    ) -> None:
         self.config = config
+        self._new_backend = new_backend
         self._processors = load_processors(config.model.logits_processors)
-        self.backend = self._create_backend()
+        self.backend = new_backend(config)
         if not self.backend.compiled_before():
             # A warning, so that it is seen by default: the wait would look like a hang.
             logger.warning("compiling kernels; this takes up to a minute and happens on the first start only")
@@ -61,19 +84,6 @@ class Worker:
         self.runner: ModelRunner | None = None
         self.grammars = GrammarStore(
             self._load_tokenizer, info.vocab_size + config.lora.lora_extra_vocab_size, info.eos_token_ids
-        )
-
-    def _create_backend(self) -> Backend:
-        model, device = self.config.model, self.config.device
-        return create_backend(
-            device.device,
-            model.dtype,
-            self.config.cache.kv_cache_dtype,
-            device.num_threads,
-            model.quantization,
-            device.simd_level,
-            batch_invariant=device.batch_invariant,
-            gpu=GPUOptions(device.enforce_eager, device.max_cudagraph_capture_size, device.attention_backend),
         )
 
     def _load(self) -> Model:
@@ -234,7 +244,7 @@ class Worker:
         if level > 1:
             self.model = None
             self._close_adapters()
-            self.backend = self._create_backend()  # the one before may keep the memory of weights for others
+            self.backend = self._new_backend(self.config)  # the one before may keep the memory of weights for others
         self.backend.release_memory()
         return max(0, before - self.backend.used_memory())
 

@@ -1,0 +1,136 @@
+"""The engine over two ranks, which are threads here: what one rank says, and who has died."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
+from quire.executor.ranks import InlineExecutor, RankedExecutor
+from quire.sampling_params import SamplingParams
+from quire.step import ModelOutput, Pending, SchedulerOutput
+from quire.worker.worker import Worker, new_backend
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.ranks import rank_backends
+
+
+class PendingRanks:
+    """A step that all ranks compute."""
+
+    overlaps = False
+
+    def __init__(self, executor: ThreadExecutor, futures: list[Future[ModelOutput]]) -> None:
+        self._executor, self._futures = executor, futures
+
+    def result(self) -> ModelOutput:
+        """Wait for all ranks; return rank 0's result."""
+        return self._executor.gather(self._futures)[0]
+
+
+class ThreadExecutor(RankedExecutor):
+    """A thread for each rank, which calls its worker."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        backends, self._barrier = rank_backends(world_size, new_backend(config))
+        self._threads = [ThreadPoolExecutor(1) for _ in range(world_size)]
+        self.workers: list[Worker] = self.gather(
+            [
+                thread.submit(Worker, config, info, lambda config, own=backend: own)
+                for thread, backend in zip(self._threads, backends, strict=True)
+            ]
+        )
+
+    def gather(self, futures: list[Future[Any]]) -> list[Any]:
+        """Return what all ranks return; raise what one of them raises, and remember which."""
+        wait(futures, 60, FIRST_EXCEPTION)
+        for rank, future in enumerate(futures):
+            if future.done() and future.exception() is not None:
+                self.failed_ranks = [rank]
+                self._barrier.abort()  # the others wait for this one
+        return [future.result(60) for future in reversed(futures)][::-1]
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call every worker in its thread."""
+        return self.gather(
+            [
+                thread.submit(getattr(worker, method), *args)
+                for thread, worker in zip(self._threads, self.workers, strict=True)
+            ]
+        )
+
+    def submit(self, step: SchedulerOutput) -> Pending:
+        """Have every worker compute the step."""
+        workers = zip(self._threads, self.workers, strict=True)
+        return PendingRanks(self, [thread.submit(worker.execute, step) for thread, worker in workers])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama."""
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_key_value_heads=2)
+
+
+OPTIONS = {"device": "reference", "dtype": "float32", "num_gpu_blocks_override": 60}
+
+
+@pytest.fixture
+def driver(folder: Path) -> Iterator[EngineDriver]:
+    """An engine over two ranks."""
+    found = EngineDriver(folder, new_executor=lambda config, info: ThreadExecutor(config, info, 2), **OPTIONS)
+    yield found
+    found.close()
+
+
+ASKS = {
+    "greedy": Ask([5, 9, 11, 3, 7], SamplingParams(temperature=0.0)),
+    "sampled": Ask([5, 9, 11], SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5), seeds=(3, 4)),
+}
+
+
+def test_two_ranks_say_what_one_says(folder: Path, driver: EngineDriver) -> None:
+    single = EngineDriver(folder, **OPTIONS)
+    for either in (driver, single):
+        for name, ask in ASKS.items():
+            either.add(name, ask)
+        either.run()
+        either.check_all_free()
+    assert driver.told == single.told
+    executor = driver.core.executor
+    assert isinstance(executor, ThreadExecutor)
+    heads = [worker.kv_cache_spec().layers[0].num_kv_heads for worker in executor.workers]
+    assert heads == [1, 1] and single.core.executor.kv_cache_spec().layers[0].num_kv_heads == 2
+    assert executor.available_memory() > 0 and executor.hash_key() is None and executor.stored_blocks() == []
+    single.close()
+
+
+def test_the_rank_that_failed_is_named(driver: EngineDriver, caplog: pytest.LogCaptureFixture) -> None:
+    executor = driver.core.executor
+    assert isinstance(executor, ThreadExecutor)
+
+    def broken(step: SchedulerOutput) -> ModelOutput:
+        raise ArithmeticError("as asked")
+
+    executor.workers[1].execute = broken  # type: ignore[method-assign]
+    driver.add("greedy", ASKS["greedy"])
+    with caplog.at_level(logging.ERROR), pytest.raises(ArithmeticError, match="as asked"):
+        driver.run()
+    assert executor.failed_ranks == [1] and "rank 1 of 2 has died" in caplog.text
+
+
+def test_one_rank_is_called_directly(folder: Path) -> None:
+    driver = EngineDriver(folder, **OPTIONS)
+    executor = driver.core.executor
+    assert isinstance(executor, InlineExecutor) and executor.world_size == 1
+    plan = SchedulerOutput([], [], {}, 0, [], [])
+    assert executor.submit(plan).result() == executor.execute(plan)
+    assert executor.collective_rpc("num_disk_blocks") == [0]
+    driver.close()
