@@ -8,7 +8,8 @@ DOC = Path(__file__).parents[2] / "docs" / "scheduling.md"
 
 
 def rows_of_the_page() -> list[list[str]]:
-    lines = [line for line in DOC.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    text = DOC.read_text(encoding="utf-8")
+    lines = [line for line in text[text.index("## An example") :].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
