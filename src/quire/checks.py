@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from quire.errors import RequestError, echo
@@ -102,7 +102,7 @@ def check_string(value: Any, where: str) -> str:
     return value
 
 
-def check_choice(value: Any, where: str, choices: Sequence[str]) -> str:
+def check_choice(value: Any, where: str, choices: Collection[str]) -> str:
     """Return `value` if it is one of these strings; raise `RequestError` naming the field else."""
     if not isinstance(value, str) or value not in choices:
         raise wrong_value(where, f"one of {', '.join(choices)}", value)
@@ -112,6 +112,23 @@ def check_choice(value: Any, where: str, choices: Sequence[str]) -> str:
 def missing(where: str) -> RequestError:
     """Return the error for a field that must be there."""
     return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
+
+
+def required(value: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return a field of an object; raise `RequestError` if it is absent or null."""
+    if value.get(name) is None:
+        raise missing(f"{where}.{name}")
+    return value[name]
+
+
+def string_field(value: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a string field of an object; raise `RequestError` if it is absent, null or no string."""
+    return check_string(required(value, name, where), f"{where}.{name}")
+
+
+def choice_field(value: Mapping[str, Any], name: str, where: str, choices: Collection[str]) -> str:
+    """Return a field of an object that is one of these strings; raise `RequestError` else."""
+    return check_choice(required(value, name, where), f"{where}.{name}", choices)
 
 
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from quire.checks import check_object, missing, wrong_type, wrong_value
+from quire.checks import check_object, check_string, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.parsing import parse_json
 
@@ -127,8 +127,7 @@ def _text(value: Mapping[str, Any], name: str) -> str:
     text = value.get(name)
     if text is None:
         raise missing(name)
-    if not isinstance(text, str):
-        raise wrong_type(name, "a string", text)
+    check_string(text, name)
     if _is_broken(text):
         raise RequestError(f"{name} has a lone surrogate; it is not valid Unicode text", param=name)
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_object, check_string, missing, unknown_field, wrong_type, wrong_value
+from quire.checks import check_object, check_string, missing, required, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
@@ -141,8 +141,7 @@ def _check_role(message: Mapping[str, Any], where: str) -> str:
     role = message.get("role")
     if role is None:
         raise missing(where)
-    if not isinstance(role, str):
-        raise wrong_type(where, "a string", role)
+    check_string(role, where)
     if role == "function":
         raise UnsupportedError(f"{where}: the older role function is not supported; use tool", param=where)
     if role not in ROLES:
@@ -163,9 +162,7 @@ def _check_content(content: Any, where: str, role: str, ignore_unknown: bool) ->
 def _check_part(part: Any, where: str, role: str, ignore_unknown: bool) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise wrong_type(where, "an object", part)
-    kind = part.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(part, "type", where)
     if isinstance(kind, str) and kind in MEDIA_PARTS:
         raise UnsupportedError(
             f"{where}.type: this model reads text only, got {echo(kind)}",

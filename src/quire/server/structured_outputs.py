@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.checks import missing, unknown_field, wrong_type, wrong_value
+from quire.checks import missing, required, unknown_field, wrong_type, wrong_value
 from quire.errors import RequestError, retold
 from quire.sampling_params import check_structured_outputs
 from quire.server.protocol import GenerationRequest
@@ -108,9 +108,7 @@ def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: boo
     where = "response_format"
     if not isinstance(value, Mapping):
         raise wrong_type(where, "an object", value)
-    kind = value.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(value, "type", where)
     if kind not in RESPONSE_FORMATS:
         raise wrong_value(f"{where}.type", f"one of {', '.join(RESPONSE_FORMATS)}", kind)
     known = {"json_schema": ["json_schema"], "structural_tag": ["format", "structures", "triggers"]}.get(kind, [])

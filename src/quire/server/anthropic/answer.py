@@ -1,7 +1,7 @@
-"""What a chat brings, as Anthropic's message, whole or as the events of a stream.
+"""From the updates of a chat to Anthropic's message, whole or streamed.
 
-There is one way from a chat to blocks (`Blocks.take`), and a whole message is the blocks that the events have made. So
-both hold the same.
+`ContentBlocks.add` is the only way from events to blocks; a whole message is all blocks at the end. Both have
+the same content.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OUR_CALL, THEIR_CALL = "call_", "toolu_"
 _encode = msgspec.json.Encoder().encode
 
 
-class Blocks:
-    """The content of a message so far.
+class ContentBlocks:
+    """The content blocks of a message so far.
 
     Args:
         shows_thinking: whether the text of reasoning is shown.
@@ -48,15 +48,15 @@ class Blocks:
         self._open: str | None = None  # type of the last block, if it may go on
         self.complete_call = False
 
-    def take(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the events of the stream that belong to what is new."""
+    def add(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Add events of the chat; return those of the stream."""
         made: list[dict[str, Any]] = []
         for event in events:
             match event:
                 case ReasoningDelta():
-                    made += self._go_on("thinking", event.text, "thinking_delta", "thinking")
+                    made += self._add_text("thinking", event.text, "thinking_delta", "thinking")
                 case ContentDelta():
-                    made += self._go_on("text", event.text, "text_delta", "text")
+                    made += self._add_text("text", event.text, "text_delta", "text")
                 case CallStart():
                     call_id = event.id or ""
                     if call_id.startswith(OUR_CALL):
@@ -71,7 +71,7 @@ class Blocks:
                     made += self.close()
         return made
 
-    def _go_on(self, kind: str, text: str, delta: str, field: str) -> list[dict[str, Any]]:
+    def _add_text(self, kind: str, text: str, delta: str, field: str) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
         if self._open != kind:
             made += self.close()
@@ -110,18 +110,18 @@ class Blocks:
         return [*made, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def content(self) -> list[dict[str, Any]]:
-        """Return the whole content; nothing more will come."""
+        """Return all blocks, the last one closed."""
         self.close()
         return self._blocks
 
 
 def signature(thinking: str) -> str:
-    """Return the signature of a block of thinking. It is a digest: nobody asks for it, for any text is taken back."""
+    """Return the signature of a thinking block: a digest, which is never checked, as any text is accepted back."""
     return base64.b64encode(hashlib.sha256(b"thinking\x00" + thinking.encode()).digest()).decode()
 
 
 def _read_input(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of one that was cut off, nothing."""
+    """Return the arguments of a call; {} for one that was cut off."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -148,13 +148,13 @@ class Answer:
     """The answer to one request.
 
     Args:
-        chat: started. max_tokens: as asked for.
+        chat: started. max_tokens: of the request.
     """
 
     def __init__(self, chat: ChatCompletion, max_tokens: int, shows_thinking: bool) -> None:
         self._chat = chat
         self._max_tokens = max_tokens
-        self._blocks = Blocks(shows_thinking)
+        self._blocks = ContentBlocks(shows_thinking)
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Answer:
     def _take(self, updates: list[ChoiceUpdate]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for update in updates:
-            events += self._blocks.take(update.events)
+            events += self._blocks.add(update.events)
             if update.output.finished:
                 events += self._blocks.close()
                 self._ending = self._end(update)
@@ -197,7 +197,7 @@ class Answer:
         return self._message(self._blocks.content())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream, those that belong together in one piece."""
+        """Yield the events of a stream."""
         started = False
         async with contextlib.aclosing(self._chat.updates()) as batches:
             async for updates in batches:

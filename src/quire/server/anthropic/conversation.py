@@ -1,7 +1,7 @@
-"""Anthropic's messages, made of blocks, as messages of a chat. Text only; what is more is refused by name.
+"""From Anthropic's messages, made of content blocks, to messages of a chat. Text only; other blocks are refused.
 
-Results of tools become messages of their own; neighbours with the same role become one. Each message of the chat knows
-where it came from, so that errors can name the place.
+Tool results become messages of their own; neighbours with the same role become one. The origin of each message of the
+chat is kept, so that errors can name it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_bool, check_object, missing, wrong_type, wrong_value
+from quire.checks import (
+    check_bool,
+    check_object,
+    choice_field,
+    missing,
+    required,
+    string_field,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 
@@ -33,10 +42,10 @@ ERROR_MARK = "Error: "
 
 
 class Conversation:
-    """The messages of a chat, as they are put together.
+    """Builds the messages of a chat.
 
     Attributes:
-        messages: of the chat. places: where each came from.
+        messages: so far. places: the field or message that each came from.
     """
 
     def __init__(self, ignore_unknown: bool = False) -> None:
@@ -46,7 +55,7 @@ class Conversation:
         self._calls: set[str] = set()
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a chat: messages, and whether its last one goes on."""
+        """Return the fields of the chat: messages, and whether its last one is continued."""
         last = self.messages[-1]
         fields: dict[str, Any] = {"messages": [_finished(message) for message in self.messages]}
         if last["role"] == "assistant":
@@ -59,12 +68,12 @@ class Conversation:
         return fields
 
     def add_system(self, content: Any, where: str) -> None:
-        """Take over the field `system`."""
+        """Add the field `system`."""
         if content is not None:
             self._add_content("system", content, where)
 
     def add_all(self, messages: Any) -> None:
-        """Take over the field `messages`. Raises `RequestError` naming the place."""
+        """Add the field `messages`. Raises `RequestError` naming the place."""
         if not isinstance(messages, list):
             raise wrong_type("messages", "a list of objects", messages)
         if not messages:
@@ -78,18 +87,14 @@ class Conversation:
         for index, message in enumerate(messages):
             where = f"messages[{index}]"
             message = check_object(message, where, ("role", "content"), self._ignore_unknown)
-            role = message.get("role")
-            if role is None:
-                raise missing(f"{where}.role")
-            if not isinstance(role, str) or role not in ROLES:
-                raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+            role = choice_field(message, "role", where, ROLES)
             if message.get("content") is None:
                 raise missing(f"{where}.content")
             self._add_content(role, message["content"], f"{where}.content")
 
     def _add_content(self, role: str, content: Any, where: str) -> None:
         if isinstance(content, str):
-            self._turn(role, where)["content"].append({"type": "text", "text": content})
+            self._last_of(role, where)["content"].append({"type": "text", "text": content})
             return
         if not isinstance(content, list):
             raise wrong_type(where, "a string or a list of blocks", content)
@@ -98,8 +103,8 @@ class Conversation:
         for index, block in enumerate(content):
             self._add_block(role, block, f"{where}[{index}]")
 
-    def _turn(self, role: str, where: str) -> dict[str, Any]:
-        """Return the message that is being put together, a new one if the role is another."""
+    def _last_of(self, role: str, where: str) -> dict[str, Any]:
+        """Return the last message, a new one if its role is another."""
         if not self.messages or self.messages[-1]["role"] != role:
             self._append({"role": role, "content": []}, where)
         return self.messages[-1]
@@ -121,23 +126,23 @@ class Conversation:
         match kind:
             case "text":
                 part = {"type": "text", "text": _text_of(block, where)}
-                self._turn(role, where)["content"].append(part)
+                self._last_of(role, where)["content"].append(part)
             case "tool_result":
                 self._append(self._result(block, where), where)
             case "tool_use":
-                self._turn(role, where).setdefault("tool_calls", []).append(self._call(block, where))
+                self._last_of(role, where).setdefault("tool_calls", []).append(self._call(block, where))
             case "thinking":
-                self._think(self._turn(role, where), block, where)
+                self._add_thinking(self._last_of(role, where), block, where)
 
-    def _think(self, message: dict[str, Any], block: Mapping[str, Any], where: str) -> None:
+    def _add_thinking(self, message: dict[str, Any], block: Mapping[str, Any], where: str) -> None:
         for name in ("thinking", "signature"):
-            _check_text(block, name, where)
+            string_field(block, name, where)
         if block["thinking"]:
             before = message.get("reasoning")
             message["reasoning"] = block["thinking"] if before is None else f"{before}\n\n{block['thinking']}"
 
     def _call(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
-        call_id = _check_text(block, "id", where)
+        call_id = string_field(block, "id", where)
         if call_id in self._calls:
             raise RequestError(f"{where}.id: there are two calls with the id {echo(call_id)}", param=f"{where}.id")
         self._calls.add(call_id)
@@ -154,7 +159,7 @@ class Conversation:
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _result(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
-        call_id = _check_text(block, "tool_use_id", where)
+        call_id = string_field(block, "tool_use_id", where)
         if call_id not in self._calls:
             raise RequestError(
                 f"{where}.tool_use_id: no message before has a tool_use block with the id {echo(call_id)}",
@@ -185,15 +190,11 @@ class Conversation:
 
 
 def check_kind(block: Any, where: str) -> str:
-    """Return the type of a block. Raises `UnsupportedError` for one that cannot be read here."""
+    """Return the type of a block. Raises `UnsupportedError` for types that are not supported."""
     if not isinstance(block, Mapping):
         raise wrong_type(where, "an object", block)
-    kind = block.get("type")
+    kind = string_field(block, "type", where)
     where = f"{where}.type"
-    if kind is None:
-        raise missing(where)
-    if not isinstance(kind, str):
-        raise wrong_type(where, "a string", kind)
     if kind in MEDIA_BLOCKS:
         raise UnsupportedError(
             f"{where}: this model reads text only, got {echo(kind)}", param=where, code="unsupported_content_type"
@@ -206,11 +207,9 @@ def check_kind(block: Any, where: str) -> str:
 
 
 def check_cache_control(value: Any, where: str) -> None:
-    """Check a mark of what is to be cached. It has no effect: every prefix is cached, and none for a certain time."""
+    """Check a cache breakpoint. It has no effect: every prefix is cached, and none for a certain time."""
     value = check_object(value, where, ("type", "ttl"))
-    if value.get("type") is None:
-        raise missing(f"{where}.type")
-    if value["type"] != "ephemeral":
+    if required(value, "type", where) != "ephemeral":
         raise wrong_value(f"{where}.type", "ephemeral", value["type"])
     if value.get("ttl") not in (None, "5m", "1h"):
         raise wrong_value(f"{where}.ttl", "5m or 1h", value["ttl"])
@@ -224,27 +223,17 @@ def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 def _text_of(block: Mapping[str, Any], where: str) -> str:
     if block.get("citations", []) != []:
         raise UnsupportedError(f"{where}.citations are not supported", param=f"{where}.citations")
-    return _check_text(block, "text", where)
-
-
-def _check_text(block: Mapping[str, Any], name: str, where: str) -> str:
-    where = f"{where}.{name}"
-    value = block.get(name)
-    if value is None:
-        raise missing(where)
-    if not isinstance(value, str):
-        raise wrong_type(where, "a string", value)
-    return value
+    return string_field(block, "text", where)
 
 
 def _finished(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its content as a text where that says the same."""
+    """Return a message with its content as a string where that is equivalent."""
     finished = dict(message)
     content = finished["content"]
     if len(content) == 1:
         finished["content"] = content[0]["text"]
     elif not content:
-        # Content is left out where there is something else, for templates look at whether there is any.
+        # Beside something else empty content is left out: templates look at whether there is any.
         del finished["content"]
         if not ("tool_calls" in finished or "reasoning" in finished):
             finished["content"] = ""

@@ -1,4 +1,4 @@
-"""From Anthropic's requests to chats: fields, tools, and what is asked of reasoning. Messages are in `conversation`."""
+"""From Anthropic's requests to chats: bodies, tools, reasoning. Messages are translated in `conversation`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import SkipValidation
 
-from quire.checks import INT64_MAX, check_bool, check_int, check_object, missing, wrong_type, wrong_value
+from quire.checks import (
+    INT64_MAX,
+    check_bool,
+    check_choice,
+    check_int,
+    check_object,
+    check_string,
+    missing,
+    required,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
@@ -22,10 +33,10 @@ from quire.server.templates import THINKING_SWITCHES
 MIN_BUDGET = 1024
 MAX_USER_ID = 1024
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
-NO_EFFORT = "high"  # what it is unless given
+DEFAULT_EFFORT = "high"
 DISPLAYS = ("summarized", "omitted")
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
-# Fields of tools with the values that ask for nothing, or for what happens in any case.
+# Fields of tools with the values that change nothing.
 HARMLESS_TOOL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
@@ -49,11 +60,11 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A chat that a request is.
+    """A request translated to a chat.
 
     Attributes:
         fields: of `ChatCompletionRequest`. names: for errors about it.
-        shows_thinking: whether the text of reasoning is shown.
+        shows_thinking: whether the response has the text of reasoning.
     """
 
     fields: dict[str, Any]
@@ -62,11 +73,10 @@ class Translation:
 
 
 def translate(body: ConversationRequest, front: FrontModel, *, ignore_unknown: bool = False) -> Translation:
-    """Return the chat that a request is.
+    """Return the chat for a request.
 
     Args:
-        front: of the model: what it can do decides on reasoning.
-        ignore_unknown: whether fields nobody knows are dropped instead of refused.
+        front: of the model. ignore_unknown: whether unknown fields are dropped instead of refused.
 
     Raises:
         RequestError: naming the field.
@@ -116,15 +126,14 @@ def _metadata(value: Any, ignore_unknown: bool) -> dict[str, Any]:
     where = "metadata.user_id"
     if user is None:
         return {}
-    if not isinstance(user, str):
-        raise wrong_type(where, "a string", user)
+    check_string(user, where)
     if len(user) > MAX_USER_ID:
         raise RequestError(
             f"{where} may have at most {MAX_USER_ID} characters, got {len(user)}",
             param=where,
             code="string_above_max_length",
         )
-    if len(user) > MAX_USER_LENGTH:  # it only tells users apart
+    if len(user) > MAX_USER_LENGTH:  # any digest tells users apart
         user = hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()
     return {"user": user}
 
@@ -168,9 +177,7 @@ def _tool_choice(choice: Any, names: list[str]) -> dict[str, Any]:
     where = "tool_choice"
     known = ("type", "name", "disable_parallel_tool_use")
     choice = without_nulls(check_object(choice, where, known))
-    kind = choice.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(choice, "type", where)
     if not isinstance(kind, str) or kind not in (*CHOICES, "tool"):
         raise wrong_value(f"{where}.type", "auto, any, tool or none", kind)
     if not names and kind != "none":
@@ -192,14 +199,12 @@ def _tool_choice(choice: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _thinking(body: ConversationRequest, front: FrontModel) -> tuple[dict[str, Any], bool]:
-    """Return the fields that say how the model reasons, and whether the text of it is shown."""
+    """Return the fields for reasoning, and whether its text is in the response."""
     if body.thinking is None:
         return {}, True
     where = "thinking"
     value = without_nulls(check_object(body.thinking, where, ("type", "budget_tokens", "display")))
-    kind = value.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(value, "type", where)
     if not isinstance(kind, str) or kind not in ("enabled", "disabled", "adaptive"):
         raise wrong_value(f"{where}.type", "enabled, disabled or adaptive", kind)
     for name, kinds in (("budget_tokens", ("enabled",)), ("display", ("enabled", "adaptive"))):
@@ -242,10 +247,9 @@ def _output(value: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_u
     fields: dict[str, Any] = {}
     if "effort" in value:
         effort = value["effort"]
-        if not isinstance(effort, str) or effort not in EFFORTS:
-            raise wrong_value(f"{where}.effort", f"one of {', '.join(EFFORTS)}", effort)
+        check_choice(effort, f"{where}.effort", EFFORTS)
         reads = front.template().reads("reasoning_effort")
-        if "reasoning_effort" not in thinking and (reads or effort != NO_EFFORT):
+        if "reasoning_effort" not in thinking and (reads or effort != DEFAULT_EFFORT):
             fields["reasoning_effort"] = effort
     if "format" in value:
         fields["response_format"] = _format(value["format"], f"{where}.format", ignore_unknown)
@@ -254,9 +258,7 @@ def _output(value: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_u
 
 def _format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     value = check_object(value, where, ("type", "schema"), ignore_unknown)
-    kind = value.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(value, "type", where)
     if kind != "json_schema":
         raise wrong_value(f"{where}.type", "json_schema", kind)
     if value.get("schema") is None:

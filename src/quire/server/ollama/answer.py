@@ -1,4 +1,4 @@
-"""What a chat or completion brings, as Ollama's answers: one object, or one for each piece, a line each."""
+"""From the outputs of a chat or completion to Ollama's response: one object, or a stream of lines of JSON."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class LineStream(EventStream):
     """A stream of JSON objects, one a line."""
 
     media_type = "application/x-ndjson"
-    keep_alive = b""  # there are no comments in JSON
+    keep_alive = b""  # JSON has no comments
 
 
 class Clock:
-    """When a request came, and how long it waited for its model."""
+    """Times a request, and the loading of its model."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -46,13 +46,13 @@ class Clock:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the time of a block as that of loading the model."""
+        """Time the block as loading of the model."""
         begin = time.perf_counter()
         yield
         self.load_seconds = time.perf_counter() - begin
 
     def times(self) -> dict[str, int]:
-        """Return how long everything took so far, and loading [ns]."""
+        """Return the durations so far [ns]."""
         total = time.perf_counter() - self.started
         return {"total_duration": _ns(total), "load_duration": _ns(self.load_seconds)}
 
@@ -66,7 +66,7 @@ class Answer:
 
     Args:
         generation: started, with one stream of outputs. reader: of its text.
-        in_message: whether the text stands in a message (chats), or by itself.
+        in_message: whether the text is in a message (chats), or a field of its own.
     """
 
     def __init__(self, generation: Generation, reader: ChoiceReader, clock: Clock, *, in_message: bool) -> None:
@@ -75,7 +75,7 @@ class Answer:
         self._clock = clock
         self._in_message = in_message
         self._message = Message()
-        self._num_shown = 0  # calls that the client has got
+        self._num_shown = 0  # calls in the response so far
 
     def _part(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         extra = {"thinking": thinking} if thinking else {}
@@ -86,8 +86,8 @@ class Answer:
             message["tool_calls"] = calls
         return {**head(self._generation.model), "message": message, "done": False}
 
-    def _take(self, events: Iterable[Event]) -> dict[str, Any] | None:
-        """Return the part of the answer that events are; None for nothing yet."""
+    def _part_of(self, events: Iterable[Event]) -> dict[str, Any] | None:
+        """Return the part of the response for events; None for nothing yet."""
         content = thinking = ""
         calls: list[dict[str, Any]] = []
         for event in events:
@@ -100,7 +100,7 @@ class Answer:
                 case CallEnd():
                     calls.append(self._call(event.index))
                 case CallStart() | CallArguments():
-                    pass  # calls are told of when they are complete
+                    pass  # calls are sent when they are complete
         return self._part(content, thinking, calls) if content or thinking or calls else None
 
     def _call(self, index: int) -> dict[str, Any]:
@@ -124,18 +124,18 @@ class Answer:
         }
 
     async def parts(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the answer bit by bit; the last part has the counts. Raises `QuireError`."""
+        """Yield the response in parts; the last one has the counts. Raises `QuireError`."""
         async with contextlib.aclosing(_outputs(self._generation)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
-                part = self._take(self._reader.read(completion.text, completion.finished))
+                part = self._part_of(self._reader.read(completion.text, completion.finished))
                 if part is not None:
                     yield part
                 if completion.finished:
                     yield {**self._part("", "", []), **self._ending(output)}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer in one. Raises `QuireError`."""
+        """Return the response in one piece. Raises `QuireError`."""
         calls: list[dict[str, Any]] = []
         last: dict[str, Any] = {}
         async with contextlib.aclosing(self.parts()) as parts:
@@ -162,11 +162,11 @@ async def _outputs(generation: Generation) -> AsyncGenerator[RequestOutput, None
 
 
 def head(model: str) -> dict[str, Any]:
-    """Return what every object of an answer begins with."""
+    """Return the first fields of every object of a response."""
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
 def loaded(model: str, *, in_message: bool) -> dict[str, Any]:
-    """Return the answer to a request without a prompt, which only wants the model to be there."""
+    """Return the response to a request without a prompt, which only loads the model."""
     empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if in_message else {"response": ""}
     return {**head(model), **empty, "done": True, "done_reason": "load"}

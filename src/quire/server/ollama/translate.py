@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 
 from pydantic import SkipValidation
 
-from quire.checks import INT64_MAX, check_int, check_object, missing, unknown_field, wrong_type, wrong_value
+from quire.checks import (
+    INT64_MAX,
+    check_int,
+    check_object,
+    choice_field,
+    missing,
+    unknown_field,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
@@ -41,7 +50,7 @@ SAMPLING = {
 }
 LIMITS = ("num_predict", "num_ctx", "repeat_last_n")
 NEUTRAL_PENALTY = 1.0
-# Known options that are refused, with the values that ask for nothing. How a model is run is for the server to say.
+# Options that are refused, with the values that change nothing: the server's options say how a model is run.
 REFUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "tfs_z": (1, 1.0),
     "penalize_newline": (True,),
@@ -68,7 +77,7 @@ def field_names(places: Sequence[str] = ()) -> FieldNames:
 def chat_fields(
     body: ChatRequest | GenerateRequest, front: FrontModel, max_model_len: int, ignore_unknown: bool
 ) -> dict[str, Any]:
-    """Return the fields of the chat that a request is; messages have their old places.
+    """Return the fields of the chat for a request; messages keep their order.
 
     Raises:
         RequestError: naming the field.
@@ -102,7 +111,7 @@ def completion_fields(body: GenerateRequest, max_model_len: int, ignore_unknown:
 
 
 def check_keep_alive(value: Any) -> None:
-    """Check how long a model is to stay loaded. No model leaves at a client's wish, so that 0 is refused.
+    """Check how long a model is to stay loaded. Clients cannot unload models, so that 0 is refused.
 
     Raises:
         RequestError: it is no duration. UnsupportedError: it asks for the model to be unloaded.
@@ -121,7 +130,7 @@ def check_keep_alive(value: Any) -> None:
 
 
 def _options(body: AnswerRequest, max_model_len: int, ignore_unknown: bool) -> dict[str, Any]:
-    """Return the sampling fields that `options` ask for."""
+    """Return the sampling fields for `options`."""
     if body.options is None:
         return {}
     if not isinstance(body.options, Mapping):
@@ -141,7 +150,7 @@ def _options(body: AnswerRequest, max_model_len: int, ignore_unknown: bool) -> d
 
 
 def _check_window(options: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Honour `repeat_last_n` where that is what happens: penalties look at the whole text here, or at nothing."""
+    """Accept `repeat_last_n` of 0 and -1: penalties apply to the whole text, or not at all."""
     where = "options.repeat_last_n"
     if "repeat_last_n" not in options:
         return
@@ -177,7 +186,7 @@ def _format(value: Any) -> dict[str, Any]:
 
 
 def _think(value: Any, front: FrontModel) -> dict[str, Any]:
-    """Return the fields that say whether the model reasons, and how much."""
+    """Return the fields for reasoning and its effort."""
     if value is None:
         return {}
     if not isinstance(value, bool) and (not isinstance(value, str) or value not in EFFORTS):
@@ -206,22 +215,18 @@ def _messages(messages: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
 
 
 class _Calls:
-    """Messages with ids for the calls, which Ollama's clients do not need: answers follow in the order of calls."""
+    """Builds messages with ids for tool calls: Ollama's clients may leave them out, and send results in order."""
 
     def __init__(self, ignore_unknown: bool) -> None:
         self._ignore_unknown = ignore_unknown
-        self._open: list[tuple[str, str]] = []  # id and name of calls that have no answer yet
+        self._open: list[tuple[str, str]] = []  # id and name of calls that have no result yet
         self._count = 0
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """Return a message of a chat."""
         message = check_object(message, where, MESSAGE_FIELDS, self._ignore_unknown)
         message = {name: value for name, value in message.items() if value is not None}
-        role = message.get("role")
-        if role is None:
-            raise missing(f"{where}.role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+        role = choice_field(message, "role", where, ROLES)
         if message.get("images", []) != []:
             raise UnsupportedError(f"{where}.images: this model reads text only", param=f"{where}.images")
         made: dict[str, Any] = {"role": role, "content": _text(message, "content", where)}
@@ -270,7 +275,7 @@ class _Calls:
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
     def _answered(self, message: Mapping[str, Any], where: str) -> str:
-        """Return the id of the call that a message answers: the one it names, or the first that is open."""
+        """Return the id of the call whose result a message is: the one it names, or the first without one."""
         for field, place in (("tool_call_id", 0), ("tool_name", 1)):
             name = _text(message, field, where)
             found = next((call for call in self._open if call[place] == name), None) if name else None

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.checks import check_object, missing, wrong_type, wrong_value
+from quire.checks import check_object, check_string, missing, required, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.parsing import refuse_unless_harmless
@@ -155,9 +155,7 @@ class _Checker:
 
     def _message(self, value: Any, where: str) -> Item:
         fields = self._fields(value, where, ("type", "id", "status", "role", "content", "phase"))
-        role = fields.get("role")
-        if role is None:
-            raise missing(f"{where}.role")
+        role = required(fields, "role", where)
         if role not in ROLES:
             place = f"{where}.role"
             raise wrong_value(place, f"one of {', '.join(ROLES)}", role)
@@ -288,8 +286,7 @@ def _output_text(text: str) -> dict[str, Any]:
 
 def _text(value: Any, where: str, most: int | None = None) -> str:
     """Return a text; one with a bound must not be empty."""
-    if not isinstance(value, str):
-        raise wrong_type(where, "a string", value)
+    check_string(value, where)
     if most is not None and not value:
         raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
     if most is not None and len(value) > most:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type, wrong_value
+from quire.checks import (
+    INT64_MAX,
+    check_int,
+    check_object,
+    check_string,
+    choice_field,
+    missing,
+    required,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.server.dialects import FieldNames
@@ -128,11 +138,7 @@ def _refuse(where: str, name: str, value: Any, harmless: Sequence[Any]) -> None:
 def _response_format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise wrong_type(where, "an object", value)
-    kind = value.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
-    if not isinstance(kind, str) or kind not in FORMATS:
-        raise wrong_value(f"{where}.type", f"one of {', '.join(FORMATS)}", kind)
+    kind = choice_field(value, "type", where, FORMATS)
     check_object(value, where, ("type", *FORMATS[kind]), ignore_unknown)
     if kind != "json_schema":
         return {"type": kind}
@@ -148,9 +154,7 @@ def _tools(tools: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
 def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise wrong_type(where, "an object", tool)
-    kind = tool.get("type")
-    if kind is None:
-        raise missing(f"{where}.type")
+    kind = required(tool, "type", where)
     if kind not in ("function", CUSTOM):
         place = f"{where}.type"
         raise UnsupportedError(f"{place}: tools of the type {echo(kind)} are not supported by this server", param=place)
@@ -204,8 +208,7 @@ def check_include(include: Any) -> frozenset[str]:
         raise wrong_type("include", "a list", include)
     for index, name in enumerate(include):
         where = f"include[{index}]"
-        if not isinstance(name, str):
-            raise wrong_type(where, "a string", name)
+        check_string(name, where)
         if name not in INCLUDED:
             raise UnsupportedError(
                 f"{where}: {echo(name)} is not supported by this server; accepted are {' and '.join(INCLUDED)}",
@@ -240,8 +243,7 @@ def _check_metadata(metadata: Any) -> None:
     for key, value in metadata.items():
         place = f"{where}.{echo(key)[1:-1]}"
         _check_length(key, MAX_PAIR_KEY, f"the key {place}")
-        if not isinstance(value, str):
-            raise wrong_type(place, "a string", value)
+        check_string(value, place)
         _check_length(value, MAX_PAIR_VALUE, place)
 
 
