@@ -72,12 +72,12 @@ def test_packed_weights_are_those_that_would_be_packed(
     assert is_packed(info) and info.dtype == dtype and not list(out.glob("*.safetensors"))
     backends = [create_backend("cpu", dtype, "float32", 1, quantization) for _ in range(2)]
     records: list[list[Any]] = []
-    from quire.kernels.cpu.keep import keeping
+    from quire.kernels.cpu.packed_weights import recording_weights
 
     for backend, folder in zip(backends, (source, out)):
         kept: list[Any] = []
         if folder == source:
-            with keeping(backend, kept):
+            with recording_weights(backend, kept):
                 load_model(load_model_info(folder), backend)
         else:
             load_model(load_model_info(folder), backend)

@@ -22,8 +22,8 @@ def test_tokens_stay_where_they_are(device: str) -> None:
     target = backend.zeros((4,), "int64")
     backend.take_tokens(target[:3], last, put(np.array([4, 4, 1])))
     assert backend.to_numpy(target).tolist() == [7, 7, 0, 0]
-    first, second = backend.mark(), backend.mark()
-    assert 0.0 <= backend.seconds_between(first, second) < 1.0
+    first, second = backend.record_event(), backend.record_event()
+    assert 0.0 <= backend.elapsed_seconds(first, second) < 1.0
 
 
 def make_backend(device: str) -> Any:

@@ -223,8 +223,8 @@ def test_calibration_finds_the_machine_it_runs_on():
     found = measure(core, info, 0.5, clock=clock)
     assert found.cost.error < 0.02
     assert found.cost.moved_block == pytest.approx(3e-4)
-    for scene, measured, fitted in found.errors():
-        assert fitted == pytest.approx(measured, rel=0.2), scene
+    for workload, measured, fitted in found.errors():
+        assert fitted == pytest.approx(measured, rel=0.2), workload
     assert not core.has_unfinished()
 
 

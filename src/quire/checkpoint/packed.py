@@ -2,7 +2,7 @@
 
     "QUIREPK1", header length u64, header in JSON, padding; then the arrays, each at a multiple of 64 bytes
 
-What the records mean is known to `kernels.cpu.keep`. Here their arrays find their places, which are checked.
+What the records mean is known to `kernels.cpu.packed_weights`. Here their arrays find their places, which are checked.
 """
 
 from __future__ import annotations

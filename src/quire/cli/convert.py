@@ -111,7 +111,7 @@ def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
     from quire.checkpoint.hf_config import load_model_info
     from quire.checkpoint.open import is_packed, open_weights, weight_files
     from quire.checkpoint.packed import CONFIG_KEY, PACKED_FILE, write_packed
-    from quire.kernels.cpu.keep import Record, keeping, traits
+    from quire.kernels.cpu.packed_weights import Record, packing_traits, recording_weights
     from quire.kernels.create import create_backend
     from quire.models.loader import config_digest, load_model
     from quire.version import __version__
@@ -123,8 +123,8 @@ def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
     backend = create_backend(
         device.device, model.dtype, "float32", device.num_threads, model.quantization, device.simd_level
     )
-    header, records = traits(backend), list[Record]()
-    with keeping(backend, records):
+    header, records = packing_traits(backend), list[Record]()
+    with recording_weights(backend, records):
         load_model(
             info,
             backend,

@@ -26,7 +26,7 @@ from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.flying import LateTokens
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
-from quire.kernels.steps import AtOnce, GraphStats, Stager, StepShape
+from quire.kernels.steps import DirectStager, GraphStats, Stager, StepShape
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
@@ -735,7 +735,7 @@ class GraphOps(ArrayOps, Protocol):
 
     def stager(self) -> Stager:
         """Return what copies the inputs of steps to their fixed addresses."""
-        return AtOnce(self.assign)
+        return DirectStager(self.assign)
 
     def compile_ahead(self, steps: Callable[[], None]) -> int:
         """Compile in parallel the kernels that `steps` would launch, and return how many they were.
@@ -751,12 +751,12 @@ class GraphOps(ArrayOps, Protocol):
         """Return what the recordings that exist have cost; zeros where they cost next to nothing."""
         return GraphStats()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Record an event: the time at which the device has done all that it was given so far."""
         return time.perf_counter()
 
-    def seconds_between(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two events of `mark`; waits until the device has reached the second one."""
+    def elapsed_seconds(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two recorded events; waits until the device has reached the second one."""
         return float(later - earlier)
 
 

@@ -169,7 +169,7 @@ class MetaBackend(CollectiveOps):
     name = "meta"
     pads = False
     rotary_write_kv = AttentionOps.rotary_write_kv
-    step_shape, stager, mark = GraphOps.step_shape, GraphOps.stager, GraphOps.mark
+    step_shape, stager, record_event = GraphOps.step_shape, GraphOps.stager, GraphOps.record_event
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class Stager(Protocol):
         """Have what was put where it stays before anything that is computed from now on."""
 
 
-class AtOnce:
+class DirectStager:
     """A `Stager` that assigns array by array."""
 
     def __init__(self, assign: Callable[[Any, np.ndarray], None]) -> None:

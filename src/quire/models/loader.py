@@ -102,10 +102,10 @@ def config_digest(info: ModelInfo) -> str:
 
 def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
     """Build a model of packed weights. Raises ModelError if they are not for this backend, or not of this model."""
-    from quire.kernels.cpu.keep import giving, traits  # imports the CPU's kernels
+    from quire.kernels.cpu.packed_weights import packing_traits, replaying_weights  # imports the CPU's kernels
 
     path = info.path / PACKED_FILE
-    file, mine = PackedFile(path), {**traits(builder.backend), "config": config_digest(info)}
+    file, mine = PackedFile(path), {**packing_traits(builder.backend), "config": config_digest(info)}
     again = f"quire convert {file.header.get('source', 'MODEL')} {info.path} --format packed --force"
     for name, value in mine.items():
         if file.header.get(name) != value:
@@ -115,7 +115,7 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
         raise ModelError(f"{path}: packed weights take no LoRA adapters and are not split over ranks")
     names = file.header.get("names")
     weights = PackedNames(names if isinstance(names, list) else [])
-    with giving(builder.backend, file.records, f"{path}"):
+    with replaying_weights(builder.backend, file.records, f"{path}"):
         return build_model(info, replace(builder, weights=weights), length)
 
 

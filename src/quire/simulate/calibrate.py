@@ -1,6 +1,6 @@
 """Measures steps of a real engine, chosen to tell apart what a step's time depends on, and fits a `FittedCost`.
 
-Most steps are given to the executor directly, with contexts that nobody computed: how long attention takes does not
+Most steps are given to the executor directly, with contexts that were never computed: how long attention takes does not
 depend on what it reads. Then the whole engine runs under small loads, for steps as they really come and for what the
 scheduler itself takes.
 """
@@ -53,7 +53,7 @@ PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Workload:
     """Steps to measure.
 
     Attributes:
@@ -79,28 +79,30 @@ class Limits:
     vocab_size: int
 
 
-def scenes(limits: Limits) -> list[Scene]:
+def workloads(limits: Limits) -> list[Workload]:
     """Return prompts of every size with and without context, decodes of every number and context, and mixtures."""
     room = limits.max_model_len - DECODE_STEPS - 2
     sizes = [size for size in sizes_up_to(limits.max_num_batched_tokens) if size <= room]
     batches = sizes_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens))
-    found = [Scene(f"prompt {size}", ((0, size),)) for size in sizes]
-    found += [Scene(f"chunk of {size}", ((0, size),), num_left=1) for size in sizes]
-    found += [Scene(f"prompt {size} after {room - size}", ((room - size, size),)) for size in sizes if size * 2 <= room]
+    found = [Workload(f"prompt {size}", ((0, size),)) for size in sizes]
+    found += [Workload(f"chunk of {size}", ((0, size),), num_left=1) for size in sizes]
+    found += [
+        Workload(f"prompt {size} after {room - size}", ((room - size, size),)) for size in sizes if size * 2 <= room
+    ]
     for size in sizes_up_to(limits.max_num_batched_tokens):
         for count in (2, 8):
             if 8 <= size // count <= room and count <= limits.max_num_seqs:
-                found.append(Scene(f"{count} prompts of {size // count}", ((0, size // count),) * count))
+                found.append(Workload(f"{count} prompts of {size // count}", ((0, size // count),) * count))
     for count in batches:
         for context in sorted({min(16, room), room // 4, room - 1}):
-            found.append(Scene(f"{count} decodes at {context}", ((context, 1),) * count, DECODE_STEPS))
+            found.append(Workload(f"{count} decodes at {context}", ((context, 1),) * count, DECODE_STEPS))
     for count in (2, 8, 32):
         for size in sizes[4::2]:
             if count < limits.max_num_seqs and size + count <= limits.max_num_batched_tokens:
                 rows = ((room // 4, 1),) * count + ((0, size),)
-                found.append(Scene(f"{count} decodes and a prompt of {size}", rows))
-    fitting = [scene for scene in found if _num_blocks(scene, limits) <= limits.num_blocks]
-    return fitting or [Scene("prompt 1", ((0, 1),))]
+                found.append(Workload(f"{count} decodes and a prompt of {size}", rows))
+    fitting = [workload for workload in found if _num_blocks(workload, limits) <= limits.num_blocks]
+    return fitting or [Workload("prompt 1", ((0, 1),))]
 
 
 def sizes_up_to(high: int) -> list[int]:
@@ -113,13 +115,13 @@ def sizes_up_to(high: int) -> list[int]:
     return sorted(found)
 
 
-def _num_blocks(scene: Scene, limits: Limits) -> int:
-    longest = (-(-(context + count + scene.num_more) // limits.block_size) for context, count in scene.sequences)
+def _num_blocks(workload: Workload, limits: Limits) -> int:
+    longest = (-(-(context + count + workload.num_more) // limits.block_size) for context, count in workload.sequences)
     return sum(longest)
 
 
-class Player:
-    """Plays scenes on an executor and measures them.
+class WorkloadRunner:
+    """Runs workloads on an executor and measures their steps.
 
     Args:
         executor: its KV cache is allocated.
@@ -132,32 +134,35 @@ class Player:
         self._num_named = 0
         self._rng = np.random.default_rng(0)
 
-    def play(self, scene: Scene) -> Iterator[Measured]:
-        """Run the steps of a scene; yield each with its seconds."""
+    def run(self, workload: Workload) -> Iterator[Measured]:
+        """Run the steps of a workload; yield each with its seconds."""
         new, block = [], 0
-        for context, count in scene.sequences:
-            num_blocks = -(-(context + count + scene.num_more) // self._limits.block_size)
+        for context, count in workload.sequences:
+            num_blocks = -(-(context + count + workload.num_more) // self._limits.block_size)
             blocks = list(range(block, block + num_blocks))
-            new.append(self._new(context, context + count + scene.num_left, blocks))
+            new.append(self._new(context, context + count + workload.num_left, blocks))
             block += num_blocks
-        scheduled = {data.sequence_id: count for data, (_, count) in zip(new, scene.sequences, strict=True)}
-        yield self._measure(scene, self._step(scheduled, new=new))
-        for further in range(scene.num_more):
+        scheduled = {data.sequence_id: count for data, (_, count) in zip(new, workload.sequences, strict=True)}
+        yield self._measure(workload, self._step(scheduled, new=new))
+        for further in range(workload.num_more):
             going = [
                 ContinuingSequenceData(data.sequence_id, [], context + count + further)
-                for data, (context, count) in zip(new, scene.sequences, strict=True)
+                for data, (context, count) in zip(new, workload.sequences, strict=True)
             ]
-            yield self._measure(scene, self._step(dict.fromkeys(scheduled, 1), continuing=going))
+            yield self._measure(workload, self._step(dict.fromkeys(scheduled, 1), continuing=going))
         self._ended = list(scheduled)
 
     def end(self) -> None:
-        """Let the executor forget the last scene's sequences."""
+        """Let the executor forget the last workload's sequences."""
         if self._ended:
             self._executor.execute(self._step({}))
 
     def _new(self, context: int, num_tokens: int, block_ids: list[int]) -> NewSequenceData:
         self._num_named += 1
-        name, prompt = f"scene-{self._num_named}", self._rng.integers(0, self._limits.vocab_size, num_tokens).tolist()
+        name, prompt = (
+            f"workload-{self._num_named}",
+            self._rng.integers(0, self._limits.vocab_size, num_tokens).tolist(),
+        )
         return NewSequenceData(name, EngineRequest(name, prompt, PARAMS), [block_ids], context, seed=self._num_named)
 
     def _step(
@@ -176,27 +181,27 @@ class Player:
             preempted_sequence_ids=[],
         )
 
-    def _measure(self, scene: Scene, step: SchedulerOutput) -> Measured:
+    def _measure(self, workload: Workload, step: SchedulerOutput) -> Measured:
         self._executor.execute(step)
-        return Measured(self._executor.last.contents, self._executor.last.seconds, scene.name)
+        return Measured(self._executor.last.contents, self._executor.last.seconds, workload.name)
 
 
-def measure_scenes(player: Player, limits: Limits, seconds: float) -> list[Measured]:
-    """Play all scenes in random order, again and again for `seconds`, but at least once; return medians.
+def measure_workloads(runner: WorkloadRunner, limits: Limits, seconds: float) -> list[Measured]:
+    """Run all workloads in random order, again and again for `seconds`, but at least once; return medians.
 
-    Each is played twice on end: a shape of step that was seen just before costs less than a new one.
+    Each runs twice in a row: a shape of step that was seen just before costs less than a new one.
     """
     rng = random.Random(0)
-    order = scenes(limits)
+    order = workloads(limits)
     found: list[Measured] = []
     started = time.perf_counter()
     for num_rounds in range(MAX_ROUNDS):
         rng.shuffle(order)
-        for scene in order:
+        for workload in order:
             if num_rounds and time.perf_counter() - started > seconds:
                 return _medians(found)
             for _ in range(2):
-                found += player.play(scene)
+                found += runner.run(workload)
     return _medians(found)
 
 
@@ -205,13 +210,13 @@ def _medians(steps: Sequence[Measured]) -> list[Measured]:
     kinds: dict[tuple[object, ...], list[Measured]] = {}
     for step in steps:
         contents = step.contents
-        kind = (step.scene, contents.num_tokens, contents.num_sequences, contents.num_new, contents.is_new_shape)
+        kind = (step.workload, contents.num_tokens, contents.num_sequences, contents.num_new, contents.is_new_shape)
         kinds.setdefault(kind, []).append(step)
     return [sorted(found, key=lambda step: step.seconds)[(len(found) - 1) // 2] for found in kinds.values()]
 
 
 class TimedExecutor(Executor):
-    """An executor around another, whose KV cache is allocated: measures its steps and notes what was in them.
+    """An executor around another, whose KV cache is allocated: measures its steps and what is in them.
 
     Args:
         clock: seconds; the machine's, unless the executor inside is a simulated one.
@@ -227,15 +232,15 @@ class TimedExecutor(Executor):
         self.last = Measured(StepContents(), 0.0)
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """As the inner one says."""
+        """Return that of the inner executor."""
         return self._inner.kv_cache_spec()
 
     def available_memory(self) -> int:
-        """Enough for any number of blocks: they are allocated."""
+        """Return enough for any number of blocks: they are allocated."""
         return 2**62
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Execute, measure, note."""
+        """Execute the step and measure it."""
         contents, _ = self._reader.read(step)
         before = self._clock()
         result = self._inner.execute(step)
@@ -295,7 +300,7 @@ def _run_load(
     load: Synthetic,
     clock: Callable[[], float],
 ) -> Generator[tuple[Measured, float], None, None]:
-    """Yield each step of `load` as the executor measured it, and the seconds that planning and taking in took."""
+    """Yield each step of `load` as the executor measured it, and the seconds that the scheduler took."""
     cache = replace(config.cache, num_gpu_blocks_override=limits.num_blocks, kv_cache_memory_bytes=None)
     core = EngineCore(replace(config, cache=cache), executor=executor, info=info)
     requests = draw([load])
@@ -311,7 +316,7 @@ def _run_load(
                 yield executor.last, max(rest, 1e-9)
     finally:
         core.abort(AbortRequests([str(request.number) for request in requests]))
-        core.step()  # the executor must hear of their end
+        core.step()  # so that the executor forgets them
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +328,8 @@ class Calibration:
     host: list[Measured]
 
     def errors(self) -> list[tuple[str, float, float]]:
-        """Return of each measured step its scene, its seconds, and those of the model; the worst first."""
-        found = [(step.scene, step.seconds, self.cost.device_seconds(step.contents)) for step in self.device]
+        """Return of each measured step its workload, its seconds, and those of the model; the worst first."""
+        found = [(step.workload, step.seconds, self.cost.device_seconds(step.contents)) for step in self.device]
         return sorted(found, key=lambda item: -abs(item[2] / item[1] - 1))
 
 
@@ -361,9 +366,9 @@ def measure(
         vocab_size=ready.vocab_size,
     )
     timed = TimedExecutor(core.executor, clock)
-    player = Player(timed, limits)
-    designed = measure_scenes(player, limits, seconds * (1 - LOAD_SHARE))
-    player.end()
+    runner = WorkloadRunner(timed, limits)
+    designed = measure_workloads(runner, limits, seconds * (1 - LOAD_SHARE))
+    runner.end()
     moved_block = measure_moves(timed, min(ready.num_blocks, core.scheduler.stats().num_host_blocks, MOVED_BLOCKS))
     loaded, host = measure_load(config, info, timed, limits, seconds * LOAD_SHARE, clock)
     memory = ready.num_blocks * core.executor.kv_cache_spec().block_bytes(ready.block_size, ready.max_model_len)
@@ -439,6 +444,6 @@ def calibration_table(found: Calibration, worst: int = 8) -> str:
         lines.append(f"  {'scheduler, ' + name:<32}{rate * 1e6:>14.5f}")
     lines += ["", f"  {'a block to or from the host':<32}{cost.moved_block * 1e6:>14.1f}"]
     lines += ["", f"  {'where the fit is worst':<40}{'measured us':>14}{'fitted us':>14}"]
-    for scene, measured, fitted in found.errors()[:worst]:
-        lines.append(f"  {scene:<40}{measured * 1e6:>14.1f}{fitted * 1e6:>14.1f}")
+    for workload, measured, fitted in found.errors()[:worst]:
+        lines.append(f"  {workload:<40}{measured * 1e6:>14.1f}{fitted * 1e6:>14.1f}")
     return "\n".join(lines)

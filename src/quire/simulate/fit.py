@@ -17,11 +17,11 @@ NUM_REWEIGHTED = 10
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step and how long it took [s]; `scene` says which of the designed ones it was."""
+    """A step, how long it took [s], and the name of its workload."""
 
     contents: StepContents
     seconds: float
-    scene: str = ""
+    workload: str = ""
 
 
 def nnls(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

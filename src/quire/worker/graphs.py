@@ -60,7 +60,7 @@ class StepGraphs:
     Attributes:
         last_tokens: int64 [max_num_seqs + max_tokens]: of each row of the batch, the token that was sampled last, where
             the host may not know it yet; behind them, ids of a step on their way. See `StepInputs.sources`.
-        began: when the last step began to compute (`Backend.mark`).
+        began: when the last step began to compute (`Backend.record_event`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StepGraphs:
         offload: LayerwiseOffload | None = None,
     ) -> None:
         self._offload = offload
-        self.began = backend.mark()
+        self.began = backend.record_event()
         self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
@@ -120,7 +120,7 @@ class StepGraphs:
             size = StepShape(tokens, sequences, rows, "no")
         adapted = self._stage(inputs, size, token_types, adapter_slots)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
-        self.began = self._backend.mark()
+        self.began = self._backend.record_event()
         hidden, logits, finite = self._compute((size, all_hidden, adapted), sequences, lengths)
         self._warm_up.add(size)
         if size.tokens != tokens and all_hidden and hidden is not None:

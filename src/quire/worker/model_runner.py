@@ -184,7 +184,7 @@ class ModelRunner:
             offload=self.offload,
         )
         self._in_flight: list[StepInFlight] = []  # oldest first; all but the last one have been launched
-        self._ended = backend.mark()  # when the last step had been computed
+        self._ended = backend.record_event()  # when the last step had been computed
 
     def _new_caches(self, indices: list[int], num_blocks: int, block_size: int) -> list[KVCache]:
         """Allocate one cache for each of these layers; a smaller group's layers share the first of them."""
@@ -278,8 +278,8 @@ class ModelRunner:
         else:
             self._generate(step, inputs)
         before, began, backend = self._ended, self.graphs.began, self.backend
-        self._ended = backend.mark()
-        step.host_gap = lambda: max(0.0, backend.seconds_between(before, began))
+        self._ended = backend.record_event()
+        step.host_gap = lambda: max(0.0, backend.elapsed_seconds(before, began))
 
     def _pool(self, inputs: StepInputs, output: ModelOutput) -> None:
         """Compute hidden states instead of logits, and pool them."""

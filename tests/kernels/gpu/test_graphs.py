@@ -18,7 +18,7 @@ from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.graphs_pieces import follows_step
 from quire.kernels.gpu.graphs_shapes import Ladder, decode_sizes, token_sizes
 from quire.kernels.gpu.graphs_staging import PackedStager
-from quire.kernels.steps import AtOnce
+from quire.kernels.steps import DirectStager
 from tests.helpers.graph_tape import NotCapturable, TapeRecorder
 from tests.kernels.gpu.common import DEVICE
 
@@ -49,7 +49,7 @@ def test_shapes_have_room_for_the_step_and_tell_kinds_apart(most: int) -> None:
 
 def test_packed_inputs_arrive_where_they_belong() -> None:
     rng, stager = np.random.default_rng(0), PackedStager(torch.device(DEVICE))
-    plain = AtOnce(lambda target, values: target.copy_(torch.from_numpy(np.ascontiguousarray(values))))
+    plain = DirectStager(lambda target, values: target.copy_(torch.from_numpy(np.ascontiguousarray(values))))
     ours, theirs = ([torch.full(shape, 7, dtype=kind, device=DEVICE) for shape, kind in SHAPES] for _ in range(2))
     for step in range(5):
         for mine, other in zip(ours, theirs, strict=True):

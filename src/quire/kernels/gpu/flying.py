@@ -25,14 +25,14 @@ class FlyingOps(ArrayOps):
         target.index_copy_(0, places, kept.clamp(min=0))
         return kept
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds_between(self, earlier: Any, later: Any) -> float:
+    def elapsed_seconds(self, earlier: Any, later: Any) -> float:
         if self.device.type != "cuda":
             return float(later - earlier)
         later.synchronize()

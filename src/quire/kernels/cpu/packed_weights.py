@@ -1,8 +1,8 @@
-"""Packed weights as they are, kept in a file: what a backend packs is recorded, and given back in the same order.
+"""Records of packed weights, as files hold them: what a backend packs is recorded, and replayed in the same order.
 
 A model's constructor calls `vector`, `pack_linear` and `pack_heads` in an order that follows from its config alone. So
-the results, in order, are all there is to a loaded model; `Keeper` writes them down, `Giver` answers from such a list
-without looking at the tensors it is given. Which file they are in is up to `checkpoint.packed`.
+the results, in order, are all there is to a loaded model: `recording_weights` notes them, `replaying_weights` answers
+from the list without looking at the tensors it is given. The file's format is in `checkpoint/packed.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Record = dict[str, Any]
 """One call: "op", "shapes" of the tensors given, and what came of it: its class, "kind", and "fields"."""
 
 
-def traits(backend: Backend) -> dict[str, Any]:
-    """Return what packed weights depend on, beside the model. Raises ModelError for backends that keep none."""
+def packing_traits(backend: Backend) -> dict[str, Any]:
+    """Return what packed weights depend on beside the model. Raises ModelError for backends but the CPU's."""
     if not isinstance(backend, CPUBackend):
         raise ModelError(f"packed weights are for the CPU (device is {backend.name})")
     return {
@@ -44,23 +44,23 @@ def traits(backend: Backend) -> dict[str, Any]:
 
 
 @contextmanager
-def keeping(backend: Backend, records: list[Record]) -> Iterator[None]:
+def recording_weights(backend: Backend, records: list[Record]) -> Iterator[None]:
     """Within, what the backend packs is added to `records` too."""
 
     def wrap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def kept(*args: Any, **options: Any) -> Any:
+        def recorded(*args: Any, **options: Any) -> Any:
             made = call(*args, **options)
-            records.append({"op": op, "shapes": _shapes(args[0]), **_taken_apart(made)})
+            records.append({"op": op, "shapes": _shapes(args[0]), **_fields_of(made)})
             return made
 
-        return kept
+        return recorded
 
-    with _instead(backend, {op: wrap(op, getattr(backend, op)) for op in OPS}):
+    with _replaced_ops(backend, {op: wrap(op, getattr(backend, op)) for op in OPS}):
         yield
 
 
 @contextmanager
-def giving(backend: Backend, records: Sequence[Record], where: str) -> Iterator[None]:
+def replaying_weights(backend: Backend, records: Sequence[Record], where: str) -> Iterator[None]:
     """Within, the backend answers from `records`, in order.
 
     Raises:
@@ -69,22 +69,22 @@ def giving(backend: Backend, records: Sequence[Record], where: str) -> Iterator[
     left = iter(records)
 
     def answer(op: str) -> Callable[..., Any]:
-        def given(first: Any, *args: Any, **options: Any) -> Any:
+        def replayed(first: Any, *args: Any, **options: Any) -> Any:
             record = next(left, None)
             if record is None or record["op"] != op or record["shapes"] != _shapes(first):
                 raise ModelError(f"{where}: was packed for a model built in another way; convert it again")
-            return _put_together(record, where)
+            return _weight_of(record, where)
 
-        return given
+        return replayed
 
-    with _instead(backend, {op: answer(op) for op in OPS}):
+    with _replaced_ops(backend, {op: answer(op) for op in OPS}):
         yield
     if next(left, None) is not None:
         raise ModelError(f"{where}: holds more than the model has; convert it again")
 
 
 @contextmanager
-def _instead(backend: Backend, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def _replaced_ops(backend: Backend, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Lay these over the backend's own ops, of this object only."""
     for name, call in calls.items():
         setattr(backend, name, call)
@@ -100,7 +100,7 @@ def _shapes(given: Tensor | Sequence[Tensor]) -> list[list[int]]:
     return [list(tensor.shape) for tensor in tensors]
 
 
-def _taken_apart(made: Any) -> Record:
+def _fields_of(made: Any) -> Record:
     if isinstance(made, np.ndarray):
         return {"kind": "array", "fields": {"array": made}}
     name = type(made).__name__
@@ -108,7 +108,7 @@ def _taken_apart(made: Any) -> Record:
     return {"kind": name, "fields": {item.name: getattr(made, item.name) for item in dataclasses.fields(made)}}
 
 
-def _put_together(record: Record, where: str) -> Any:
+def _weight_of(record: Record, where: str) -> Any:
     if record["kind"] == "array":
         return record["fields"]["array"]
     kind = KINDS.get(record["kind"])
