@@ -21,7 +21,12 @@ TORCH_ROOMS = ("kernels/reference", "kernels/gpu", "train", "distributed", "mult
 # Compiled by Numba, which infers the types.
 NUMBA_ROOM = "kernels/cpu"
 # Methods of backends that implement an op of this file are described there, once.
-OPS = "kernels/backend.py"
+# By room, the modules that describe what its classes implement: such methods need no docstring again.
+INTERFACES = {
+    "kernels": ("kernels/backend.py",),
+    "checkpoint": ("checkpoint/tensor.py", "checkpoint/weights.py"),
+    "models": ("models/interface.py",),
+}
 # Broad handlers are for the boundaries of processes, threads and tasks; each says so beside it.
 BROAD = {"Exception", "BaseException"}
 
@@ -48,13 +53,21 @@ def test_the_package_is_found():
 
 
 def test_modules_and_public_definitions_say_what_they_are_for():
-    ops = {dotted.rpartition(".")[2] for dotted, _ in public_definitions(modules()[OPS]) if "." in dotted}
+    described = {
+        room: {
+            dotted.rpartition(".")[2]
+            for name in names
+            for dotted, node in public_definitions(modules()[name])
+            if "." in dotted and ast.get_docstring(node)
+        }
+        for room, names in INTERFACES.items()
+    }
 
     def rule(name: str, tree: ast.Module) -> Iterator[str]:
         if not ast.get_docstring(tree):
             yield "no module docstring"
         for dotted, node in public_definitions(tree):
-            implements = name.startswith("kernels/") and name != OPS and "." in dotted and node.name in ops
+            implements = "." in dotted and node.name in described.get(name.partition("/")[0], ())
             if not implements and not ast.get_docstring(node):
                 yield dotted
 

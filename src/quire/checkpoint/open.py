@@ -82,7 +82,6 @@ class _WithDenseLayers:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         own = [f"{folder}.{name}" for folder, found in self._folders.items() for name in found.names]
         return [*self._source.names, *own]
 
@@ -96,16 +95,13 @@ class _WithDenseLayers:
         return inner in source
 
     def entry(self, name: str) -> TensorEntry:
-        """See `TensorSource`."""
         source, inner = self._place(name)
         return source.entry(inner)
 
     def path_of(self, name: str) -> Path:
-        """See `TensorSource`."""
         source, inner = self._place(name)
         return source.path_of(inner)
 
     def read(self, name: str) -> Tensor:
-        """See `TensorSource`."""
         source, inner = self._place(name)
         return source.read(inner)

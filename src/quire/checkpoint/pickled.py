@@ -58,7 +58,6 @@ class PickledCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._home)
 
     def __contains__(self, name: str) -> bool:
@@ -73,7 +72,6 @@ class PickledCheckpoint:
         return TensorEntry(dtype[0], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
 
     def path_of(self, name: str) -> Path:
-        """Return the file that holds the tensor."""
         return self._home[name][0]
 
     def read(self, name: str) -> HostTensor:

@@ -171,22 +171,18 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._home)
 
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
     def entry(self, name: str) -> TensorEntry:
-        """Header entry of a tensor."""
         return self._home[name].entries[name]
 
     def path_of(self, name: str) -> Path:
-        """File that holds the tensor."""
         return self._home[name].path
 
     def read(self, name: str) -> HostTensor:
-        """Return the tensor as a view of the mapped file."""
         return self._home[name].read(name)
 
     def _open(self, path: Path) -> SafetensorsFile:

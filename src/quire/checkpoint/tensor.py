@@ -207,11 +207,9 @@ class TransposedTensor(QuantizedTensor):
         return self.inner
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor`."""
         return self.inner.to_float32().T
 
     def count_nonfinite(self) -> int:
-        """See `QuantizedTensor`."""
         return self.inner.count_nonfinite()
 
 
@@ -228,15 +226,12 @@ class SketchedTensor(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """See `QuantizedTensor`."""
         return self._layout
 
     def matrix(self, index: int) -> Tensor:
-        """See `QuantizedTensor`."""
         return SketchedTensor(self._shape[1:], self._layout)
 
     def alternate(self, start: int) -> Tensor:
-        """See `QuantizedTensor`."""
         return SketchedTensor((len(range(start, self._shape[0], 2)), *self._shape[1:]), self._layout)
 
     def transposed(self) -> Tensor:
@@ -244,19 +239,16 @@ class SketchedTensor(QuantizedTensor):
         return SketchedTensor(self._shape[::-1], self._layout)
 
     def rows(self, start: int, stop: int) -> SketchedTensor:
-        """See `QuantizedTensor`."""
         stop = min(stop, self._shape[0])
         return SketchedTensor((max(0, stop - start), *self._shape[1:]), self._layout)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor`."""
         shape = (*self._shape[:-1], stop - start)
         if shape == self._shape or fits_groups(self._layout, start, stop):
             return SketchedTensor(shape, self._layout)
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
 
     def to_float32(self) -> np.ndarray:
-        """Return an array of this shape without memory."""
         return np.broadcast_to(np.float32(0), self._shape)
 
 

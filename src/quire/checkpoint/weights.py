@@ -190,7 +190,6 @@ class _DummyTensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `QuantizedTensor`."""
         return self._shape
 
     @property
@@ -202,24 +201,20 @@ class _DummyTensor(QuantizedTensor):
         return self._twice, self._first
 
     def matrix(self, index: int) -> _DummyTensor:
-        """See `QuantizedTensor`."""
         inner = self._shape[1:]
         return _DummyTensor(self._twice, self._first + index * math.prod(inner), inner)
 
     def rows(self, start: int, stop: int) -> _DummyTensor:
-        """See `QuantizedTensor`."""
         stop = min(stop, self._shape[0])
         inner = self._shape[1:]
         return _DummyTensor(self._twice, self._first + start * math.prod(inner), (stop - start, *inner))
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor`."""
         if (start, stop) == (0, self._shape[-1]):
             return self
         return HostTensor(self.array[..., start:stop], self.dtype)
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor`."""
         return HostTensor(self.array, self.dtype).to_float32()
 
     @property

@@ -500,12 +500,10 @@ class Decoder:
         return add_norm(self.final_norm, *hidden)
 
     def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
-        """See `Model.forward`."""
         hidden = self.embed(input_ids, positions, metadata)
         return self.norm(self.run_layers(hidden, positions, kv_caches, metadata))
 
     def compute_logits(self, hidden: Array) -> Array:
-        """See `Model.compute_logits`."""
         assert self.lm_head is not None, "only the last stage has a head"
         logits = self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
         logits = scaled(logits, self.logit_scale)

@@ -181,13 +181,11 @@ class TransformersForCausalLM:
     # Computing
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """See `Model.kv_cache_spec`."""
         return KVCacheSpec(self._specs)
 
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[LayerCache], metadata: AttentionMetadata
     ) -> Array:
-        """See `Model.forward`."""
         if self._planned is not None:
             x = self.backend.embedding(input_ids, self._planned[0])
             self.backend.linear(x, self._planned[1])
@@ -203,7 +201,6 @@ class TransformersForCausalLM:
         return take_rows(self.backend, to_array(self.backend, output.last_hidden_state[0]), metadata.logits_indices)
 
     def compute_logits(self, hidden: Array) -> Array:
-        """See `Model.compute_logits`."""
         if self._planned is not None:
             return self.backend.linear(hidden, self._planned[2])
         import torch

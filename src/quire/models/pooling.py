@@ -56,7 +56,6 @@ class PoolingModel:
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Array:
-        """See `Model.forward`."""
         return self.body.forward(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Array) -> Array:

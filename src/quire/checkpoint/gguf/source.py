@@ -47,7 +47,6 @@ class GGUFSource:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._origins)
 
     def __contains__(self, name: str) -> bool:
@@ -64,7 +63,6 @@ class GGUFSource:
         return TensorEntry(dtype or "F32", shape, begin, end, None if dtype else layout_of(FORMATS[entry.format]))
 
     def path_of(self, name: str) -> Path:
-        """Return the file that holds the tensor."""
         return self._home[self._origins[name].stored].path
 
     def read(self, name: str) -> Tensor:

@@ -34,17 +34,14 @@ class GGUFTensor(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """See `QuantizedTensor.layout`."""
         return layout_of(self.form)
 
     def rows(self, start: int, stop: int) -> GGUFTensor:
-        """See `QuantizedTensor.rows`."""
         if self.order is None:
             return replace(self, stored=self.stored[start:stop])
         return replace(self, order=self.order[start:stop])
 
     def alternate(self, start: int) -> GGUFTensor:
-        """See `QuantizedTensor.alternate`."""
         return self.reordered(np.arange(start, self.shape[0], 2))
 
     def reordered(self, order: np.ndarray) -> GGUFTensor:
@@ -74,7 +71,6 @@ class GGUFTensor(QuantizedTensor):
         return Decoded(values, scales, None if parts.minima is None else parts.minima.reshape(rows, -1))
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
         out = np.empty(self.shape, np.float32)
         step = max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
@@ -101,7 +97,6 @@ class GGUFTensor(QuantizedTensor):
         return Integers(self.form.bits, self.form.group, values, scales, zeros)
 
     def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
         found, step = 0, max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
             cut = self.rows(start, start + step)
@@ -114,7 +109,6 @@ class GGUFTensor(QuantizedTensor):
         return found
 
     def release(self) -> None:
-        """See `QuantizedTensor.release`."""
         if self.order is None:
             release(self.stored)
 
@@ -134,23 +128,18 @@ class _Within(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """See `QuantizedTensor.layout`."""
         return self.whole.layout
 
     def rows(self, start: int, stop: int) -> _Within:
-        """See `QuantizedTensor.rows`."""
         return replace(self, whole=self.whole.rows(start, stop))
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`."""
         return self.whole.columns(self.start + start, self.start + stop)
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
         return self.whole.to_float32()[:, self.start : self.stop]
 
     def integers(self) -> Integers | None:
-        """See `QuantizedTensor.integers`."""
         found = self.whole.integers()
         assert found is not None
         first, last = self.start // found.group, self.stop // found.group

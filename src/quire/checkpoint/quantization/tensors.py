@@ -60,19 +60,15 @@ class _Slice(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """See `QuantizedTensor.layout`."""
         return self.whole_layout
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """See `QuantizedTensor.rows`."""
         return replace(self, span=self.span[start:stop])
 
     def alternate(self, start: int) -> QuantizedTensor:
-        """See `QuantizedTensor.alternate`."""
         return replace(self, span=self.span[start::2])
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`."""
         if (start, stop) == (0, self.shape[1]):
             return self
         part = replace(self, across=self.across[start:stop])
@@ -116,7 +112,6 @@ class IntegerTensor(_Slice):
     middle: int = 0
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
         values = self._stored().astype(np.float32)
         if self.group_of is not None:
             groups = self.group_of[self.across.start : self.across.stop]
@@ -130,7 +125,6 @@ class IntegerTensor(_Slice):
         return values
 
     def integers(self) -> Integers | None:
-        """See `QuantizedTensor.integers`."""
         if self.whole_layout is None:
             return None
         values, order = self._stored(), None
@@ -143,7 +137,6 @@ class IntegerTensor(_Slice):
         return Integers(self.whole_layout.bits, group, values, self._groups(self.scales), zeros, order)
 
     def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
         return int(np.count_nonzero(~np.isfinite(self._groups(self.scales))))
 
 
@@ -155,7 +148,6 @@ class CodeTensor(_Slice):
     table: np.ndarray | None = None
 
     def to_float32(self) -> np.ndarray:
-        """See `QuantizedTensor.to_float32`."""
         table = self.table if self.kind == "table" else E4M3 if self.kind == "e4m3" else E5M2
         assert table is not None
         values = table[self._stored()]
@@ -163,14 +155,12 @@ class CodeTensor(_Slice):
         return values
 
     def codes(self) -> Codes | None:
-        """See `QuantizedTensor.codes`."""
         if self.whole_layout is None:
             return None
         group = self.whole_layout.group or len(self.across)
         return Codes(self.kind, group, self._stored(), self._groups(self.scales), self.table)
 
     def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
         found = int(np.count_nonzero(~np.isfinite(self._groups(self.scales))))
         if self.table is not None:
             return found + int(np.count_nonzero(~np.isfinite(self.table)))
@@ -195,7 +185,6 @@ class StackedTensor(QuantizedTensor):
 
     @property
     def layout(self) -> Layout | None:
-        """That of each."""
         return self.parts[0].layout
 
     def matrix(self, index: int) -> QuantizedTensor:
@@ -219,7 +208,6 @@ class StackedTensor(QuantizedTensor):
         return np.stack([part.to_float32() for part in self.parts])
 
     def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`."""
         return sum(part.count_nonfinite() for part in self.parts)
 
 
