@@ -178,7 +178,7 @@ def test_what_is_not_supported_is_named(entries: Entries, words: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("modules.json", "{}", "expected a list of modules"),
+        ("modules.json", "{}", "expected a JSON list"),
         ("modules.json", "[1]", "entry 0 is 1"),
         ("modules.json", "[", "not JSON"),
         ("config_sentence_transformers.json", '{"prompts": {"a": 1}}', "prompts.a is 1"),

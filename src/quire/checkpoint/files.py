@@ -39,19 +39,30 @@ def unreadable(path: Path, error: OSError) -> ModelError:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file whose top level is an object; errors name line and column."""
+    return parse_json_object(_read(path), path, "file")
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Parse a JSON file whose top level is a list."""
+    return _parse(_read(path), path, "file", list)
+
+
+def _read(path: Path) -> bytes:
     size = regular_file_size(path)
     if size > MAX_JSON_BYTES:
         raise ModelError(f"{path}: file too large (expected at most {MAX_JSON_BYTES} bytes, got {size})")
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from None
-    return parse_json_object(data, path, "file")
 
 
 def parse_json_object(data: bytes, path: Path, part: str) -> dict[str, Any]:
     """Parse `data`, which is the `part` (for messages) of the file at `path`, as a JSON object without double keys."""
+    return _parse(data, path, part, dict)
 
+
+def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -73,8 +84,9 @@ def parse_json_object(data: bytes, path: Path, part: str) -> dict[str, Any]:
         raise ModelError(f"{path}: {part} holds a number of too many digits") from None
     except RecursionError:
         raise ModelError(f"{path}: {part} is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: {part} holds a {type(value).__name__} (expected a JSON object)")
+    if not isinstance(value, kind):
+        expected = "a JSON object" if kind is dict else "a JSON list"
+        raise ModelError(f"{path}: {part} holds a {type(value).__name__} (expected {expected})")
     return value
 
 

@@ -1,8 +1,8 @@
-"""How a model folder says that its model makes vectors or scores: sentence-transformers' files, or the architecture.
+"""Whether a model computes vectors or scores, and how: from sentence-transformers' files, or the architecture.
 
-`modules.json` lists what follows the transformer (pooling, dense layers, normalisation), each with a folder of its own;
-`config_sentence_transformers.json` has prompts to be put before texts; `sentence_bert_config.json` the longest text.
-Nothing here computes: `worker.pooler` pools, `models.pooling` has the layers.
+`modules.json` lists what follows the transformer (pooling, dense layers, normalization), each with a folder of its own;
+`config_sentence_transformers.json` has prompts, `sentence_bert_config.json` the maximum length. Nothing is computed
+here: `worker.pooler` pools, `models.pooling` has the layers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from quire.checkpoint.files import Fields, read_json_object, regular_file_size, unreadable
+from quire.checkpoint.files import Fields, read_json_list, read_json_object
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
 from quire.errors import ConfigError, ModelError, echo
@@ -25,7 +23,6 @@ from quire.errors import ConfigError, ModelError, echo
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
-MAX_MODULES_BYTES = 2**20
 # Kinds of pooling -> the old key of 1_Pooling/config.json, in the order in which several are joined.
 POOLING_KEYS = {
     "cls": "pooling_mode_cls_token",
@@ -180,7 +177,7 @@ def _read_modules(info: ModelInfo) -> _Modules | None:
     if not os.path.lexists(path):
         return None
     found = _Modules()
-    for number, entry in enumerate(_read_list(path)):
+    for number, entry in enumerate(read_json_list(path)):
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
             raise ModelError(f"{path}: entry {number} is {echo(entry)} (expected an object with a type)")
         kind = entry["type"].rpartition(".")[2]
@@ -211,20 +208,6 @@ def _read_modules(info: ModelInfo) -> _Modules | None:
                 fields.integer("false_token_id", None, high=info.vocab_size - 1),
             )
     return found
-
-
-def _read_list(path: Path) -> list[Any]:
-    if regular_file_size(path) > MAX_MODULES_BYTES:
-        raise ModelError(f"{path}: file too large (expected at most {MAX_MODULES_BYTES} bytes)")
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, list):
-        raise ModelError(f"{path}: {echo(value)} (expected a list of modules)")
-    return value
 
 
 def _pooling_kinds(fields: Fields, info: ModelInfo) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Any causal language model of an installed transformers, run by its own code: for models that have no file here.
+"""Models that run on transformers' own code, for causal language models without options in this package.
 
-Its attention goes through the paged cache, by transformers' interface for attention functions; its linear layers and
-tables are packed and computed by the backend, quantized if asked for. What is between them is PyTorch, on one CPU
-thread. Slower than a model of ours, and right for all that attend causally through that interface.
+Their attention uses the paged cache through transformers' interface for attention functions; linear layers and
+embedding tables are packed and computed by the backend, quantized if the config says so. Everything else is PyTorch, on
+one CPU thread: slower than `Decoder`, but correct for every model that attends causally through that interface.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.layers.builder import Builder, share_of
 from quire.step import KVCacheSpec, LayerKVSpec
 
 COLUMN_WISE, ROW_WISE = "colwise", "rowwise"
-_numbers = itertools.count()  # of attention functions: transformers knows them by name, one for each model
+_numbers = itertools.count()  # of attention functions, which transformers finds by name
 
 
 class TransformersForCausalLM:
-    """transformers' model between our cache and our products. `recordable`: PyTorch's part cannot be recorded."""
+    """transformers' model on our cache and linear ops. Steps cannot be recorded, as PyTorch computes a part of them."""
 
     ignored_weights: tuple[str, ...] = ("",)  # transformers reads the files itself
     recordable = False
@@ -42,7 +42,7 @@ class TransformersForCausalLM:
         self.vocab_size = info.vocab_size
         self._step: tuple[list[LayerCache], AttentionMetadata] | None = None
         self._params: dict[int, AttentionParams] = {}
-        self._planned: tuple[Any, ...] | None = None  # table, widest product and head, where memory is only counted
+        self._dry_run: tuple[Any, ...] | None = None  # embedding, widest linear layer and head, in a dry run
         self._name = f"quire_{next(_numbers)}"
         self._register()
         self._config = transformers_config(info.path, info.raw)
@@ -62,7 +62,7 @@ class TransformersForCausalLM:
         from transformers.masking_utils import AttentionMaskInterface
 
         AttentionInterface.register(self._name, self._attend)
-        AttentionMaskInterface.register(self._name, lambda *args, **options: None)  # the cache knows what is seen
+        AttentionMaskInterface.register(self._name, lambda *args, **options: None)  # our attention needs no mask
 
     def _skeleton(self) -> Any:
         """Return the model without weights."""
@@ -84,7 +84,7 @@ class TransformersForCausalLM:
         return model
 
     def _layer_specs(self, skeleton: Any) -> list[LayerKVSpec]:
-        """Say what each layer caches, by its attention module."""
+        """Return what each layer caches, from its attention module."""
         info, found = self.info, dict[int, LayerKVSpec]()
         heads = share_of(self.backend, info.num_key_value_heads, "number of key/value heads")
         for module in skeleton.modules():
@@ -100,7 +100,7 @@ class TransformersForCausalLM:
         return [found[layer] for layer in range(info.num_hidden_layers)]
 
     def _load(self, *, dummy: bool) -> None:
-        """Read or invent the weights, and pack what the backend computes."""
+        """Read the weights, or make dummy ones, and pack those of linear layers and tables."""
         import torch
         import transformers
 
@@ -127,13 +127,13 @@ class TransformersForCausalLM:
         self._model = model.float()
         prefix = model.base_model_prefix
         self._body = getattr(model, prefix)
-        # The model around a body that returns what it is given: what is done to hidden states and logits after it.
+        # The model around a body that returns its input: what transformers computes after the hidden states.
         self._top = copy.copy(self._model)
-        self._top._modules = {**self._model._modules, prefix: _given(torch)}
-        self._try_out()
+        self._top._modules = {**self._model._modules, prefix: _pass_through(torch)}
+        self._check_logits()
 
-    def _try_out(self) -> None:
-        """Refuse a model whose code cannot be called as this one's is, before anybody relies on it."""
+    def _check_logits(self) -> None:
+        """Refuse a model that cannot compute logits from hidden states."""
         try:
             self.compute_logits(self.backend.zeros((1, self.info.hidden_size)))
         except (AttributeError, TypeError, RuntimeError) as error:
@@ -160,7 +160,7 @@ class TransformersForCausalLM:
         return packed_linear(self.backend, linear, style, exact=linear.out_features == experts)
 
     def _count(self, skeleton: Any) -> None:
-        """Tell a backend that only counts what there will be; its steps are one look-up and the widest product."""
+        """Pack shapes only, in a dry run; its steps are one embedding and the widest linear layer."""
         import torch
 
         table, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
@@ -176,7 +176,7 @@ class TransformersForCausalLM:
         hidden = self.info.hidden_size
         linears = [module for _, _, _, module in named_modules(skeleton, torch.nn.Linear) if module is not head]
         wide = max((at for at in linears if at.in_features == hidden), key=lambda at: at.out_features, default=head)
-        self._planned = tuple(packed.get(id(at.weight)) for at in (table, wide, head))
+        self._dry_run = tuple(packed.get(id(at.weight)) for at in (table, wide, head))
 
     # Computing
 
@@ -186,14 +186,14 @@ class TransformersForCausalLM:
     def forward(
         self, input_ids: Array, positions: Array, kv_caches: list[LayerCache], metadata: AttentionMetadata
     ) -> Array:
-        if self._planned is not None:
-            x = self.backend.embedding(input_ids, self._planned[0])
-            self.backend.linear(x, self._planned[1])
+        if self._dry_run is not None:
+            x = self.backend.embedding(input_ids, self._dry_run[0])
+            self.backend.linear(x, self._dry_run[1])
             return take_rows(self.backend, x, metadata.logits_indices)
         import torch
 
         self._step = kv_caches, metadata
-        with torch.no_grad():  # in inference mode, nobody could change what comes of it in place
+        with torch.no_grad():  # inference mode would forbid in-place changes of the result
             output = self._body(
                 input_ids=to_torch(input_ids)[None].long(), position_ids=to_torch(positions)[None], use_cache=False
             )
@@ -201,8 +201,8 @@ class TransformersForCausalLM:
         return take_rows(self.backend, to_array(self.backend, output.last_hidden_state[0]), metadata.logits_indices)
 
     def compute_logits(self, hidden: Array) -> Array:
-        if self._planned is not None:
-            return self.backend.linear(hidden, self._planned[2])
+        if self._dry_run is not None:
+            return self.backend.linear(hidden, self._dry_run[2])
         import torch
 
         with torch.no_grad():
@@ -253,11 +253,11 @@ class TransformersForCausalLM:
         )
 
 
-def _given(torch: Any) -> Any:
-    """Return a module that returns the embeddings that it is given as its hidden states."""
+def _pass_through(torch: Any) -> Any:
+    """Return a module that returns its input embeddings as hidden states."""
 
     class States:
-        """What a body returns, with nothing in it but hidden states."""
+        """The output of a body, with nothing but hidden states."""
 
         def __init__(self, hidden: Any) -> None:
             self.last_hidden_state = hidden
@@ -268,13 +268,13 @@ def _given(torch: Any) -> Any:
         def __getitem__(self, index: int) -> Any:
             return self.last_hidden_state if index == 0 else None
 
-    class Given(torch.nn.Module):  # type: ignore[misc]
-        """In the place of a model's body."""
+    class PassThrough(torch.nn.Module):  # type: ignore[misc]
+        """Replaces a model's body."""
 
         def forward(self, *args: Any, inputs_embeds: Any, **options: Any) -> Any:
             return States(inputs_embeds)
 
-    return Given()
+    return PassThrough()
 
 
 def _empty(parameter: Any) -> HostTensor:
@@ -283,7 +283,7 @@ def _empty(parameter: Any) -> HostTensor:
 
 
 def host_tensor(tensor: Any) -> HostTensor:
-    """Return a torch tensor as one of a checkpoint; shares its memory."""
+    """Return a torch tensor as a `HostTensor` that shares its memory."""
     import torch
 
     flat = tensor.detach()
@@ -306,12 +306,12 @@ def to_array(backend: Backend, tensor: Any) -> Array:
     return flat.numpy() if backend.name == "cpu" else flat
 
 
-def call(module: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a module without parameters that computes `function`, in the place of `module`."""
+def replacement(module: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a module without parameters that computes `function`, to replace `module`."""
     import torch
 
     class Packed(torch.nn.Module):
-        """Stands where a linear layer or a table stood."""
+        """Replaces a linear layer or a table."""
 
         def forward(self, x: Any) -> Any:
             return function(x)
@@ -347,7 +347,7 @@ def packed_linear(backend: Backend, linear: Any, style: str | None, *, exact: bo
             rows = backend.all_reduce(rows)
         return to_torch(rows).reshape(*x.shape[:-1], outputs)
 
-    return call(linear, compute)
+    return replacement(linear, compute)
 
 
 def packed_table(backend: Backend, table: Any, *, exact: bool) -> tuple[Any, Any]:
@@ -362,7 +362,7 @@ def packed_table(backend: Backend, table: Any, *, exact: bool) -> tuple[Any, Any
     def score(x: Any) -> Any:
         return to_torch(backend.linear(to_array(backend, x.reshape(-1, width)), packed)).reshape(*x.shape[:-1], rows)
 
-    return call(table, look_up), call(table, score)
+    return replacement(table, look_up), replacement(table, score)
 
 
 def named_modules(model: Any, kind: Any) -> Iterator[tuple[Any, str, str, Any]]:
@@ -374,7 +374,7 @@ def named_modules(model: Any, kind: Any) -> Iterator[tuple[Any, str, str, Any]]:
 
 
 def check_ranks(backend: Backend, plan: dict[str, str], architecture: str) -> None:
-    """Refuse several ranks for a model that does not say how it is split. Raises ConfigError."""
+    """Raise ConfigError for several ranks, unless the model has a tensor-parallel plan."""
     if backend.world_size > 1 and not {COLUMN_WISE, ROW_WISE} <= set(plan.values()):
         raise ConfigError(
             f"tensor_parallel_size is {backend.world_size}; {architecture} of transformers has no plan for several "
