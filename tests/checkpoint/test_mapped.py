@@ -29,7 +29,7 @@ def test_large_tensors_leave_memory_while_they_are_read(tmp_path: Path, monkeypa
     path, size = tmp_path / "x.bin", 1 << 24
     values = np.random.default_rng(0).integers(0, 255, size, np.uint8)
     path.write_bytes(values.tobytes())
-    monkeypatch.setattr(mapped, "HELD_BYTES", size // 8)
+    monkeypatch.setattr(mapped, "RESIDENT_BYTES", size // 8)
     file = MappedFile(path, 1)
     view = file.view(0, size)
     for start in range(0, size, size // 16):

@@ -144,7 +144,7 @@ def test_tensors_read_earlier_leave_memory_but_keep_their_values(
     size = 1 << 20
     arrays = {name: np.random.default_rng(ord(name)).integers(0, 255, size, np.uint8) for name in "abcdefgh"}
     save_file(arrays, tmp_path / "model.safetensors")
-    monkeypatch.setattr("quire.checkpoint.mapped.HELD_BYTES", 2 * size)
+    monkeypatch.setattr("quire.checkpoint.mapped.RESIDENT_BYTES", 2 * size)
     checkpoint = Checkpoint(tmp_path)
     read = {}
     for name in arrays:

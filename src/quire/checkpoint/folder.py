@@ -1,7 +1,7 @@
-"""From the name a user gives to a model on disk: the built-in model, a local folder or GGUF file, or a hub id.
+"""Resolving a model's name to files on disk: the built-in model, a local folder or GGUF file, or a hub id.
 
 Downloads go through `huggingface_hub`, with its cache, its token and its offline switch. Only data is fetched: never
-code, never pickles. What the folder holds is read elsewhere.
+code, never pickles. The files are read elsewhere.
 """
 
 from __future__ import annotations

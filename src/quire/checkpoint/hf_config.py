@@ -54,7 +54,7 @@ class ModelInfo:
         head_dim: size of one attention head, not always hidden_size / num_attention_heads.
         intermediate_size: width of the feed-forward layers.
         max_position_embeddings: as config.json has it.
-        max_model_len: context length to use when none is asked for. longest_model_len: the most one may ask for.
+        max_model_len: default context length. longest_model_len: the largest context length.
         rope: rotary parameters; None where positions are a learned table or a bias on attention. Where layers differ,
             those of full attention.
         layer_ropes: rotary parameters per layer; empty where rope is None.

@@ -1,8 +1,8 @@
-"""Files of weights in memory: mapped, so that a tensor is read when it is looked at, or read as a whole at the start.
+"""Weight files in memory: mapped, so that a tensor is read on access, or read as a whole at the start.
 
-Mapped pages count as memory of this process once they are looked at. So those of tensors read before the last few are
-given back to the system, and large tensors give theirs back while they are looked at (`release`). A view of pages that
-were given back stays valid, and brings them back from the file when it is used.
+Mapped pages count as resident memory of this process once they are accessed. So the pages of all tensors but the last
+few are released to the system, and large tensors release theirs while they are packed (`release`). A view of released
+pages stays valid; they are read from the file again on access.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from quire.checkpoint.files import regular_file_size, unreadable
 from quire.errors import ModelError
 
-HELD_BYTES = 32 * 2**20  # of tensors read last that stay in memory
-AHEAD_BYTES = 64 * 2**20  # behind a tensor that the system is asked to read meanwhile
+RESIDENT_BYTES = 32 * 2**20  # of the tensors read last that stay resident
+AHEAD_BYTES = 64 * 2**20  # read-ahead behind a tensor
 PIECE_BYTES = 16 * 2**20  # that are read from a file at a time
 POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python's mmap does not name
 STRATEGIES = ("lazy", "eager", "prefetch")
@@ -46,7 +46,7 @@ class MappedFile:
         if self.size < least:
             raise ModelError(f"{path}: file is truncated (expected at least {least} bytes, got {self.size})")
         self._map: mmap.mmap | None = None
-        self._held: deque[tuple[int, int]] = deque()
+        self._resident: deque[tuple[int, int]] = deque()
         try:
             if eager:
                 self.bytes = np.fromfile(path, np.uint8)
@@ -59,12 +59,12 @@ class MappedFile:
         self.bytes = np.frombuffer(self._map, np.uint8)
 
     def view(self, start: int, stop: int) -> np.ndarray:
-        """Return uint8 [stop - start], a view; the bytes of views before the last few leave memory."""
+        """Return uint8 [stop - start], a view; the pages of earlier views are released."""
         if self._map is not None and sys.platform == "linux":  # elsewhere the same advice may mean something else
-            self._held.append((start, stop))
-            while len(self._held) > 1 and sum(end - begin for begin, end in self._held) > HELD_BYTES:
-                self._advise(mmap.MADV_DONTNEED, *self._held.popleft())
-            if stop - start <= HELD_BYTES:
+            self._resident.append((start, stop))
+            while len(self._resident) > 1 and sum(end - begin for begin, end in self._resident) > RESIDENT_BYTES:
+                self._advise(mmap.MADV_DONTNEED, *self._resident.popleft())
+            if stop - start <= RESIDENT_BYTES:
                 self._advise(POPULATE_READ, start, stop)
             else:
                 self._advise(mmap.MADV_WILLNEED, start, start + AHEAD_BYTES)
@@ -80,7 +80,7 @@ class MappedFile:
 
 
 def release(array: np.ndarray) -> None:
-    """Give back the memory of a view of a mapped file, which is read again when it is used; of others, nothing."""
+    """Release the pages of a view of a mapped file; other arrays stay as they are."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -1,4 +1,4 @@
-"""Weights in PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`), which are pickles; read only where the user asks.
+"""Weights in PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`), pickles, for `--load-format pt`.
 
 `torch.load(weights_only=True)` runs no code of the file: whatever is not a tensor, or a container of them, is refused.
 PyTorch is imported only here, and only then. Its mapping of a file stays as long as any tensor of it does.

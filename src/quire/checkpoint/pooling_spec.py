@@ -1,4 +1,4 @@
-"""`PoolingSpec`: what turns hidden states into a vector or scores. `checkpoint.pooling` finds it in a folder."""
+"""`PoolingSpec`: how hidden states become a vector or scores. `checkpoint.pooling` reads it from a folder."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PoolingSpec:
         normalize: vectors are made unit length. dense: layers before that.
         labels: names of the classes. activation: what makes scores of logits.
         logit_score: the only score is one of the output head's logits, or a difference of two.
-        prompts: texts put before a text, by name; default_prompt: the name of the one used unless another is asked for.
-        matryoshka: numbers that vectors may be cut to; empty: any.
+        prompts: texts put before a text, by name; default_prompt: the name of the one used by default.
+        matryoshka: dimensions that vectors may be truncated to; empty: any.
     """
 
     task: str
@@ -59,7 +59,7 @@ class PoolingSpec:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What requests may ask for."""
+        """Tasks of requests that the model can serve."""
         if self.task == "embed":
             return ("embed",) if self.dense else ("embed", "token_embed")
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)

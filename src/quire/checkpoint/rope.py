@@ -57,7 +57,7 @@ class RopeParameters:
 
         dynamic and longrope pick their frequencies by the length of the sequence: up to the original length they are
         those of training, beyond it others, for all positions. A paged cache needs one rotation per position, so
-        the original length is the default, and a longer one must be asked for.
+        the original length is the default, and a longer one must be configured.
         """
         if self.rope_type in ("dynamic", "longrope"):
             return min(self.original_max_position_embeddings, self.longest_max_len)

@@ -51,7 +51,7 @@ _DTYPES: dict[str, tuple[str, str | None]] = {
 class TensorEntry:
     """One verified header entry; `begin` and `end` count bytes from the start of the data part.
 
-    `layout` is for weights that are held in fewer bits than a float has.
+    `layout` is that of quantized weights.
     """
 
     dtype: str
@@ -111,11 +111,11 @@ def _check_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
         raise ModelError(f"{where}: bad data_offsets {echo(offsets)} (expected [begin, end] with 0 <= begin <= end)")
     begin, end = offsets
-    wanted = math.prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize
-    if end - begin != wanted:
+    expected = math.prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize
+    if end - begin != expected:
         raise ModelError(
             f"{where}: data_offsets [{echo(begin)}, {echo(end)}] do not fit shape {echo(shape)} of {dtype} "
-            f"(expected {echo(wanted)} bytes, got {echo(end - begin)})"
+            f"(expected {echo(expected)} bytes, got {echo(end - begin)})"
         )
     return TensorEntry(dtype, tuple(shape), begin, end)
 

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.checkpoint.mapped import HELD_BYTES, release
+from quire.checkpoint.mapped import RESIDENT_BYTES, release
 from quire.checkpoint.small_floats import FLOAT8
 
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A tensor as it lies in a checkpoint file, usually a view of mapped memory.
+    """A tensor as it is stored in a checkpoint file, usually a view of mapped memory.
 
-    `array` has the logical shape; bfloat16 has no numpy dtype and is held as uint16 (the raw bits), which `dtype` says.
+    `array` has the logical shape; bfloat16, which numpy lacks, is stored as uint16 (the raw bits).
     `dtype` is one of "float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool", and
-    "float8_e4m3", "float8_e5m2", "float8_e8m0", whose bits are held as uint8.
+    "float8_e4m3", "float8_e5m2", "float8_e8m0", whose bits are stored as uint8.
     """
 
     array: np.ndarray
@@ -195,7 +195,7 @@ class TransposedTensor(QuantizedTensor):
     def rows(self, start: int, stop: int) -> QuantizedTensor:
         """Return some of the stored columns."""
         columns = self.inner.columns(start, stop)
-        assert isinstance(columns, QuantizedTensor), "such a slice would cut a group"
+        assert isinstance(columns, QuantizedTensor), "such a slice would split a group"
         return TransposedTensor(columns)
 
     def columns(self, start: int, stop: int) -> Tensor:
@@ -285,6 +285,6 @@ def count_nonfinite(tensor: Tensor) -> int:
         some = unsigned[start : start + step]
         if signed[start : start + step].max() >= exponent or some.max() >= sign | exponent:
             found += int(np.count_nonzero(some & (sign - 1) >= exponent))
-        if array.nbytes > HELD_BYTES:  # smaller ones are about to be used
+        if array.nbytes > RESIDENT_BYTES:  # smaller ones are about to be used
             release(some)
     return found

@@ -63,7 +63,7 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """Reads real tensors; refuses NaN and infinity unless told otherwise."""
+    """Reads real tensors; refuses NaN and infinity unless `allow_nonfinite`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class DummyWeights:
 
     def __init__(self, seed: int = 0) -> None:
         values = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
-        bits = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16: what most models are held in
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16, the dtype of most models
         self._twice = np.concatenate([bits, bits])
         self._twice.flags.writeable = False
 

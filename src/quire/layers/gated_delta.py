@@ -99,12 +99,12 @@ class GatedDeltaNet:
 
 
 def _span(heads: range, size: int, start: int = 0) -> range:
-    """Return where these heads, of `size` rows each, lie in a tensor that has the first from row `start` on."""
+    """Return the rows of these heads, of `size` rows each, in a tensor whose first head begins at row `start`."""
     return range(start + heads.start * size, start + heads.stop * size)
 
 
 def _values(heads: range, sizes: DeltaSizes, start: int = 0) -> range:
-    """Return where the value heads of these key heads lie."""
+    """Return the rows of the value heads of these key heads."""
     return _span(heads, sizes.shared * sizes.value_dim, start)
 
 

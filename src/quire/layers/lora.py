@@ -67,7 +67,7 @@ class LoRALayer:
 
 
 class _Buffers:
-    """Which slot each of some rows has: `LoRARows` whose arrays stay where they are."""
+    """The slots of rows: `LoRARows` in arrays at fixed addresses."""
 
     def __init__(self, backend: Backend, num_rows: int, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -182,7 +182,7 @@ class LoRASlots:
     def _register(self, name: str, *rest: Any) -> None:
         self.targets[name] = LoRATarget(name, *rest)
 
-    # ---- what lies in the slots ----
+    # ---- contents of the slots ----
 
     def pack(self, changes: Mapping[str, LoRAChange]) -> PackedAdapter:
         """Return what `fill` takes, of changes by the names of targets. May be called in any thread."""
@@ -194,13 +194,13 @@ class LoRASlots:
         return packed
 
     def fill(self, slot: int, packed: PackedAdapter, vocab_size: int) -> None:
-        """Put an adapter into a slot, in the place of the one before; between steps."""
+        """Replace the adapter of a slot; between steps."""
         for number, layer in enumerate(self._layers):
             self.backend.set_lora(layer.slots, slot, packed.get(number, [None] * layer.num_parts))
         self._vocab_sizes[slot] = vocab_size
 
     def warm_up(self) -> None:
-        """Have every op that adapters need compiled, with empty slots; between steps."""
+        """Compile every op that adapters need, with empty slots; between steps."""
         self.write(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.begin(1, 1, True)
         zeros = self.backend.zeros
@@ -217,9 +217,9 @@ class LoRASlots:
     def write(
         self, input_ids: np.ndarray, token_slots: np.ndarray, row_slots: np.ndarray, put: Put | None = None
     ) -> np.ndarray:
-        """Note the slots of a step's tokens and of the rows whose logits are wanted, int64, -1 for none.
+        """Write the slots of a step's tokens and of the rows whose logits are computed, int64, -1 for none.
 
-        There may be more slots than tokens or rows, for padding. `put` brings arrays where they stay, by default at
+        There may be more slots than tokens or rows, for padding. `put` copies to the arrays of the slots, by default at
         once. Returns the ids with those that the model's own table lacks replaced.
         """
         put = put or self._put
@@ -235,7 +235,7 @@ class LoRASlots:
         return np.minimum(input_ids, self.base_vocab - 1)
 
     def begin(self, num_tokens: int, num_rows: int, active: bool) -> None:
-        """Say how many tokens and rows the computation has that follows, and whether any has an adapter."""
+        """Begin a forward pass of so many tokens and rows of logits; `active`: any of them has an adapter."""
         self._counts = (num_tokens, num_rows, active)
 
     def begin_rows(self, slots: np.ndarray) -> None:
@@ -254,7 +254,7 @@ class LoRASlots:
     def rows_of(self, count: int) -> LoRARows | None:
         """Return the slots of the rows of an array of so many; None if none of the step has an adapter.
 
-        Where as many rows are wanted as there are tokens they are the same ones.
+        If there are as many rows of logits as tokens, they are the same.
         """
         num_tokens, num_rows, active = self._counts
         if not active:

@@ -157,7 +157,7 @@ class ExpertWeights:
 
 
 def _single(builder: Builder, hidden_size: int, options: MoEOptions) -> Expert:
-    """Return the expert whose tensors lie below `builder`."""
+    """Return the expert whose tensors are below `builder`."""
     names, outer, down = options.names, (options.inner_size, hidden_size), (hidden_size, options.inner_size)
     parts = ((names.gate, outer), (names.up, outer), (names.down, down))
     biases = [builder.get(f"{name}.bias", shape[:1]) for name, shape in parts] if options.expert_bias else []

@@ -36,7 +36,7 @@ class RMSNorm:
 class ProjectionRMSNorm:
     """Root-mean-square norm over all heads of a projection that is split over ranks, as OLMo 2 has it.
 
-    Ranks that hold the same KV head would count it as often as it is held; so do all others, and the mean is the same.
+    Where several ranks hold the same KV head, every head is counted as often, so that the mean is the same.
     """
 
     def __init__(self, builder: Builder, name: str, num_heads: int, size: int, eps: float, *, mine: range) -> None:

@@ -1,4 +1,4 @@
-"""Reading from config.json how a family's experts are chosen, checked before anything is built of it."""
+"""Reading the routing of experts from config.json, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_routing(
 def corrected_experts(info: ModelInfo, dense_layers: frozenset[int], *, num_shared: int) -> MoEOptions:
     """Return DeepSeek-V3's experts, which other families have, too: scores are sigmoids, corrected for the choice.
 
-    `num_shared` holds where config.json does not say how many experts every token sees.
+    `num_shared`: the number of shared experts, if config.json does not give it.
     """
     fields = info.fields
     inner = fields.integer("moe_intermediate_size", low=1)

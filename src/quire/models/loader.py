@@ -120,7 +120,7 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
 
 
 def weight_bytes(info: ModelInfo, dtype: str, quantization: str | None) -> int:
-    """Return how much memory the weights of `info` take on a backend that holds them so [bytes]."""
+    """Return the memory that the weights of `info` take on a backend with this dtype and quantization [bytes]."""
     counter, sizes = _byte_counter(dtype, quantization)
     build_model(info, Builder(DryRunWeights(open_weights(info)), counter), 1)
     return sum(sizes)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.mapped import HELD_BYTES
+from quire.checkpoint.mapped import RESIDENT_BYTES
 from quire.checkpoint.open import has_weights, open_weights
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import DryRunWeights, TensorSource, WeightSource
@@ -335,7 +335,7 @@ class _WeightLog:
             held = sum(4 * size for _, size in sources)  # invented in float32
         else:
             here = sum(_entry_bytes(self._checkpoint, name) for name, _ in sources if name in self._checkpoint)
-            held = min(self._read, HELD_BYTES) + here
+            held = min(self._read, RESIDENT_BYTES) + here
             self._read += here
         self.loading = max(self.loading, total + held)
 

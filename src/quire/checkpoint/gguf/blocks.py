@@ -67,7 +67,7 @@ class Format:
 
     Attributes:
         size: weights in a block. bytes: of a block. group: weights that share a scale; 0 for plain numbers.
-        bits: what values are held in, 4 or 8. middle: the value that stands for zero.
+        bits: of values in memory, 4 or 8. middle: the value that stands for zero.
         dtype: of plain numbers, as in `HostTensor`.
         decode: blocks uint8 [n, bytes] -> their parts.
     """

@@ -144,7 +144,7 @@ class _Reader:
         if part == "rotary_dim":
             found[part] = rotated
         elif part is not None:
-            # Whoever multiplies rounds down.
+            # `parse_rope` multiplies and rounds down.
             found[part] = 1.0 if rotated == head_dim else (rotated + 0.25) / head_dim
         elif rotated != head_dim:
             raise fields.error("rope.dimension_count", f"the size of a head, {head_dim}")

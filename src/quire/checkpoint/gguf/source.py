@@ -77,7 +77,7 @@ class GGUFSource:
         return self._changed(make_tensor(form, stored, shape), origin)
 
     def _span(self, origin: Origin) -> tuple[GGUFEntry, int, int]:
-        """Return the stored tensor, and where the part that is meant lies in its file."""
+        """Return the stored tensor, and the span of its origin in the file."""
         entry = self._home[origin.stored].entries[origin.stored]
         if origin.expert is None:
             return entry, entry.begin, entry.end
@@ -95,7 +95,7 @@ class GGUFSource:
                     raise self._misfit(origin, f"{rows} rows (expected pairs for each of {heads} heads)")
                 return reorder(tensor, np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
             case "by_head":
-                # Stored: all queries, all keys, all values. Wanted: those of each head together.
+                # Stored: all queries, all keys, all values. Result: those of each head together.
                 if self._heads == 0 or rows % (3 * self._heads):
                     raise self._misfit(origin, f"{rows} rows (expected three parts for each of {self._heads} heads)")
                 return reorder(tensor, np.arange(rows).reshape(3, self._heads, -1).swapaxes(0, 1).reshape(-1))

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file in one of its formats of few bits, cut without being read."""
+"""Weights of a GGUF file in one of its quantized formats, sliced without being read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.checkpoint.gguf.blocks import Decoded, Format
-from quire.checkpoint.mapped import HELD_BYTES, release
+from quire.checkpoint.mapped import RESIDENT_BYTES, release
 from quire.checkpoint.tensor import HostTensor, Integers, Layout, QuantizedTensor, Tensor, fits_groups
 
 CHUNK_BYTES = 1 << 22  # of blocks that are taken apart in one go
@@ -49,17 +49,17 @@ class GGUFTensor(QuantizedTensor):
         return replace(self, order=order if self.order is None else self.order[order])
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`; plain numbers where a block would be cut."""
+        """See `QuantizedTensor.columns`; plain numbers if that splits a block."""
         size = self.form.size
         if (start, stop) == (0, self.shape[1]):
             return self
         first, last = start // size, -(-stop // size)
-        cut = replace(self, stored=self.stored[:, first:last])
+        part = replace(self, stored=self.stored[:, first:last])
         if start % size == 0 and stop % size == 0:
-            return cut
+            return part
         if fits_groups(self.layout, start, stop):
-            return _Within(cut, start - first * size, stop - first * size)
-        return HostTensor(cut.to_float32()[:, start - first * size : stop - first * size], "float32")
+            return _Within(part, start - first * size, stop - first * size)
+        return HostTensor(part.to_float32()[:, start - first * size : stop - first * size], "float32")
 
     def decoded(self) -> Decoded:
         """Return all blocks taken apart, each part [N, ...]."""
@@ -99,13 +99,13 @@ class GGUFTensor(QuantizedTensor):
     def count_nonfinite(self) -> int:
         found, step = 0, max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
-            cut = self.rows(start, start + step)
-            _, scales, minima = cut.decoded()
+            part = self.rows(start, start + step)
+            _, scales, minima = part.decoded()
             found += int(np.count_nonzero(~np.isfinite(scales)))
             if minima is not None:
                 found += int(np.count_nonzero(~np.isfinite(minima)))
-            if self.stored.nbytes > HELD_BYTES:  # smaller ones are about to be used
-                cut.release()
+            if self.stored.nbytes > RESIDENT_BYTES:  # smaller ones are about to be used
+                part.release()
         return found
 
     def release(self) -> None:
@@ -153,7 +153,7 @@ class _Within(QuantizedTensor):
 
 
 def layout_of(form: Format) -> Layout:
-    """Return what weights of a format can be held as."""
+    """Return the layout of weights of a format."""
     return Layout("integers", form.bits, form.group, form.minima)
 
 

@@ -196,12 +196,12 @@ class StackedTensor(QuantizedTensor):
         return StackedTensor(self.parts[start:stop])
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return columns of all of them; plain numbers where a group would be cut."""
-        cut = [part.columns(start, stop) for part in self.parts]
-        kept = tuple(part for part in cut if isinstance(part, QuantizedTensor))
-        if len(kept) == len(cut):
-            return StackedTensor(kept)
-        return HostTensor(np.stack([part.to_float32() for part in cut]), "float32")
+        """Return columns of all of them; plain numbers if that splits a group."""
+        parts = [part.columns(start, stop) for part in self.parts]
+        quantized = tuple(part for part in parts if isinstance(part, QuantizedTensor))
+        if len(quantized) == len(parts):
+            return StackedTensor(quantized)
+        return HostTensor(np.stack([part.to_float32() for part in parts]), "float32")
 
     def to_float32(self) -> np.ndarray:
         """Return the weights, float32 [E, N, K]."""
