@@ -44,3 +44,10 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         value = {"type": "object", "properties": {"a": value}}
     return value
+
+
+def prompt_of(server: LiveServer) -> str:
+    """Return the text of the prompt that the engine was last given."""
+    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
+    assert server.llm.tokenizer is not None
+    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)

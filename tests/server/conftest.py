@@ -9,12 +9,29 @@ import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.process import Process
+from tests.server.responses.asking import family_server
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
     """A server that many tests share; leave it as it was."""
     live = LiveServer(max_body_bytes=2**20)
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="session")
+def family() -> Iterator[LiveServer]:
+    """A server of a model with tools and reasoning, that many tests share; what it says is each test's to set."""
+    live = family_server()
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[LiveServer]:
+    """A server that says hello, that many tests share; leave it as it was."""
+    live = LiveServer(llm={"reply_text": "hello world"})
     yield live
     live.close()
 

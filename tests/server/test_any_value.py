@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import CHAT, COMPLETIONS, HI, check_error, post
-from tests.server.families import front_of
 
 VALUES: list[Any] = [
     True,
@@ -51,14 +49,6 @@ OTHERS = {
     "top_logprobs": {"logprobs"},
     "parallel_tool_calls": {"tools"},
 }
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    """A server of a model with tools and reasoning."""
-    live = LiveServer(llm={"front_model": front_of("hermes", "qwen3")})
-    yield live
-    live.close()
 
 
 CASES = [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_server import LiveServer
+from tests.server.checks import prompt_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -33,13 +34,6 @@ def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return [json.loads(item.removeprefix("data: ")) for item in events[:-2]]
-
-
-def prompt_of(server: LiveServer) -> str:
-    """Return the text the engine was last given."""
-    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
-    assert server.llm.tokenizer is not None
-    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_an_answer(server: LiveServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,7 @@ from quire.server.anthropic.translate import MessagesRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.anthropic.wire import HI, LOOK, MESSAGES, ask, check_refused
 from tests.server.checks import JSON
-from tests.server.families import front_of
 from tests.server.test_any_value import VALUES
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    """A server of a model with tools and reasoning."""
-    live = LiveServer(llm={"front_model": front_of("hermes", "qwen3")})
-    yield live
-    live.close()
 
 
 def user(*blocks: Any) -> list[Any]:

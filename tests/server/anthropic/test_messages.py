@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +22,6 @@ from tests.server.anthropic.wire import (
 )
 from tests.server.families import front_of
 from tests.server.test_lifecycle import request_bytes
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[LiveServer]:
-    """A server that says hello."""
-    live = LiveServer(llm={"reply_text": "hello world"})
-    yield live
-    live.close()
 
 
 def family(make_server: MakeServer, reply: str) -> LiveServer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,19 +12,10 @@ import pytest
 from quire.server.ollama.translate import LIMITS, REFUSED_OPTIONS, SAMPLING, ChatRequest, GenerateRequest, ShowRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import HI, JSON, LEAKS
-from tests.server.families import front_of
 from tests.server.test_any_value import VALUES
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    """A server of a model with tools and reasoning."""
-    live = LiveServer(llm={"front_model": front_of("hermes", "qwen3")})
-    yield live
-    live.close()
 
 
 def post(server: LiveServer, path: str, body: dict[str, Any]) -> httpx.Response:

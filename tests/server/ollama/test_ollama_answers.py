@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,14 +17,6 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parame
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 3}}\n</tool_call>'
 THOUGHT = "<think>\nhmm yes\n</think>\n\n"
 COUNTS = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration")
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[LiveServer]:
-    """A server that says hello."""
-    live = LiveServer(llm={"reply_text": "hello world"})
-    yield live
-    live.close()
 
 
 def family(make_server: MakeServer, reply: str) -> LiveServer:

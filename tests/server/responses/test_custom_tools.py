@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from quire.server.responses.custom_tools import InputReader, arguments_of
 from tests.helpers.live_server import LiveServer
-from tests.server.responses.asking import LOOK, LOOK_CALL, ask, family_server, read_events, says, without_ids
+from tests.server.checks import prompt_of
+from tests.server.responses.asking import LOOK, LOOK_CALL, ask, read_events, says, without_ids
 from tests.server.responses.spec import check
 
 NOTE: dict[str, Any] = {"type": "custom", "name": "note", "description": "Write it down."}
@@ -21,19 +21,6 @@ TEXT = 'one "two"\n\\three \U0001f600 é </tool>'
 
 def call(text: str) -> str:
     return f'<tool_call>\n{{"name": "note", "arguments": {json.dumps({"input": text})}}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
-
-
-def prompt_of(server: LiveServer) -> str:
-    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
-    assert server.llm.tokenizer is not None
-    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_a_call_of_a_custom_tool(family: LiveServer) -> None:

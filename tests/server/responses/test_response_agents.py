@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import pytest
 from quire.server.responses.items import seal, unseal
 from tests.helpers.live_server import LiveServer
 from tests.helpers.server import Server
+from tests.server.checks import prompt_of
 from tests.server.families import front_of
 from tests.server.responses.asking import (
     LOOK,
@@ -22,7 +22,6 @@ from tests.server.responses.asking import (
     THOUGHT,
     ask,
     check_story,
-    family_server,
     read_events,
     refused,
     says,
@@ -119,19 +118,6 @@ def handed_back(item: dict[str, Any], kind: str) -> dict[str, Any]:
         return item
     kept = {key: value for key, value in item.items() if key not in ("id", "status")}
     return {**kept, "content": None} if item["type"] == "reasoning" else kept
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
-
-
-def prompt_of(server: LiveServer) -> str:
-    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
-    assert server.llm.tokenizer is not None
-    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("kind", ["whole", "kept"])

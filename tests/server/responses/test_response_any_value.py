@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from quire.server.responses.protocol import InputTokensRequest, ResponseRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import check_error, post
-from tests.server.responses.asking import LOOK, PATH, family_server
+from tests.server.responses.asking import LOOK, PATH
 from tests.server.test_any_value import VALUES
 
 VALUES = [*VALUES, {"type": "json_schema"}, {"type": "json_schema", "name": "a", "schema": 5}, {"format": {"type": 1}}]
@@ -28,13 +28,6 @@ CASES = [
     for path, model in ((CREATE, ResponseRequest), (COUNT, InputTokensRequest))
     for name in sorted({*model.model_fields, *model.refused} - {"model"})
 ]
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
 
 
 def send(live: LiveServer, path: str, body: dict[str, Any], names: set[str]) -> None:

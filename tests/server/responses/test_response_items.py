@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,28 +9,13 @@ import pytest
 from quire.server.responses import running
 from quire.server.responses.items import seal
 from tests.helpers.live_server import LiveServer
-from tests.server.checks import check_error
+from tests.server.checks import check_error, prompt_of
 from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, family_server, refused, says
 from tests.server.responses.spec import check
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
-
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
 CUSTOM = {"type": "custom_tool_call", "call_id": "c9", "name": "note", "input": "x"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "dark"}
-
-
-def prompt_of(server: LiveServer) -> str:
-    """Return the text the engine was last given."""
-    ids = server.do(lambda: server.engine.added[-1]).prompt_token_ids
-    assert server.llm.tokenizer is not None
-    return server.llm.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def same_prompt(server: LiveServer, messages: list[dict[str, Any]], **body: Any) -> None:

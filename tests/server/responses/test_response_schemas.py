@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.server.responses.asking import (
     THOUGHT,
     ask,
     check_story,
-    family_server,
     refused,
     says,
     stream,
@@ -70,13 +68,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     LOOK_CALL: [{"tools": [LOOK], "max_output_tokens": length} for length in (1, 20, 40, 60)],
 }
 FLAT = [(text, body) for text, bodies in CASES.items() for body in bodies]
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
 
 
 @pytest.mark.parametrize(("text", "body"), FLAT)

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from quire.errors import NotFoundError
 from quire.server.responses.store import ResponseStore, StoredResponse
 from quire.server_config import ServerConfig
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import check_error
-from tests.server.responses.asking import LOOK, LOOK_CALL, PATH, THOUGHT, ask, family_server, says, text_of
+from tests.server.responses.asking import LOOK, LOOK_CALL, PATH, THOUGHT, ask, says, text_of
 from tests.server.responses.test_response_items import prompt_of
-
-
-@pytest.fixture(scope="module")
-def family() -> Iterator[LiveServer]:
-    live = family_server()
-    yield live
-    live.close()
 
 
 def test_a_response_is_kept_until_it_is_deleted(family: LiveServer) -> None:
