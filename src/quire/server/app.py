@@ -78,7 +78,7 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
 
 
 def _describe_in_thread(app: FastAPI) -> None:
-    """Have the description made beside the event loop by whoever asks first: it takes a tenth of a second."""
+    """Make the API description in a thread, with the first request for it: it takes a tenth of a second."""
     found = [route for route in app.router.routes if isinstance(route, Route) and route.path == app.openapi_url]
     if not found:
         return

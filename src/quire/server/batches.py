@@ -31,7 +31,7 @@ URLS = (
     "/v1/rerank",
 )
 FIELDS = ("custom_id", "method", "url", "body")
-IMMEDIATE = ("stream", "background")  # there is nobody to whom a batch could answer meanwhile
+UNSUPPORTED = ("stream", "background")  # a batch has no client to send partial responses to
 MAX_ID_LENGTH = 512
 MAX_LINE_EXTRA = 65536  # bytes of a line besides its body
 WINDOW = 4  # lines that wait for an earlier one, for each that is being answered
@@ -107,7 +107,7 @@ class Reader:
             raise missing("body")
         if not isinstance(body, Mapping):
             raise wrong_type("body", "an object", body)
-        for name in IMMEDIATE:
+        for name in UNSUPPORTED:
             if body.get(name) not in (None, False):
                 raise UnsupportedError(f"body.{name} has no place in a batch; leave it out", param=f"body.{name}")
         return BatchRequest(custom_id, url, json.dumps(body).encode())
@@ -236,8 +236,8 @@ class Batch:
         try:
             return self.reader.read(number, line)
         except RequestError as error:
-            told = {"code": error.code, "message": error.message, "param": error.param, "line": number}
-            return {"custom_id": custom_id_of(line), "response": None, "error": told}
+            details = {"code": error.code, "message": error.message, "param": error.param, "line": number}
+            return {"custom_id": custom_id_of(line), "response": None, "error": details}
 
     async def _answer(self, request: BatchRequest | dict[str, Any]) -> bytes:
         """Return the result of a line."""

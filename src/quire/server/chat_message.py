@@ -1,7 +1,7 @@
-"""One choice of a chat answer: from generated text to its message, or to the deltas of a stream.
+"""One choice of a chat: from generated text to its message, or to the deltas of a stream.
 
-There is one way from text to events (`ChoiceReader.read`); a whole message is all events added up, a delta is what one
-event says. So a stream and a whole answer hold the same, up to the random ids of calls, which come from one place too.
+`ChoiceReader.read` is the only way from text to events; a whole message is all events added up, a delta is one event.
+So a stream and a whole response have the same content, up to the random ids of tool calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PlainParser:
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Event]:
-        """Return nothing: nothing was kept back."""
+        """Return nothing: no text is held back."""
         return []
 
 
@@ -38,8 +38,8 @@ class ChoiceReader:
     """Reads the text of one choice.
 
     Args:
-        named: one certain function had to be called, so that calling it is no choice of the model's.
-        reasoning: whether reasoning is shown.
+        named: `tool_choice` named a function, so that calling it is no finish reason of its own.
+        reasoning: whether the message includes reasoning.
     """
 
     def __init__(self, parser: MessageParser, *, named: bool = False, reasoning: bool = True) -> None:
@@ -51,7 +51,7 @@ class ChoiceReader:
         self._content = False
 
     def read(self, text: str, finished: bool) -> list[Event]:
-        """Return what more text brings; with the last one, `finished`, also what was kept back till then."""
+        """Return the events of more text; with the last one, `finished`, also of text held back till then."""
         events = self._parser.feed(text) if text else []
         if finished:
             events = [*events, *self._parser.finish()]
@@ -69,7 +69,7 @@ class ChoiceReader:
         return event
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return why the message ended, given why the text did: complete calls are a reason of their own."""
+        """Return the finish reason of the message, given that of the text: complete calls have their own."""
         return "tool_calls" if reason == "stop" and self._complete and not self._named else reason
 
     @property
@@ -79,7 +79,7 @@ class ChoiceReader:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Return events without empty ones, neighbours that say more of the same in one."""
+    """Return events without empty ones, adjacent deltas of the same part merged."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
@@ -103,7 +103,7 @@ def new_call_id() -> str:
 
 
 def delta(event: Event) -> dict[str, Any] | None:
-    """Return what an event adds to a streamed message, None for nothing."""
+    """Return the delta of a streamed message for an event, None if there is none."""
     match event:
         case ReasoningDelta():
             return {"reasoning": event.text}
@@ -119,7 +119,7 @@ def delta(event: Event) -> dict[str, Any] | None:
 
 
 def whole_message(reader: ChoiceReader, text: str) -> dict[str, Any]:
-    """Return the message that a text is."""
+    """Return the message for a whole text."""
     message = Message()
     message.add(reader.read(text, finished=True))
     answer: dict[str, Any] = {

@@ -51,8 +51,8 @@ class CrossOrigin:
 
     def _preflight(self, origin: str, headers: Headers) -> Response:
         method = headers["access-control-request-method"]
-        asked = headers.get("access-control-request-headers", "")
-        names = [name.strip().lower() for name in asked.split(",") if name.strip()]
+        requested = headers.get("access-control-request-headers", "")
+        names = [name.strip().lower() for name in requested.split(",") if name.strip()]
         refused = None
         if not self._allows(origin):
             refused = "this origin"

@@ -1,11 +1,11 @@
-"""The one place where errors become HTTP answers: status, headers, and the body that the route's clients understand.
+"""Errors as HTTP responses: status, headers, and a body in the schema of the route's API.
 
-Three families of interfaces have three shapes of errors, told apart by the path alone, so that an error raised before
-there is a route has the same shape as one of the route: OpenAI's `{"error": {message, type, param, code}}`, Anthropic's
+Three APIs have three schemas of errors. The path alone selects one, so that an error raised before routing has the same
+schema as one of the route: OpenAI's `{"error": {message, type, param, code}}`, Anthropic's
 `{"type": "error", "error": {type, message}, "request_id"}` and Ollama's `{"error": message}`.
 
-Which error has which status stands in `quire.errors`; what only HTTP can get wrong (routes, headers, body sizes) is an
-`HTTPProblem`. Bodies stay below 4 KB whatever the client sent, and tell nothing of files, addresses or tracebacks.
+The status of each error is in `quire.errors`; errors of HTTP itself (routes, headers, body sizes) are `HTTPProblem`s.
+Bodies stay below 4 KB whatever the client sent, without file names, addresses or tracebacks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class HTTPProblem(QuireError):
-    """A request that fails as HTTP: wrong route, header, key, body, or moment.
+    """An error of HTTP: a wrong route, header, key, body, or state of the server.
 
     Args:
         status: the HTTP status. headers: to send with it. close: whether the connection must not be used again,
@@ -68,7 +68,7 @@ def shutting_down(*, close: bool = False) -> HTTPProblem:
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """Return the headers that ask a client to wait: whole seconds for everybody, milliseconds for OpenAI's client."""
+    """Return the headers that ask a client to wait: whole seconds, and milliseconds for OpenAI's client."""
     return {"Retry-After": str(math.ceil(seconds)), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
 
 
@@ -97,13 +97,13 @@ def error_object(error: QuireError) -> dict[str, Any]:
 
 
 def _message_of(error: QuireError) -> str:
-    """Return what a client may know of an error."""
+    """Return the message for a client; that of an internal error stays in the log."""
     known = status_of(error) != 500 or error.code == "request_aborted" or isinstance(error, GenerationError)
     return shorten(error.message if known else "the server failed on this request; its log has the reason", MAX_MESSAGE)
 
 
 class Family(Enum):
-    """Whose clients a route is for."""
+    """The APIs that routes belong to."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -111,13 +111,13 @@ class Family(Enum):
 
 
 def family_of(path: str) -> Family:
-    """Return the family of a path, whether or not there is such a route."""
+    """Return the API of a path, whether or not there is such a route."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return Family.ANTHROPIC
     return Family.OLLAMA if path.startswith("/api/") else Family.OPENAI
 
 
-# Anthropic's word for a status; other statuses below 500 are invalid_request_error, others above api_error.
+# Anthropic's error type for a status; other statuses below 500 are invalid_request_error, others above api_error.
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -132,7 +132,7 @@ ANTHROPIC_OVERLOADED = 529
 
 
 def family_status(error: QuireError, family: Family) -> int:
-    """Return the status of an error in a family: Anthropic has one of its own for a server with full queues."""
+    """Return the status of an error in an API: Anthropic has its own for a server with full queues."""
     status = status_of(error)
     if family is Family.ANTHROPIC and status == 503 and error.code == OverloadedError.default_code:
         return ANTHROPIC_OVERLOADED
@@ -140,7 +140,7 @@ def family_status(error: QuireError, family: Family) -> int:
 
 
 def error_body(error: QuireError, path: str = "", request_id: str | None = None) -> bytes:
-    """Return the JSON by which requests to `path` are told of an error."""
+    """Return an error as the JSON body of a response to a request to `path`."""
     body: dict[str, Any]
     match family_of(path):
         case Family.ANTHROPIC:
@@ -161,14 +161,14 @@ def shorten(text: str, most: int) -> str:
 
 
 class ClosingResponse(Response):
-    """An answer given before the request's body was read.
+    """A response sent before the request's body was read.
 
-    A connection closed with unread data is reset, and the client may never see the answer. So the rest of the body is
-    read and dropped, for a moment and up to a limit, before the answer is declared complete.
+    A connection closed with unread data is reset, and the client may never see the response. So the rest of the body is
+    read and dropped, for up to `DRAIN_SECONDS` and `DRAIN_BYTES`, before the response ends.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, drop what the client still sends, finish."""
+        """Send the response, drop what the client still sends, finish."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with contextlib.suppress(TimeoutError):
@@ -187,7 +187,7 @@ async def _drop_body(receive: Receive) -> None:
 
 
 class ErrorResponse(Response):
-    """The answer for an error, in the shape that belongs to the path of the request it is sent to."""
+    """The response for an error, in the schema of the API that the request's path belongs to."""
 
     def __init__(self, error: QuireError) -> None:
         super().__init__(None, status_of(error))
@@ -207,7 +207,7 @@ class ErrorResponse(Response):
 
 
 def _path(scope: Scope) -> str:
-    """Return the path as routes know it, without what a proxy has put before it."""
+    """Return the path as routes know it, without a proxy's prefix."""
     path: str = scope["path"]
     root = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(root + "/") else path
@@ -218,12 +218,12 @@ def _request_id(scope: Scope) -> str | None:
 
 
 def error_response(error: QuireError) -> Response:
-    """Return the whole answer for an error."""
+    """Return the response for an error."""
     return ErrorResponse(error)
 
 
 def error_event(error: QuireError, scope: Scope | None = None) -> bytes:
-    """Return that by which a stream that has begun reports an error: an event, or of Ollama's a line.
+    """Return the event, or for Ollama the line, by which a stream that has begun reports an error.
 
     Args:
         scope: of the request that is answered.
@@ -264,7 +264,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Return the methods that the path of a request may be asked with, by whichever routes it has.
+    """Return the methods that the routes of a request's path accept.
 
     Routes with the very path count before those that would take a part of it for a name.
     """

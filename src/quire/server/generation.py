@@ -1,4 +1,4 @@
-"""What completions and chat completions share: sampling parameters, limits, submission, and the parts of an answer."""
+"""What completions and chat completions share: sampling parameters, bounds, submission, and parts of the response."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ YIELD_EVERY = 4
 MAX_RESPONSE_ENTRIES = 2**22
 MAX_BATCH_BYTES = 65536  # of a stream that are encoded before other requests have their turn
 CHARS_PER_ENTRY = 16
-# Fields of beam search alone, with the values that ask for nothing.
+# Fields of beam search alone, with the values that change nothing.
 NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
 # Fields that have the same name and meaning in a request and in SamplingParams. Structured output has several names.
@@ -60,13 +60,13 @@ def refuse_unless_generating(context: ModelContext) -> None:
 
 
 def recommended(context: ModelContext) -> Mapping[str, Any]:
-    """Return the sampling values that the model's makers recommend, for fields a request leaves out."""
+    """Return the model's recommended sampling values, for fields that a request leaves out."""
     front = context.llm.front_model
     return front.info.sampling_defaults if front.use_sampling_defaults else {}
 
 
 def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> TextParams:
-    """Return the parameters a request asks for. Raises `RequestError` naming the field.
+    """Return the sampling parameters of a request. Raises `RequestError` naming the field.
 
     Args:
         changes: fields that the route decides.
@@ -110,14 +110,14 @@ def _check_logprobs(params: SamplingParams, most: int) -> None:
 
 
 def _as_written(error: RequestError) -> RequestError:
-    """Return an error in the words of requests, where they are not those of `SamplingParams`."""
+    """Return an error with the request's name of a field, where it is not that of `SamplingParams`."""
     if error.param != "extra_args":
         return error
     return retold(error, error.message.replace("extra_args", "vllm_xargs"), "vllm_xargs")
 
 
 def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
-    """Return the search a request asks for. What the model's makers recommend for sampling has no place in it."""
+    """Return the beam search parameters of a request; recommended sampling values do not apply to it."""
     if body.stream:
         raise UnsupportedError(
             "stream is not supported with beam search, which knows its beams at the end only", param="stream"
@@ -134,7 +134,7 @@ def num_sequences(params: TextParams) -> int:
 
 
 def count_ids(ids: Any) -> int | None:
-    """Return how many log-probabilities a list of token ids asks for; what is no list is refused elsewhere."""
+    """Return the number of log-probabilities for `logprob_token_ids`; other types are refused elsewhere."""
     return len(ids) if isinstance(ids, list) else None
 
 
@@ -147,9 +147,9 @@ def check_stream_fields(body: GenerationRequest) -> None:
 
 
 def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
-    """Raise `RequestError` if one request asks for more than the server does for one, whatever the single fields say.
+    """Raise `RequestError` if a request exceeds the bounds on sequences, or on sequences times alternatives per token.
 
-    Called before any prompt is tokenized. Bounds: sequences, and sequences times alternatives per token.
+    Called before any prompt is tokenized.
 
     Args:
         field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are; one sequence
@@ -367,7 +367,7 @@ async def joined_events(
 
 
 class Usage:
-    """Token counts of a generation, so far or final."""
+    """Token counts of a generation so far."""
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
@@ -395,7 +395,7 @@ class Usage:
 
 
 class ChunkUsage:
-    """The usage parts of a stream's chunks, as `stream_options` asks for them."""
+    """The usage in a stream's chunks, according to `stream_options`."""
 
     def __init__(self, body: GenerationRequest, usage: Usage) -> None:
         options = body.stream_options
@@ -412,7 +412,7 @@ class ChunkUsage:
         return chunk
 
     def last(self, generation: Generation, head: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the chunk without choices that comes last, if there is anything to say in one."""
+        """Return the last chunk, without choices; None if it would be empty."""
         chunk = generation.add_metrics({**head, "choices": []})
         if self.at_end:
             chunk["usage"] = self.usage.as_json()

@@ -1,4 +1,4 @@
-"""What probes ask: is the server alive, can it serve, how much has it to do. Nothing here asks an engine anything.
+"""Probes: liveness, readiness and load of the server. No call to an engine is made here.
 
 Alive is a server that gets on by itself: one that loads, drains, or replaces its engine is. Ready is one that requests
 should be sent to now; those that come all the same while an engine is being replaced wait for it.
@@ -39,7 +39,7 @@ def readiness(context: ServerContext) -> str:
 
 
 def liveness(context: ServerContext) -> str:
-    """Return "ok"; or "dead" or "stalled" if nobody but who started the server can help."""
+    """Return "ok"; or "dead" or "stalled" if only a restart of the server can help."""
     if context.models.fatal:
         return "dead"
     stuck = any(model.llm.stalled and not model.llm.replaceable for model in context.models.models)

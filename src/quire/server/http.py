@@ -1,4 +1,4 @@
-"""Bounds on connections: how many, how large a head and how long for it, how long with an answer that nobody reads.
+"""Bounds on connections: their number, size and time of a head, and how long a response may stay unread.
 
 Uvicorn's fast parser knows none of them, so that one client could hold any number of connections, or send a header of
 any length, without ever making a request. What is unsent of an answer is bounded by the transport, which makes its
@@ -86,7 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`.
 
     Args:
-        max_connections: beyond so many, a new one is told so and closed; no task begins for it.
+        max_connections: a connection beyond it gets a 503 and is closed without a task.
     """
 
     last_complaint = -LOG_SECONDS  # of too many connections, by all of them
@@ -200,12 +200,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: anybody could fill the log with it, key or not."""
+        """Log nothing: any client could fill the log with it."""
 
     def _on_late_head(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # the answer under way comes first; the connection closes behind it
+            self.cycle.keep_alive = False  # the running response is finished first, then the connection closes
         elif self._head_bytes:
             problem = HTTPProblem(408, f"no complete request within {HEAD_SECONDS:g} s", code="request_timeout")
             self._refuse(problem)

@@ -1,4 +1,4 @@
-"""Where a server listens: an address or a Unix socket, with TLS or without, and what uvicorn is told of it."""
+"""The listening socket of a server, TCP or Unix, and uvicorn's options, TLS included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listening(server: ServerConfig) -> Iterator[socket.socket]:
     """Listen while the block runs.
 
     Raises:
-        AddressInUseError: somebody else listens there. ConfigError: nobody can.
+        AddressInUseError: the address is in use. ConfigError: it cannot be used.
     """
     if server.uds is None:
         with bind(server.host, server.port) as listener:
@@ -44,13 +44,13 @@ def listening(server: ServerConfig) -> Iterator[socket.socket]:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Return what tells a file from another one, even if that got its inode."""
+    """Return what identifies a file, even against a later one with the same inode."""
     found = os.stat(path)
     return (found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Connections made before anybody accepts them wait."""
+    """Return a listening socket; connections queue until they are accepted."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -72,7 +72,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Return a Unix socket that listens and that only its owner may connect to; one that nobody serves is replaced."""
+    """Return a Unix socket that listens and that only its owner may connect to; a stale one is replaced."""
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise ConfigError(f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes", param="uds")
     check_unix(path)
@@ -93,7 +93,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def check_unix(path: str) -> None:
-    """Raise `ConfigError` if at `path` there is something else than nothing or a socket that nobody serves."""
+    """Raise `ConfigError` unless `path` is free or a stale socket."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked and brought into the form chat templates read. Text only."""
+"""Checks the messages of a conversation and normalizes them for chat templates. Text only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[
     """Return the conversation for the template: texts, and roles it knows.
 
     Args:
-        ignore_unknown: whether fields nobody knows are left out instead of refused.
+        ignore_unknown: whether unknown fields are dropped instead of refused.
 
     Raises:
         RequestError: naming the place.

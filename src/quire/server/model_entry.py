@@ -15,7 +15,7 @@ class ModelEntry:
     Attributes:
         config: its options, and the server's.
         pinned: it is never unloaded to make room, or for being idle. at_start: it is loaded before the server is ready.
-        max_model_len: its context length [tokens], as far as that can be told without loading it.
+        max_model_len: its context length [tokens], if it is known without loading it.
     """
 
     config: EngineConfig

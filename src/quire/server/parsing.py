@@ -283,7 +283,7 @@ def split_prompts(value: Any, name: str, most: int) -> list[tuple[str | list[int
 
 
 def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
-    """Raise `UnsupportedError` unless `value` is one that asks for nothing: fields are never silently ignored."""
+    """Raise `UnsupportedError` unless `value` is one that changes nothing: fields are never silently ignored."""
     if any(type(value) is type(item) and value == item for item in harmless):
         return
     hint = f"; the only values accepted are {', '.join(map(json.dumps, harmless))} and null" if harmless else ""

@@ -1,7 +1,7 @@
-"""Answers that take a while: server-sent events, and giving up when the client has gone.
+"""Streamed responses (server-sent events), and cancellation when the client disconnects.
 
-A stream's status line is sent with its first event, so whatever fails before that is an ordinary error answer. What
-fails later is an event with an error object, after which the stream ends without `data: [DONE]`.
+A stream's status line is sent with its first event, so an error before that is an ordinary error response. A later one
+is an event with an error object, after which the stream ends without `data: [DONE]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; whatever was being made for it is not wanted any more."""
+    """The client closed its connection before the response was complete."""
 
 
 def event(value: Any) -> bytes:

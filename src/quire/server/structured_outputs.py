@@ -26,7 +26,7 @@ PARAMS_FIELD = re.compile(
 
 
 class StructuredOutput:
-    """Structured output that a request asks for.
+    """The structured output of a request.
 
     Args:
         fields: of `StructuredOutputParams`. names: "structured_outputs.KIND", and the field that the client sent for
@@ -57,7 +57,7 @@ class StructuredOutput:
 
 
 def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) -> StructuredOutput | None:
-    """Return the structured output that a request asks for, None for any text.
+    """Return the structured output of a request, None for any text.
 
     Raises:
         RequestError: a field is malformed, or several fields ask for structured output.
@@ -65,7 +65,7 @@ def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) 
     params = _structured_outputs(body.structured_outputs)
     options: dict[str, Any] = {}
     if params is not None and body.response_format is not None and not params.keys() & set(KINDS):
-        options, params = params, None  # options of what response_format asks for
+        options, params = params, None  # options of `response_format`
     requested: dict[str, Callable[[], StructuredOutput | None]] = {}
     if body.response_format is not None:
         requested["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)

@@ -1,6 +1,6 @@
-"""What requests may tell the chat template: its variables, documents, tools, effort, or a template of their own.
+"""Chat template arguments of requests: variables, documents, tools, effort, or a template of their own.
 
-What the model's template does not read would change nothing, so it is refused by name.
+Arguments that the model's template does not read are refused by name, since they would change nothing.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
 def _effort(effort: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `reasoning_effort` means to templates."""
     name = "reasoning_effort"
-    asked: dict[str, Any] = {name: effort}
+    found: dict[str, Any] = {name: effort}
     if effort == "none":
-        asked |= dict.fromkeys(THINKING_SWITCHES, False)
-    for variable, value in asked.items():
+        found |= dict.fromkeys(THINKING_SWITCHES, False)
+    for variable, value in found.items():
         if variables.get(variable, value) != value:
             raise RequestError(f"{name} contradicts chat_template_kwargs.{variable}; give one of them", param=name)
-    return asked
+    return found
 
 
 def _continued_field(message: Mapping[str, Any]) -> bool | str:
@@ -97,7 +97,7 @@ def _continued_field(message: Mapping[str, Any]) -> bool | str:
 
 
 def check_template(front: FrontModel, body: Body, tools: ToolRequest, *, answered: bool = True) -> None:
-    """Raise `UnsupportedError` for what the template would ignore, or nobody could read in the answer.
+    """Raise `UnsupportedError` for arguments that the template ignores, or tool calls that no parser could read.
 
     Called once the conversation is rendered, so that a template of the request's own is known to be sound.
 

@@ -1,4 +1,4 @@
-"""What Ollama's API tells of models: GET /api/tags, /api/ps and /api/version, POST /api/show.
+"""Ollama's routes about models: GET /api/tags, /api/ps and /api/version, POST /api/show.
 
 Of a model that is not loaded nothing is known but its names. Sizes and digests are of files that Ollama keeps itself;
 there are none here, and they are left out.

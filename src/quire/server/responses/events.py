@@ -1,4 +1,4 @@
-"""`OutputBuilder`: from the news of a chat to the events of a stream and the items of an output, which say the same."""
+"""`OutputBuilder`: from the updates of a chat to the events of a stream and the equivalent output items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encode_event(event: Mapping[str, Any], *, obfuscated: bool = False) -> bytes
     """Return a server-sent event.
 
     Args:
-        obfuscated: pad deltas, so that their sizes tell less about their texts to whoever watches the connection.
+        obfuscated: pad deltas, so that their sizes reveal less about their texts to observers of the connection.
     """
     if obfuscated and "delta" in event:
         fill = -len(event["delta"].encode()) % PAD_TO
@@ -311,22 +311,22 @@ class TokenQueue:
         Args:
             begun: whether content begins with it; else it goes on. last: whether nothing but content comes behind it.
         """
-        wanted = text.encode()
+        target = text.encode()
         if begun:
             self._rest = b""
         elif self._rest:
-            count = min(len(self._rest), len(wanted))
-            fits = self._rest[:count] == wanted[:count]
-            wanted, self._rest = (wanted[count:], self._rest[count:]) if fits else (wanted, b"")
-        if not wanted:
+            count = min(len(self._rest), len(target))
+            fits = self._rest[:count] == target[:count]
+            target, self._rest = (target[count:], self._rest[count:]) if fits else (target, b"")
+        if not target:
             return []
         data, ends = self._spelled()
-        place = self._place(data, ends, wanted, begun, last)
+        place = self._place(data, ends, target, begun, last)
         if place < 0:  # parts of characters, which the text shows as U+FFFD
             taken = [] if begun and not last else self._entries
             self._entries = []
             return taken
-        behind = place + len(wanted)
+        behind = place + len(target)
         first = sum(1 for end in ends if end <= place)
         stop = next(index for index, end in enumerate(ends) if end >= behind) + 1
         taken = self._entries[first:stop]
@@ -340,12 +340,12 @@ class TokenQueue:
         return b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
 
     @staticmethod
-    def _place(data: bytes, ends: Sequence[int], wanted: bytes, begun: bool, last: bool) -> int:
+    def _place(data: bytes, ends: Sequence[int], target: bytes, begun: bool, last: bool) -> int:
         """Return where a text begins in what the tokens spell, -1 for nowhere."""
         if not begun:
-            return data.find(wanted)  # at 0, but for blanks that the parser took out
+            return data.find(target)  # at 0, but for blanks that the parser took out
         # Behind marks: most likely with a token of its own, and not within a mark, which comes before.
-        starts = [start for start in (0, *ends[:-1]) if data.startswith(wanted, start)]
+        starts = [start for start in (0, *ends[:-1]) if data.startswith(target, start)]
         if starts:
             return starts[-1] if last else starts[0]
-        return data.rfind(wanted) if last else data.find(wanted)
+        return data.rfind(target) if last else data.find(target)

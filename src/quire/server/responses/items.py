@@ -70,7 +70,7 @@ MEDIA_PARTS = ("input_image", "input_file", "input_audio", "output_audio", "comp
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody can guess."""
+    """Return an unguessable id."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 

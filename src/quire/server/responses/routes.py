@@ -161,7 +161,7 @@ async def _encoded(run: ResponseRun, obfuscated: bool) -> AsyncGenerator[bytes, 
 
 
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:
-    """Yield the kept events from number `start` on, till the end of the response."""
+    """Yield the stored events from number `start` on, till the end of the response."""
     assert stored.events is not None
     yield b""  # the head of the answer; there may be nothing else
     while True:
@@ -286,7 +286,7 @@ async def compact(request: Request) -> Response:
 
 
 def _query(request: Request, known: Sequence[str]) -> dict[str, list[str]]:
-    """Return the query's parameters. Raises `RequestError` for one that nobody knows, or that comes twice."""
+    """Return the query's parameters. Raises `RequestError` for one that is unknown, or given twice."""
     check_query(request, known)
     query: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():

@@ -1,4 +1,4 @@
-"""`ResponseRun`: one response from its start to its end, whoever reads it: a client, a stream, or nobody for now."""
+"""`ResponseRun`: one response from start to end, read by a client or run in the background; the response object."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ResponseRun:
     """One response on its way.
 
     Args:
-        chat: started. stored: where the response is kept; it is the same object there. store: None keeps nothing.
+        chat: started. stored: holds the same response object. store: None if it is not stored.
         builder: of its output.
 
     Attributes:
@@ -100,7 +100,7 @@ class ResponseRun:
         self.chat.abort()
 
     async def events(self) -> AsyncGenerator[list[StreamEvent], None]:
-        """Do it, and yield the events of a stream as they come. Whatever fails is an event, too."""
+        """Run it, and yield the events of its stream as they come; a failure is an event, too."""
         try:
             first = "response.queued" if self.response["status"] == "queued" else "response.in_progress"
             yield [self._lifecycle("response.created"), self._lifecycle(first)]
@@ -119,12 +119,12 @@ class ResponseRun:
             self._end()
 
     def close(self) -> None:
-        """Say that nobody reads the events any more, if anybody ever has."""
+        """End it as cancelled unless it has ended; its events are not read any more."""
         self._aborted = True
         self._end()
 
     def _take(self, update: ChoiceUpdate) -> list[StreamEvent]:
-        """Add what has come."""
+        """Add an update; return the events of the stream."""
         made: list[StreamEvent] = []
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
@@ -146,7 +146,7 @@ class ResponseRun:
         return content[:-1] if output.finish_reason == "stop" and output.token_ids[-1] in ends else content
 
     def _failed(self, error: QuireError) -> list[StreamEvent]:
-        """Note what ended it. Who cancelled it knows why."""
+        """Note the error that ended it; a cancelled one needs no events."""
         self.error = error = NAMES.translate(error) if isinstance(error, RequestError) else error
         if self._aborted:
             return []
@@ -166,7 +166,7 @@ class ResponseRun:
         return self._builder.event(kind, response={**self.response})
 
     def _end(self) -> None:
-        """Say that it is over, however that came about: a client that goes away cancels its response."""
+        """Finish it, however it ended: a client that disconnects cancels its response."""
         if self._ended:
             return
         self._ended = True
@@ -184,7 +184,7 @@ class ResponseRun:
 
 
 async def in_background(run: ResponseRun, scope: Scope) -> None:
-    """Do a response that its client does not wait for.
+    """Run a response that its client does not wait for.
 
     Args:
         scope: what `lease` returned.
@@ -197,8 +197,8 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
                 async for events in batches:
                     if stored.events is not None:
                         stored.events += [encode_event(event) for event in events]
-                    stored.note()
-        except Exception:  # task boundary: nobody else would hear of it
+                    stored.notify()
+        except Exception:  # task boundary
             logger.exception("the response %s failed", stored.response_id)
 
 
@@ -216,12 +216,12 @@ async def lease(context: ModelContext, request: Request) -> Scope:
 
 
 def spawn(run: ResponseRun, scope: Scope, store: ResponseStore) -> None:
-    """Do a response in a task of its own."""
+    """Run a response in a task of its own."""
     store.keep_task(asyncio.create_task(in_background(run, scope), name=f"quire-{run.stored.response_id}"))
 
 
 def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) -> dict[str, Any]:
-    """Return the response at its beginning."""
+    """Return the initial response object."""
     params = chat.params
     text = body.text
     response: dict[str, Any] = {
@@ -290,10 +290,10 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def complete(response: dict[str, Any], finish_reason: str | None) -> None:
-    """Note that the text has ended, and why."""
+    """Set the final status for a finish reason."""
     if finish_reason in ("length", "repetition"):
         response["status"] = "incomplete"
-        # The schema has no word for a text that goes round in circles.
+        # The schema has no reason for repetition.
         response["incomplete_details"] = {"reason": "max_output_tokens"} if finish_reason == "length" else {}
     else:
         response["status"] = "completed"
@@ -301,7 +301,7 @@ def complete(response: dict[str, Any], finish_reason: str | None) -> None:
 
 
 def fail(response: dict[str, Any], error: QuireError) -> None:
-    """Note that the engine gave up, or that the request can never be served."""
+    """Set the status and error of a failed response."""
     response["status"] = "failed"
     code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
     response["error"] = {"code": code, "message": error_object(error)["error"]["message"]}

@@ -1,7 +1,6 @@
-"""Responses kept in memory, each for the API key it was made with; bounded in number, bytes and age.
+"""Stored responses, in memory, each for the API key it was made with; bounded in number, bytes and age.
 
-They are gone with the process. When there is no room, the oldest response of the key that holds the most goes first, so
-that nobody can push out what others keep.
+Without room the oldest response of the key that stores the most is evicted, so that no client can evict others'.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
 class StoredResponse:
-    """One response, perhaps still on its way.
+    """One response, finished or running.
 
     Attributes:
         response: the resource. earlier: the conversation before its own `items`. events: of its stream, encoded, if
-            they are kept; the place is the sequence number. input_size: of `earlier` and `items`, if it is known.
-        abort, output: end it, and tell what there is of it, while it is on its way.
+            they are stored; the index is the sequence number. input_size: of `earlier` and `items`, if it is known.
+        abort, output: abort it, and return its output so far, while it is running.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class StoredResponse:
         self.expires = 0.0
         self.size = 0
         self.ended = asyncio.Event()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def response_id(self) -> str:
@@ -79,24 +78,24 @@ class StoredResponse:
         given = text_size([self.earlier, self.items]) if self._input_size is None else self._input_size
         return given + len(msgspec.json.encode(self.response)) + events
 
-    def settle(self) -> None:
-        """Let go of what has made it, and wake those who wait for its end."""
+    def mark_ended(self) -> None:
+        """Release what ran it, and wake those who wait for its end."""
         self.abort, self.output = lambda: None, list
-        self.note()
+        self.notify()
         self.ended.set()
 
-    def note(self) -> None:
+    def notify(self) -> None:
         """Wake those who follow the events."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def more(self) -> None:
-        """Return when there is something new; what came before the call does not count."""
-        await self._news.wait()
+        """Return at the next `notify`."""
+        await self._changed.wait()
 
 
-class _Shelf:
-    """What is kept for one key: all responses, the finished ones by age, and items by their ids and responses."""
+class _OwnerResponses:
+    """The responses of one key: all, the finished ones by age, and items by their ids and responses."""
 
     def __init__(self) -> None:
         self.responses: dict[str, StoredResponse] = {}
@@ -106,7 +105,7 @@ class _Shelf:
 
 
 class ResponseStore:
-    """All responses that are kept.
+    """All stored responses.
 
     Args:
         clock: monotonic seconds.
@@ -117,47 +116,47 @@ class ResponseStore:
         self._most_bytes = config.max_stored_response_bytes
         self._seconds = config.stored_response_ttl
         self._clock = clock
-        self._shelves: dict[bytes, _Shelf] = {}
+        self._by_owner: dict[bytes, _OwnerResponses] = {}
         self._finished: OrderedDict[str, StoredResponse] = OrderedDict()  # of all keys, by age
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def num_stored(self) -> int:
-        """Responses that are kept, unfinished ones included."""
-        return sum([len(shelf.responses) for shelf in self._shelves.values()])
+        """Stored responses, unfinished ones included."""
+        return sum([len(own.responses) for own in self._by_owner.values()])
 
     @property
     def size(self) -> int:
         """Bytes that finished ones take."""
-        return sum([shelf.size for shelf in self._shelves.values()])
+        return sum([own.size for own in self._by_owner.values()])
 
     def add(self, stored: StoredResponse) -> None:
-        """Keep a response that has begun. Until it has ended, it stays."""
-        shelf = self._shelves.setdefault(stored.owner, _Shelf())
-        shelf.responses[stored.response_id] = stored
+        """Store a response that has begun; it is not evicted before it has ended."""
+        own = self._by_owner.setdefault(stored.owner, _OwnerResponses())
+        own.responses[stored.response_id] = stored
         for item in stored.items:
-            shelf.items.setdefault(item["id"], {})[stored.response_id] = item
+            own.items.setdefault(item["id"], {})[stored.response_id] = item
         self._make_room()
 
     def finish(self, stored: StoredResponse) -> None:
-        """Note that a response has ended; it is kept from now on as long as there is room."""
-        stored.settle()
-        shelf = self._shelves.get(stored.owner)
-        if shelf is None or shelf.responses.get(stored.response_id) is not stored:
+        """Note that a response has ended; from now on it may be evicted."""
+        stored.mark_ended()
+        own = self._by_owner.get(stored.owner)
+        if own is None or own.responses.get(stored.response_id) is not stored:
             return  # deleted meanwhile
         stored.expires = self._clock() + self._seconds
         stored.size = stored.measure()
-        shelf.size += stored.size
-        shelf.finished[stored.response_id] = self._finished[stored.response_id] = stored
+        own.size += stored.size
+        own.finished[stored.response_id] = self._finished[stored.response_id] = stored
         for item in stored.response["output"]:
-            shelf.items.setdefault(item["id"], {})[stored.response_id] = item
+            own.items.setdefault(item["id"], {})[stored.response_id] = item
         self._make_room()
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
         """Return a response. Raises `NotFoundError` if this key has none of this id."""
         self._expire()
-        shelf = self._shelves.get(owner)
-        stored = None if shelf is None else shelf.responses.get(response_id)
+        own = self._by_owner.get(owner)
+        stored = None if own is None else own.responses.get(response_id)
         if stored is None:
             raise NotFoundError(
                 f"there is no response {echo(response_id)}, or it is not stored any more",
@@ -180,8 +179,8 @@ class ResponseStore:
     def item(self, owner: bytes, item_id: str) -> Item | None:
         """Return an item of any response of this key, None if there is none of this id."""
         self._expire()
-        shelf = self._shelves.get(owner)
-        found = {} if shelf is None else shelf.items.get(item_id, {})
+        own = self._by_owner.get(owner)
+        found = {} if own is None else own.items.get(item_id, {})
         return next(reversed(found.values()), None)
 
     def delete(self, stored: StoredResponse) -> None:
@@ -191,23 +190,23 @@ class ResponseStore:
             stored.abort()
 
     def keep_task(self, task: asyncio.Task[None]) -> None:
-        """Hold on to a task that nobody waits for, until it is done."""
+        """Keep a reference to a background task until it is done."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _remove(self, stored: StoredResponse) -> None:
-        shelf = self._shelves[stored.owner]
-        del shelf.responses[stored.response_id]
-        shelf.finished.pop(stored.response_id, None)
+        own = self._by_owner[stored.owner]
+        del own.responses[stored.response_id]
+        own.finished.pop(stored.response_id, None)
         self._finished.pop(stored.response_id, None)
-        shelf.size -= stored.size
+        own.size -= stored.size
         for item in (*stored.items, *stored.response["output"]):
-            places = shelf.items.get(item["id"], {})
+            places = own.items.get(item["id"], {})
             places.pop(stored.response_id, None)
             if not places:
-                shelf.items.pop(item["id"], None)
-        if not shelf.responses:
-            del self._shelves[stored.owner]
+                own.items.pop(item["id"], None)
+        if not own.responses:
+            del self._by_owner[stored.owner]
 
     def _expire(self) -> None:
         now = self._clock()
@@ -217,11 +216,11 @@ class ResponseStore:
     def _make_room(self) -> None:
         self._expire()
         while self._finished and self.num_stored > self._most:
-            self._drop(lambda shelf: len(shelf.responses))
+            self._drop(lambda own: len(own.responses))
         while self._finished and self.size > self._most_bytes:
-            self._drop(lambda shelf: shelf.size)
+            self._drop(lambda own: own.size)
 
-    def _drop(self, weight: Callable[[_Shelf], int]) -> None:
+    def _drop(self, weight: Callable[[_OwnerResponses], int]) -> None:
         """Forget the oldest finished response of the key that weighs the most, of those that have one."""
-        heaviest = max([shelf for shelf in self._shelves.values() if shelf.finished], key=weight)
+        heaviest = max([own for own in self._by_owner.values() if own.finished], key=weight)
         self._remove(next(iter(heaviest.finished.values())))

@@ -70,7 +70,7 @@ def chat_request(
     """Return the chat completion that a response is. Raises `RequestError` naming a field of either."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
     fields |= _conversation_fields(body, ignore_unknown)
-    fields["stream"] = body.stream or body.background  # whoever looks sees how far it is
+    fields["stream"] = body.stream or body.background  # so that lookups see its progress
     alternatives = _alternatives(body)
     if alternatives is not None:
         fields |= {"logprobs": True, "top_logprobs": alternatives}
@@ -201,7 +201,7 @@ def _chosen(tool: Any, where: str, custom: Collection[str]) -> dict[str, Any]:
 
 
 def check_include(include: Any) -> frozenset[str]:
-    """Return what is wanted besides, of `INCLUDED`. Raises `RequestError` for everything else."""
+    """Return the items of `include`. Raises `RequestError` for any that is not in `INCLUDED`."""
     if include is None:
         return frozenset()
     if not isinstance(include, list):
