@@ -158,10 +158,15 @@ def test_errors_are_in_the_clients_words(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("script", "pattern"),
     [
-        ("openai_tools.py", r"finish_reason: tool_calls\nget_temperature\((.|\n)*\) = .* degrees (.|\n)*answer: "),
-        (
+        pytest.param(
+            "openai_tools.py",
+            r"finish_reason: tool_calls\nget_temperature\((.|\n)*\) = .* degrees (.|\n)*answer: ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "openai_json_schema.py",
             r"(.*: a (hall|kitchen|cellar|chapel) with \d\d? chairs; exits: \w.*\n){3}",
+            marks=pytest.mark.slow,
         ),
         ("openai_streaming_tools.py", r"(call \d: \+ .*\n)+finish_reason: "),
     ],

@@ -43,7 +43,7 @@ from quire.server.tokenize import with_special_tokens
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest, "text/event-stream"))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await parse_request(request, ChatCompletionRequest)

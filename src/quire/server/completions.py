@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest, "text/event-stream"))
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
     body = await parse_request(request, CompletionRequest)

@@ -33,13 +33,17 @@ PREFIXES_QUERY = ("limit", "tokens", "format", "model")
 router = APIRouter()
 
 
-@router.get("/debug/blocks", openapi_extra=describe_query(**{name: SCHEMAS[name] for name in BLOCKS_QUERY}))
+@router.get(
+    "/debug/blocks", openapi_extra=describe_query("text/plain", **{name: SCHEMAS[name] for name in BLOCKS_QUERY})
+)
 async def blocks(request: Request) -> Response:
     """Show the queues, the sizes of all tiers, and the blocks of one, each with its state and its owners."""
     return await _show(request, "blocks", BLOCKS_QUERY)
 
 
-@router.get("/debug/prefixes", openapi_extra=describe_query(**{name: SCHEMAS[name] for name in PREFIXES_QUERY}))
+@router.get(
+    "/debug/prefixes", openapi_extra=describe_query("text/plain", **{name: SCHEMAS[name] for name in PREFIXES_QUERY})
+)
 async def prefixes(request: Request) -> Response:
     """Show the radix tree of the cached prefixes."""
     return await _show(request, "prefixes", PREFIXES_QUERY)

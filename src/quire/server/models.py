@@ -14,6 +14,7 @@ from quire.server.context import context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
 from quire.server.model_pool import ServedModel
+from quire.server.protocol import responds_with
 from quire.version import __version__
 
 router = APIRouter()
@@ -68,7 +69,7 @@ async def version(request: Request) -> Response:
     return json_response({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=responds_with("text/plain"))
 async def metrics(request: Request) -> Response:
     """Return the metrics for Prometheus."""
     context = context_of(request)

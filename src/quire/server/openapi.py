@@ -35,19 +35,6 @@ WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415"
 WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
 OVERLOADED = {"529": "The queues are full; Retry-After says when to come back."}  # Anthropic's status for it
 PROBES = {"503": "Not able to serve; the body says why."}
-# Of what is not JSON, or not always: the other types of whole answers and of streams.
-TYPES = {
-    "/metrics": "text/plain",
-    "/debug/blocks": "text/plain",
-    "/debug/prefixes": "text/plain",
-    "/v1/completions": "text/event-stream",
-    "/v1/chat/completions": "text/event-stream",
-    "/v1/responses": "text/event-stream",
-    "/v1/responses/{response_id}": "text/event-stream",
-    "/v1/messages": "text/event-stream",
-    "/api/chat": "application/x-ndjson",
-    "/api/generate": "application/x-ndjson",
-}
 ERRORS: Mapping[Family, tuple[str, dict[str, Any]]] = {
     Family.OPENAI: (
         "Error",
@@ -127,8 +114,6 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
             body["additionalProperties"] = {"type": "null"}
     responses = operation["responses"]
     responses.pop("422", None)
-    if path in TYPES:
-        responses["200"].setdefault("content", {JSON: {"schema": {}}})[TYPES[path]] = {"schema": {"type": "string"}}
     if path in OPEN_PATHS:
         responses.update({status: {"description": text} for status, text in PROBES.items()})
     named = "{" in path or any(parameter["name"] == "model" for parameter in operation.get("parameters", ()))

@@ -28,7 +28,7 @@ from quire.server.json_io import (
     is_simple,
     run_in_thread_if,
 )
-from quire.server.protocol import RequestModel
+from quire.server.protocol import RequestModel, responds_with
 from quire.server_config import ServerConfig
 
 MAX_DEPTH = 64
@@ -245,13 +245,12 @@ def check_query(request: Request, known: Sequence[str]) -> None:
             raise unknown_field(name, known)
 
 
-def describe_query(**schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route with these optional query parameters."""
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()
-        ]
-    }
+def describe_query(kind: str | None = None, /, **schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route with these optional query parameters; `kind` as for `responds_with`."""
+    parameters = [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()
+    ]
+    return {"parameters": parameters, **responds_with(kind)}
 
 
 def split_prompts(value: Any, name: str, most: int) -> list[tuple[str | list[int], str]]:

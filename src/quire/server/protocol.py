@@ -231,12 +231,18 @@ class DetokenizeRequest(RequestModel):
     tokens: SkipValidation[list[int]]
 
 
-def body_schema(model: type[RequestModel]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that reads this body itself."""
+def body_schema(model: type[RequestModel], stream: str | None = None) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that parses this body itself; `stream`: content type of its streams."""
     schema = model.model_json_schema()
     for name, nested in schema.pop("$defs", {}).items():
         schema = _inline(schema, f"#/$defs/{name}", nested)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"requestBody": body, **responds_with(stream)}
+
+
+def responds_with(kind: str | None) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose response may have another content type than JSON."""
+    return {} if kind is None else {"responses": {"200": {"content": {kind: {"schema": {"type": "string"}}}}}}
 
 
 def _inline(value: Any, reference: str, nested: dict[str, Any]) -> Any:

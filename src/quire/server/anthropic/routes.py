@@ -29,7 +29,7 @@ router = APIRouter()
 R = TypeVar("R", bound=ConversationRequest)
 
 
-@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
+@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest, "text/event-stream"))
 async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     body, context, translation = await _translated(request, MessagesRequest)

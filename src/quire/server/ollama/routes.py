@@ -41,7 +41,7 @@ router.include_router(catalogue.router)
 router.include_router(embed.router)
 
 
-@router.post("/api/chat", openapi_extra=body_schema(ChatRequest))
+@router.post("/api/chat", openapi_extra=body_schema(ChatRequest, LineStream.media_type))
 async def chat(request: Request) -> Response:
     """Answer a conversation, as Ollama does."""
     clock = Clock()
@@ -54,7 +54,7 @@ async def chat(request: Request) -> Response:
     return await _chat(request, context, body, clock)
 
 
-@router.post("/api/generate", openapi_extra=body_schema(GenerateRequest))
+@router.post("/api/generate", openapi_extra=body_schema(GenerateRequest, LineStream.media_type))
 async def generate(request: Request) -> Response:
     """Answer one prompt, as Ollama does."""
     clock = Clock()

@@ -57,7 +57,7 @@ def _owner(request: Request) -> bytes:
     return request.scope["state"].get("key_digest") or b""
 
 
-@router.post(PREFIX, openapi_extra=body_schema(ResponseRequest))
+@router.post(PREFIX, openapi_extra=body_schema(ResponseRequest, "text/event-stream"))
 async def create_response(request: Request) -> Response:
     """Answer a conversation; by default the answer is kept."""
     body = await parse_request(request, ResponseRequest)
@@ -178,6 +178,7 @@ async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> Async
 @router.get(
     PREFIX + "/{response_id}",
     openapi_extra=describe_query(
+        "text/event-stream",
         include=INCLUDE,
         stream={"type": "boolean"},
         starting_after={"type": "integer", "minimum": 0},
