@@ -8,7 +8,7 @@ import pytest
 
 from quire.kvcache.block_pool import Block
 from quire.kvcache.prefix_cache import MOST_CHILDREN, PrefixTree, common_length
-from quire.kvcache.view import draw, prefix_nodes
+from quire.kvcache.view import draw_prefixes, prefix_nodes
 from tests.kvcache.model import Sequence, fork, grow, manager, start
 
 
@@ -120,14 +120,14 @@ def test_runs_without_branches_are_one_node():
         block(5, "a", "b", 3, 4),  # the same content twice
         Block(6),  # no content
     ]
-    root, orphan = prefix_nodes(blocks)
-    assert (root.block_ids, root.num_tokens, root.num_in_use, root.token_ids) == ([0, 1], 4, 1, [1, 2, 3, 4])
-    assert [(node.block_ids, node.token_ids, node.num_in_use) for node in root.children] == [
-        ([2], [5, 6], 1),
-        ([3], [7], 0),
+    nodes = prefix_nodes(blocks)
+    assert [(node.depth, node.parent, [each.block_id for each in node.blocks], node.num_in_use) for node in nodes] == [
+        (0, None, [0, 1], 1),
+        (1, 0, [2], 1),
+        (1, 0, [3], 0),
+        (0, None, [4], 0),
     ]
-    assert (orphan.block_ids, orphan.children) == ([4], [])
-    assert [(depth, node.block_ids) for depth, node in root.walk()] == [(0, [0, 1]), (1, [2]), (1, [3])]
+    assert [node.token_ids for node in nodes] == [[1, 2, 3, 4], [5, 6], [7], [8, 9]]
 
 
 def test_the_tree_is_drawn_with_a_line_for_each_node():
@@ -138,14 +138,14 @@ def test_the_tree_is_drawn_with_a_line_for_each_node():
         block(3, "b", "d", 11),
         block(4, "x", "y", 42),
     ]
-    assert draw(prefix_nodes(blocks), most_tokens=3).splitlines() == [
+    assert draw_prefixes(blocks, num_tokens=3).splitlines() == [
         "8 tokens in 2 blocks, 1 in use: 1 2 3 ...",
         "  2 tokens in 1 blocks, 0 in use: 9 10",
         "  1 tokens in 1 blocks, 0 in use: 11",
         "1 tokens in 1 blocks, 0 in use: 42",
     ]
-    assert draw(prefix_nodes(blocks), most_tokens=0).splitlines()[1] == "  2 tokens in 1 blocks, 0 in use"
-    assert draw([]) == ""
+    assert draw_prefixes(blocks).splitlines()[1] == "  2 tokens in 1 blocks, 0 in use"
+    assert draw_prefixes([]) == ""
 
 
 def test_the_managers_blocks_are_drawn_as_forks_made_them():
@@ -156,7 +156,7 @@ def test_the_managers_blocks_are_drawn_as_forks_made_them():
     grow(kv, a, 6, 7)
     grow(kv, b, 60, 70, 80)
     kv.free(b)
-    assert draw(prefix_nodes(kv.pool.blocks)).splitlines() == [
+    assert draw_prefixes(kv.pool.blocks, num_tokens=8).splitlines() == [
         "4 tokens in 1 blocks, 1 in use: 0 1 2 3",
         "  5 tokens in 2 blocks, 0 in use: 4 5 60 70 80",
         "  4 tokens in 1 blocks, 1 in use: 4 5 6 7",
@@ -172,9 +172,7 @@ def test_a_chain_of_thousands_of_blocks_is_no_problem(branching: bool):
         blocks.append(block(2 * number, f"n{number - 1}", f"n{number}", 1))
         if branching:
             blocks.append(block(2 * number + 1, f"n{number - 1}", f"m{number}", 2))
-    roots = prefix_nodes(blocks)
-    nodes = [node for root in roots for _, node in root.walk()]
-    assert sum(node.num_tokens for node in nodes) == len(blocks)
+    nodes = prefix_nodes(blocks)
+    assert sum(len(node.blocks) for node in nodes) == len(blocks)
     assert len(nodes) == (2 * depth if branching else 1)
-    assert max(deep for root in roots for deep, _ in root.walk()) == (depth - 1 if branching else 0)
-    assert repr(roots[0]).startswith("PrefixNode(")
+    assert max(node.depth for node in nodes) == (depth - 1 if branching else 0)

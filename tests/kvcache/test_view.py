@@ -13,11 +13,9 @@ from quire.kvcache.view import (
     describe_blocks,
     describe_pools,
     describe_prefixes,
-    draw,
     draw_blocks,
     draw_prefixes,
     map_blocks,
-    prefix_nodes,
 )
 from tests.kvcache.model import BLOCK, Sequence
 
@@ -50,20 +48,20 @@ def small_tree() -> tuple[KVCacheManager, dict[str, int]]:
 
 def test_a_known_tree_is_drawn_as_it_is() -> None:
     kv, _ = small_tree()
-    assert draw_prefixes(kv) == (
+    assert draw_prefixes(kv.pool.blocks) == (
         "8 tokens in 2 blocks, 2 in use\n"
         "  4 tokens in 1 blocks, 1 in use\n"
         "  8 tokens in 2 blocks, 2 in use\n"
         "  4 tokens in 1 blocks, 0 in use\n"
         "4 tokens in 1 blocks, 1 in use"
     )
-    assert draw_prefixes(kv, tokens=True).splitlines()[:3] == [
+    assert draw_prefixes(kv.pool.blocks, num_tokens=8).splitlines()[:3] == [
         "8 tokens in 2 blocks, 2 in use: 1 2 3 4 5 6 7 8",
         "  4 tokens in 1 blocks, 1 in use: 10 11 12 13",
         "  8 tokens in 2 blocks, 2 in use: 20 21 22 23 24 25 26 27",
     ]
-    assert draw(prefix_nodes(kv.pool.blocks), most_tokens=2).splitlines()[0].endswith(": 1 2 ...")
-    assert draw_prefixes(kv, limit=1) == "8 tokens in 2 blocks, 2 in use\nand 4 more"
+    assert draw_prefixes(kv.pool.blocks, num_tokens=2).splitlines()[0].endswith(": 1 2 ...")
+    assert draw_prefixes(kv.pool.blocks, limit=1) == "8 tokens in 2 blocks, 2 in use\nand 4 more"
 
 
 def test_the_tree_as_a_list_says_who_is_below_whom() -> None:
@@ -91,7 +89,7 @@ def test_a_tree_may_be_deeper_than_python_recurses() -> None:
             block = Block(len(blocks))
             block.block_hash, block.parent_hash, block.token_ids = name, b"%d" % depth, [depth]
             blocks.append(block)
-    lines = draw(prefix_nodes(blocks)).splitlines()
+    lines = draw_prefixes(blocks, limit=10_000).splitlines()
     assert len(lines) == 6000
     assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * 2999
 

@@ -319,7 +319,8 @@ class EngineCore:
         if method == "prefixes":
             show = _convert(arguments, ShowPrefixes)
             if show.text:
-                return {"text": draw_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)}
+                num_tokens = 8 if show.tokens else 0
+                return {"text": draw_prefixes(self.scheduler.kv.pool.blocks, limit=show.limit, num_tokens=num_tokens)}
             return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
         if method == "timeline":
             return self.recorder.timeline(_convert(arguments, ShowTimeline))

@@ -237,7 +237,8 @@ class KVCacheManager:
         block, count = self.tree.match(parent, following, self._step)
         count -= count % self._match_unit
         if block is not None and count and count * MIN_PARTIAL_SHARE >= self.block_size:
-            hit.add_partial(block, count)
+            hit.partial = block
+            hit.num_tokens += count
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content, in every tier; return how many device blocks had some.

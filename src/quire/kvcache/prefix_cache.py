@@ -14,7 +14,6 @@ from quire.kvcache.tiers import TierHit
 
 MOST_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
-
 CachedBlock = Block | TierHit
 
 
@@ -27,25 +26,19 @@ class PrefixHit:
         tables: for each group of layers the blocks from the first on, of the device or to be loaded from the host
             within the step; `NULL_BLOCK` where the group's window has passed.
         num_tokens: tokens that need not be computed, those of `partial` included.
-        partial, num_partial: a device block whose first tokens continue the whole blocks, and how many; to be copied.
+        partial: a device block whose first tokens continue the whole blocks; to be copied.
         loads: blocks of asynchronous tiers that would make the hit longer.
         loading: whether some of these are being loaded already, for another sequence.
     """
 
-    __slots__ = ("loading", "loads", "num_partial", "num_tokens", "partial", "tables")
+    __slots__ = ("loading", "loads", "num_tokens", "partial", "tables")
 
     def __init__(self, tables: list[list[CachedBlock]], num_tokens: int) -> None:
         self.tables = tables
         self.num_tokens = num_tokens
         self.partial: Block | None = None
-        self.num_partial = 0
         self.loads: list[TierHit] = []
         self.loading = False
-
-    def add_partial(self, block: Block, num_tokens: int) -> None:
-        """Let the hit go on for `num_tokens` tokens into `block`."""
-        self.partial, self.num_partial = block, num_tokens
-        self.num_tokens += num_tokens
 
     def counts(self) -> tuple[int, int]:
         """Return how many blocks the hit takes out of the device's free queue, and how many must be loaded."""
