@@ -194,11 +194,6 @@ class BlockPool:
         """Of the free blocks, the layerwise ones."""
         return len(self._free_layerwise)
 
-    @property
-    def num_cached(self) -> int:
-        """Distinct hashes that `lookup` finds."""
-        return len(self._cached)
-
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of reuse."""
         return chain(self._free, self._free_layerwise)

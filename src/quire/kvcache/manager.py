@@ -20,8 +20,14 @@ from quire.errors import ConfigError, QuireError
 from quire.kvcache.block_hash import BlockHasher, CacheSalt, hash_of_group
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.layerwise import STREAMED_TOKENS, LayerwiseBlocks
-from quire.kvcache.prefix_cache import CachedBlock, PrefixHit, PrefixTree, first_block_in_window, longest_hit
-from quire.kvcache.tiers import AsyncLoads, DiskTier, HostTier, KVTier, TierHit
+from quire.kvcache.prefix_cache import (
+    CachedBlock,
+    PrefixHit,
+    PrefixTree,
+    first_block_in_window,
+    longest_hit,
+)
+from quire.kvcache.tiers import AsyncKVTier, AsyncLoads, DiskTier, HostHit, HostTier, TierHit
 from quire.step import BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
@@ -120,7 +126,7 @@ class KVCacheManager:
         )
         self.host = HostTier(num_host_blocks, self.transfers)
         self.disk = DiskTier(num_disk_records, stored, self.transfers)
-        self._async_tiers: list[KVTier] = [self.disk] if num_disk_records else []
+        self._async_tiers: list[AsyncKVTier] = [self.disk] if num_disk_records else []
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
@@ -204,7 +210,7 @@ class KVCacheManager:
         """Return the block with this hash on the device, or else on the host."""
         block = self.pool.lookup(block_hash)
         if block is None and self.host.lookup(block_hash):
-            return TierHit(self.host, block_hash)
+            return HostHit(block_hash)
         return block
 
     def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
@@ -222,9 +228,7 @@ class KVCacheManager:
 
         tables = longest_hit(self.windows, self.block_size, limit, lookup)
         if len(tables[0]) > len(hit.tables[0]):
-            found = [
-                each for table in tables for each in table if isinstance(each, TierHit) and each.tier.tier.is_async
-            ]
+            found = [each for table in tables for each in table if isinstance(each, TierHit)]
             hit.loads = [each for each in found if each.block_hash not in loading]
             hit.loading = len(hit.loads) < len(found)
 
@@ -346,9 +350,9 @@ class KVCacheManager:
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
             for found in (found for table in hit.tables for found in table):
-                if isinstance(found, TierHit):
+                if isinstance(found, HostHit):
                     self.host.pin(found.block_hash)
-                elif found is not NULL_BLOCK:
+                elif isinstance(found, Block) and found is not NULL_BLOCK:
                     self.pool.touch((found,))
         appended = []
         for group, table in enumerate(tables):
@@ -356,7 +360,9 @@ class KVCacheManager:
             if hit is not None:
                 copies = self._copy_partial(hit)
                 for found in hit.tables[group]:
-                    table.append(self._load(found) if isinstance(found, TierHit) else found)
+                    block = self._load(found) if isinstance(found, HostHit) else found
+                    assert isinstance(block, Block)
+                    table.append(block)
                 table += copies
             table += self.pool.get_new_blocks(
                 max(-(-end // self.block_size) - len(table), 0), prefer_layerwise=prefer_layerwise
@@ -377,7 +383,7 @@ class KVCacheManager:
             self.transfers.append(BlockTransfer(_COPY, _DEVICE, hit.partial.block_id, copy.block_id))
         return [copy]
 
-    def _load(self, found: TierHit) -> Block:
+    def _load(self, found: HostHit) -> Block:
         """Return a new device block with the content of a pinned host block, registered like it."""
         (block,) = self.pool.get_new_blocks(1)
         header = self.host.load(found.block_hash, block)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
-from quire.kvcache.tiers import TierHit
+from quire.kvcache.tiers import HostHit, TierHit
 
 MOST_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
-CachedBlock = Block | TierHit
+CachedBlock = Block | HostHit | TierHit
 
 
 class PrefixHit:
@@ -53,7 +53,7 @@ class PrefixHit:
 
     def num_host_tokens(self, block_size: int) -> int:
         """Tokens that come from the host's pool, by the first group of layers."""
-        return sum(isinstance(found, TierHit) for found in self.tables[0]) * block_size
+        return sum(isinstance(found, HostHit) for found in self.tables[0]) * block_size
 
 
 def longest_hit(

@@ -74,13 +74,10 @@ class BlockHeader:
 class KVTier(Protocol):
     """The control half of a tier. All calls answer at once, from the scheduler's own index of the tier.
 
-    A load from a tier that `is_async` takes some steps and may fail, which is the same as the block not being there.
+    A load that fails (`AsyncKVTier`) is the same as the block not being there.
     """
 
     tier: Tier
-
-    def __len__(self) -> int:
-        """Number of blocks that `lookup` finds."""
 
     def lookup(self, block_hash: bytes) -> bool:
         """Whether the tier has a block with this hash."""
@@ -91,17 +88,30 @@ class KVTier(Protocol):
     def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
         """Load a block that `lookup` found into a device block; return what is known of it."""
 
-    def drop(self, block_hash: bytes) -> None:
-        """Forget a block, if it is there: its load failed, or it is evicted."""
-
     def clear(self) -> None:
         """Drop all blocks."""
 
 
-class TierHit(NamedTuple):
-    """A block that is not on the device but in a tier."""
+class AsyncKVTier(KVTier, Protocol):
+    """A tier whose loads take some steps and may fail."""
 
-    tier: KVTier
+    def __len__(self) -> int:
+        """Number of blocks that `lookup` finds."""
+
+    def drop(self, block_hash: bytes) -> None:
+        """Forget a block, if it is there: its load failed, or it is evicted."""
+
+
+class HostHit(NamedTuple):
+    """A block that is not on the device but in the host's pool."""
+
+    block_hash: bytes
+
+
+class TierHit(NamedTuple):
+    """A block that only an asynchronous tier has."""
+
+    tier: AsyncKVTier
     block_hash: bytes
 
 
@@ -119,9 +129,6 @@ class HostTier:
     def __init__(self, num_blocks: int, transfers: list[BlockTransfer]) -> None:
         self.pool = BlockPool(num_blocks)
         self._transfers = transfers
-
-    def __len__(self) -> int:
-        return self.pool.num_cached
 
     def lookup(self, block_hash: bytes) -> bool:
         """See `KVTier.lookup`."""
@@ -171,12 +178,6 @@ class HostTier:
         self._transfers.append(BlockTransfer(_LOAD, _HOST, destination.block_id, block.block_id))
         self.pool.free((block,))
         return BlockHeader(block_hash, block.parent_hash, block.token_ids)
-
-    def drop(self, block_hash: bytes) -> None:
-        """See `KVTier.drop`."""
-        block = self.pool.lookup(block_hash)
-        if block is not None:
-            self.pool.unregister(block)
 
     def clear(self) -> None:
         """See `KVTier.clear`; swapped blocks stay."""
@@ -250,7 +251,7 @@ class DiskTier:
         return header
 
     def drop(self, block_hash: bytes) -> None:
-        """See `KVTier.drop`."""
+        """See `AsyncKVTier.drop`."""
         record = self._records.pop(block_hash, None)
         if record is not None:
             self._free_slots.append(record[0])
@@ -268,7 +269,7 @@ class _Load:
     """A block that is being loaded, and the header it will be registered under; None if it must not be found."""
 
     block: Block
-    tier: KVTier
+    tier: AsyncKVTier
     header: BlockHeader | None
 
 

@@ -23,7 +23,10 @@ _COPY, _STORE, _LOAD, _CLEAR = TransferOp
 
 
 class WorkerTier(Protocol):
-    """The worker half of a tier. Calls take effect in their order and in that of the backend's ops."""
+    """The worker half of a tier. Calls take effect in their order and in that of the backend's ops.
+
+    The defaults are those of a tier whose loads are synchronous and whose blocks do not outlive the process.
+    """
 
     def store(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy device blocks out, which later calls and steps may overwrite at once."""
@@ -36,18 +39,21 @@ class WorkerTier(Protocol):
 
         With `wait` there is at least one, unless none is under way or the tier takes too long.
         """
+        return {}
 
     def clear(self) -> None:
         """Drop all blocks."""
+        return
 
     def flush(self) -> None:
-        """Return when everything stored so far is where it outlives this process, if it ever is."""
+        """Return when everything stored so far is where it outlives this process."""
+        return
 
     def close(self) -> None:
         """Finish stores, give up loads, give back memory and files. Once more is no error."""
 
 
-class HostTier:
+class HostTier(WorkerTier):
     """Swap space and prefix cache in host memory; keys are blocks of the pool. Loads are synchronous."""
 
     def __init__(self, blocks: HostBlocks) -> None:
@@ -61,16 +67,6 @@ class HostTier:
         """See `WorkerTier.load`."""
         block_ids, slots = _ids(transfers)
         self._blocks.copy_in(slots, block_ids)
-
-    def finish_loads(self, *, wait: bool) -> dict[int, bool]:
-        """See `WorkerTier.finish_loads`: there are none."""
-        return {}
-
-    def clear(self) -> None:
-        """See `WorkerTier.clear`: what the scheduler does not look up is not there."""
-
-    def flush(self) -> None:
-        """See `WorkerTier.flush`: nothing does."""
 
     def close(self) -> None:
         """See `WorkerTier.close`."""
