@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import (
-    CALL_SECONDS,
-    LEAST_SECONDS,
-    UNKNOWN_SECONDS,
-    Allowances,
+    CALL_TIMEOUT,
+    MIN_TIMEOUT,
+    UNKNOWN_TIMEOUT,
     Heartbeat,
-    LifeSigns,
-    Watch,
+    HeartbeatWriter,
+    StallDetector,
+    StepTimeouts,
     create_heartbeat,
 )
 from quire.engine.loop import run
@@ -123,47 +123,47 @@ def test_memory_full_of_nonsense_names_nobody(memory: Heartbeat) -> None:
     for nonsense in (b"\xff" * 4096, b"cos\nsystem\n(S'x'\ntR." * 100):
         memory._bytes[: len(nonsense)] = nonsense
         assert memory.request_ids() == []
-        assert Watch(memory, Time()).stalled_for() >= 0.0
+        assert StallDetector(memory, Time()).stalled_for() >= 0.0
 
 
 # ---- how long a step may take ----
 
 
 def test_a_step_of_which_nothing_is_known_may_take_two_minutes() -> None:
-    allowed = Allowances()
-    assert allowed.seconds(1) == UNKNOWN_SECONDS
+    allowed = StepTimeouts()
+    assert allowed.seconds(1) == UNKNOWN_TIMEOUT
     allowed.note(1000, 1.0)
-    assert allowed.seconds(1) == UNKNOWN_SECONDS, "larger steps say nothing of smaller ones"
+    assert allowed.seconds(1) == UNKNOWN_TIMEOUT, "larger steps say nothing of smaller ones"
 
 
 def test_a_step_may_take_twenty_times_as_long_as_the_slowest_of_its_size() -> None:
-    allowed = Allowances()
+    allowed = StepTimeouts()
     allowed.note(100, 0.1)
     allowed.note(65, 2.0)
     assert [allowed.seconds(tokens) for tokens in (64, 100, 127)] == [40.0] * 3
     assert allowed.seconds(128) == 80.0, "twice the size"
     assert allowed.seconds(1023) == 320.0
-    assert allowed.seconds(63) == UNKNOWN_SECONDS
+    assert allowed.seconds(63) == UNKNOWN_TIMEOUT
 
 
 def test_one_slow_step_is_forgotten_in_time() -> None:
-    allowed = Allowances()
+    allowed = StepTimeouts()
     allowed.note(100, 6.0)
     assert allowed.seconds(100) == 120.0
     allowed.note(100, 0.1)
     assert 100.0 < allowed.seconds(100) < 120.0
     for _ in range(1000):
         allowed.note(100, 0.1)
-    assert allowed.seconds(100) == LEAST_SECONDS
+    assert allowed.seconds(100) == MIN_TIMEOUT
 
 
 def test_a_step_may_always_take_three_seconds() -> None:
-    allowed = Allowances()
+    allowed = StepTimeouts()
     allowed.note(0, 0.0)
-    assert allowed.seconds(0) == LEAST_SECONDS
-    assert allowed.seconds(1) == UNKNOWN_SECONDS, "a step without tokens says nothing of others"
+    assert allowed.seconds(0) == MIN_TIMEOUT
+    assert allowed.seconds(1) == UNKNOWN_TIMEOUT, "a step without tokens says nothing of others"
     allowed.note(4, 0.0001)
-    assert allowed.seconds(4) == allowed.seconds(4000) == LEAST_SECONDS
+    assert allowed.seconds(4) == allowed.seconds(4000) == MIN_TIMEOUT
 
 
 # ---- stalls ----
@@ -171,7 +171,7 @@ def test_a_step_may_always_take_three_seconds() -> None:
 
 def test_an_engine_that_loads_is_not_stalled(memory: Heartbeat) -> None:
     clock = Time()
-    watch = Watch(memory, clock)
+    watch = StallDetector(memory, clock)
     for _ in range(1000):
         clock.now += 3.0
         assert watch.stalled_for() == 0.0
@@ -179,36 +179,36 @@ def test_an_engine_that_loads_is_not_stalled(memory: Heartbeat) -> None:
 
 def test_an_idle_engine_is_never_stalled(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
-    signs.idle()
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
+    observer.idle()
     for _ in range(3600):
         clock.now += 1.0
-        signs.waiting()
+        observer.waiting()
         assert watch.stalled_for() == 0.0
     for _ in range(20):  # now it is stopped
         clock.now += 1.0
         stalled = watch.stalled_for()
-    assert stalled == 20.0 - LEAST_SECONDS
+    assert stalled == 20.0 - MIN_TIMEOUT
 
 
 def test_a_step_is_stalled_after_its_allowance_and_no_more_when_it_ends(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
 
     def step(seconds: float) -> list[float]:
-        signs.stepping()
-        signs.planned(["a"], lambda: ["a"], 64, known=True)
+        observer.stepping()
+        observer.planned(["a"], lambda: ["a"], 64, known=True)
         seen = []
         while seconds > 0:
             clock.now += min(1.0, seconds)
             seconds -= 1.0
             seen.append(watch.stalled_for())
-        signs.stepped()
+        observer.stepped()
         seen.append(watch.stalled_for())
         return seen
 
-    assert not any(step(UNKNOWN_SECONDS - 10.0))  # the first one
-    signs._allowances = Allowances()
+    assert not any(step(UNKNOWN_TIMEOUT - 10.0))  # the first one
+    observer._timeouts = StepTimeouts()
     assert not any(step(0.5))
     stuck = step(12.0)
     assert stuck == [0.0] * 10 + [1.0, 2.0, 0.0]  # 20 x 0.5 s are allowed
@@ -217,39 +217,39 @@ def test_a_step_is_stalled_after_its_allowance_and_no_more_when_it_ends(memory: 
 
 def test_a_wait_for_the_disk_is_not_judged_by_tokens(memory: Heartbeat) -> None:
     clock = Time()
-    allowances = Allowances()
-    allowances.note(0, 0.001)
-    signs, watch = LifeSigns(memory, allowances, clock), Watch(memory, clock)
-    signs.planned([], list, 0, known=False)
+    timeouts = StepTimeouts()
+    timeouts.note(0, 0.001)
+    observer, watch = HeartbeatWriter(memory, timeouts, clock), StallDetector(memory, clock)
+    observer.planned([], list, 0, known=False)
     for _ in range(50):
         clock.now += 2.0
         assert watch.stalled_for() == 0.0
-    signs.stepped()
-    assert allowances.seconds(0) == LEAST_SECONDS, "nothing was learnt from it"
+    observer.stepped()
+    assert timeouts.seconds(0) == MIN_TIMEOUT, "nothing was learnt from it"
 
 
 def test_messages_have_their_time_too(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
 
     def stalled_after(message: ToEngine, seconds: float) -> float:
-        signs.applying(message)
+        observer.applying(message)
         for _ in range(int(seconds)):
             clock.now += 1.0
             stalled = watch.stalled_for()
-        signs.applied()
+        observer.applied()
         assert watch.stalled_for() == 0.0
         return stalled
 
-    assert stalled_after(request("a"), LEAST_SECONDS + 3) == 3.0
-    assert stalled_after(AbortRequests(["a"]), LEAST_SECONDS + 3) == 3.0
-    assert stalled_after(Call(1, "wake_up"), CALL_SECONDS - 1) == 0.0
+    assert stalled_after(request("a"), MIN_TIMEOUT + 3) == 3.0
+    assert stalled_after(AbortRequests(["a"]), MIN_TIMEOUT + 3) == 3.0
+    assert stalled_after(Call(1, "wake_up"), CALL_TIMEOUT - 1) == 0.0
 
 
 def test_time_in_which_nobody_looked_counts_for_two_seconds(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
-    signs.idle()
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
+    observer.idle()
     assert watch.stalled_for() == 0.0
     clock.now += 3600.0  # the whole machine slept
     assert watch.stalled_for() == 0.0
@@ -257,23 +257,23 @@ def test_time_in_which_nobody_looked_counts_for_two_seconds(memory: Heartbeat) -
     assert watch.stalled_for() == 0.0
     clock.now += 1.0
     assert watch.stalled_for() == 1.0, "2 + 1 + 1 seconds of silence"
-    signs.waiting()
+    observer.waiting()
     assert watch.stalled_for() == 0.0
 
 
 def test_an_engine_that_ends_is_not_stalled(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
-    signs.idle()
-    signs.end()
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
+    observer.idle()
+    observer.end()
     clock.now += 100.0
     assert watch.stalled_for() == 0.0
 
 
 def test_what_it_does_is_described_for_a_log(memory: Heartbeat) -> None:
     clock = Time()
-    signs, watch = LifeSigns(memory, clock=clock), Watch(memory, clock)
-    signs.planned(["x"], lambda: [f"r{number}" for number in range(100)], 7, known=True)
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
+    observer.planned(["x"], lambda: [f"r{number}" for number in range(100)], 7, known=True)
     clock.now += 1.5
     told = watch.describe()
     assert (told["doing"], told["seconds"], told["num_tokens"], told["num_requests"]) == ("a step", 1.5, 7, 100)
@@ -314,7 +314,7 @@ def serve(memory: Heartbeat, folder: Path, messages: list[ToEngine], fatal: str 
     def receive(wait: bool) -> ToEngine | None:
         return waiting.pop(0) if waiting else Shutdown() if wait else None
 
-    run(core, receive, sent.append, signs=LifeSigns(memory))
+    run(core, receive, sent.append, observer=HeartbeatWriter(memory))
     return executor
 
 

@@ -12,7 +12,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.heartbeat import Unwatched
+from quire.engine.heartbeat import LoopObserver
 from quire.engine.loop import run as run_loop
 from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
 from quire.engine_request import EngineRequest
@@ -166,7 +166,7 @@ def test_a_step_that_fails_ends_the_engine_and_is_logged(
 def test_all_that_may_be_to_blame_are_named_before_they_are_waited_for(make_core: Callable[..., EngineCore]) -> None:
     """Requests of the step in flight, and of the one that is begun beside it."""
 
-    class Signs(Unwatched):
+    class Observer(LoopObserver):
         named: list[tuple[list[str], int]] = []
 
         def planned(self, names, resolve, num_tokens, *, known) -> None:  # type: ignore[no-untyped-def]
@@ -177,15 +177,15 @@ def test_all_that_may_be_to_blame_are_named_before_they_are_waited_for(make_core
     outbox: list[FromEngine] = []
 
     def receive(wait: bool) -> ToEngine | None:
-        if len(Signs.named) == 1 and not inbox and core.scheduler.requests.find("b") is None:
+        if len(Observer.named) == 1 and not inbox and core.scheduler.requests.find("b") is None:
             inbox.append(request("b", [5] * 9, 1))
         if wait:
             return Shutdown()
         return inbox.pop() if inbox else None
 
     inbox.insert(0, AbortRequests(["nobody"]))
-    run_loop(core, lambda wait: inbox.pop() if inbox else receive(wait), outbox.append, signs=Signs())
-    assert Signs.named[:2] == [(["a"], 3), (["a", "b"], 10)]
+    run_loop(core, lambda wait: inbox.pop() if inbox else receive(wait), outbox.append, observer=Observer())
+    assert Observer.named[:2] == [(["a"], 3), (["a", "b"], 10)]
     ends = [output.finish_reason for item in outbox if isinstance(item, EngineOutputs) for output in item.outputs]
     assert ends.count("length") == 2
     assert outbox and isinstance(outbox[-1], EngineOutputs) and not core.has_unfinished()

@@ -1,8 +1,8 @@
-"""Signs of life of an engine, in a small piece of shared memory that its front reads without its help.
+"""The heartbeat of an engine, in a small piece of shared memory that its front reads without its help.
 
-The engine's loop writes with plain stores (`LifeSigns`): when it last got on, what it is doing and for how long that
-may take, and which requests it is working on, *before* it does so. So a front can tell an engine that is stuck
-(`Watch`), and after a death of any kind, which requests were being worked on. Nobody waits for anybody here.
+The engine's loop writes with plain stores (`HeartbeatWriter`): the time of its last progress, the timeout of what it
+does next, and the requests it is working on, *before* it does so. So a front detects an engine that is stuck
+(`StallDetector`), and knows after a death which requests were being worked on. Neither side ever waits for the other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 
-LEAST_SECONDS = 3.0  # that anything may take
-UNKNOWN_SECONDS = 120.0  # that a step may take if nothing is known of its like
-CALL_SECONDS = 600.0  # that an operation may take, such as waking a model
-SLOWER = 20.0  # a step this many times slower than all of its size before is not working any more
-FORGOTTEN = 0.01  # of the slowest step of a size, with each later one: one odd step must not count for ever
-MOST_TOLD = 20  # ids in a log
-LOOK_SECONDS = 2.0  # of the time between two looks at the signs, so much counts
+MIN_TIMEOUT = 3.0  # of anything
+UNKNOWN_TIMEOUT = 120.0  # of a step if none of similar size was measured
+CALL_TIMEOUT = 600.0  # of an operation, such as waking a model
+TIMEOUT_FACTOR = 20.0  # over the slowest step of a size so far
+DECAY = 0.01  # of the slowest step of a size, with each later one: one outlier must not count for ever
+MAX_LOGGED = 20  # ids
+MAX_POLL_SECONDS = 2.0  # of the time between two reads, so much counts
 
 _BEAT, _BEGAN, _ALLOWED, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
 _HEAD = 128  # bytes
@@ -55,29 +55,29 @@ class Heartbeat:
         self._numbers = self._bytes[:_HEAD].cast("q")
 
     def beat(self, now: float) -> None:
-        """Note a sign of life at `now` (monotonic seconds, the same in all processes)."""
+        """Record progress at `now` (monotonic seconds, the same in all processes)."""
         self._numbers[_BEAT] = int(now * _SECOND)
 
     def work(self, now: float, seconds: float, num_tokens: int) -> None:
-        """Note that work begins which may take so many seconds; `num_tokens` of a step, otherwise 0."""
+        """Record that work begins, with its timeout in seconds; `num_tokens` of a step, otherwise 0."""
         numbers = self._numbers
         numbers[_ALLOWED] = int(seconds * _SECOND)
         numbers[_TOKENS] = num_tokens
         numbers[_BEAT] = numbers[_BEGAN] = int(now * _SECOND)
 
     def rest(self, now: float) -> None:
-        """Note that work has ended."""
+        """Record that work has ended."""
         numbers = self._numbers
         numbers[_BEAT] = int(now * _SECOND)
         numbers[_BEGAN] = 0
-        numbers[_ALLOWED] = int(LEAST_SECONDS * _SECOND)
+        numbers[_ALLOWED] = int(MIN_TIMEOUT * _SECOND)
 
     def end(self) -> None:
-        """Note that no more signs will come, and need not."""
+        """Record that the heartbeat ends in order."""
         self._numbers[_BEAT] = 0
 
     def name(self, request_ids: list[str]) -> None:
-        """Note which requests are worked on; as many as there is room for."""
+        """Record the requests that are worked on; as many as there is room for."""
         data = msgspec.msgpack.encode(request_ids)
         while len(data) > _SLOT_BYTES:
             request_ids = request_ids[: len(request_ids) // 2]
@@ -89,7 +89,7 @@ class Heartbeat:
         self._numbers[_SLOT] = slot  # from here on the new ones are valid
 
     def read(self) -> tuple[float, float, float, int]:
-        """Return the time of the last sign (0: none yet), when work began (0: idle), how long it may take, and tokens.
+        """Return the times of the last beat (0: none yet) and of the start of work (0: idle), its timeout, and tokens.
 
         All in monotonic seconds.
         """
@@ -108,11 +108,11 @@ class Heartbeat:
         size = min(max(self._numbers[_SIZES + slot], 0), _SLOT_BYTES)
         try:
             return msgspec.msgpack.decode(self._bytes[start : start + size], type=list[str]) if size else []
-        except (msgspec.DecodeError, UnicodeDecodeError):  # an engine that went mad may have written anywhere
+        except (msgspec.DecodeError, UnicodeDecodeError):  # a corrupted engine may have written anywhere
             return []
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._numbers.release()
         self._bytes.release()
         self._memory.close()
@@ -129,37 +129,39 @@ def create_heartbeat() -> tuple[int, Heartbeat]:
         raise
 
 
-class Allowances:
-    """How long a step may take, by its number of tokens and by how long others took.
+class StepTimeouts:
+    """The timeout of a step, by its number of tokens and the durations of others.
 
-    Sizes are told apart by powers of two. A step may take 20 times as long as the slowest of its size so far; if there
-    was none, as long as one of the nearest smaller size, scaled up; and if nothing is known, two minutes. Never less
-    than three seconds: machines are busy, and pages come from disk.
+    Sizes are grouped by powers of two. The timeout is 20 times the slowest step of the size so far; without any, that
+    of the nearest smaller size, scaled up; without any of those, two minutes. It is at least three seconds: machines
+    are busy, and pages come from disk.
     """
 
-    def __init__(self, least: float = LEAST_SECONDS, unknown: float = UNKNOWN_SECONDS, slower: float = SLOWER) -> None:
+    def __init__(
+        self, least: float = MIN_TIMEOUT, unknown: float = UNKNOWN_TIMEOUT, slower: float = TIMEOUT_FACTOR
+    ) -> None:
         self._least = least
         self._unknown = unknown
         self._slower = slower
         self._slowest: dict[int, float] = {}  # seconds, by the bits of the number of tokens
 
     def seconds(self, num_tokens: int) -> float:
-        """Return how long a step of so many tokens may take."""
+        """Return the timeout of a step of so many tokens."""
         size = num_tokens.bit_length()
-        for smaller in range(size, min(size, 1) - 1, -1):  # steps without tokens say nothing of others
+        for smaller in range(size, min(size, 1) - 1, -1):  # steps without tokens are no measure of others
             slowest = self._slowest.get(smaller)
             if slowest is not None:
                 return max(self._least, self._slower * slowest * (1 << (size - smaller)))
         return max(self._least, self._unknown)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Learn that a step took so long."""
+        """Record the duration of a step."""
         size = num_tokens.bit_length()
-        self._slowest[size] = max(self._slowest.get(size, 0.0) * (1.0 - FORGOTTEN), seconds)
+        self._slowest[size] = max(self._slowest.get(size, 0.0) * (1.0 - DECAY), seconds)
 
 
-class Unwatched:
-    """What an engine's loop tells as it gets on, when nobody looks."""
+class LoopObserver:
+    """Observes the engine's loop; this one ignores all events."""
 
     def idle(self) -> None:
         """Nothing is left to do."""
@@ -168,7 +170,7 @@ class Unwatched:
         """Nothing is left to do but what makes later steps faster."""
 
     def waiting(self) -> None:
-        """The front has nothing to say, or does not listen; called every second or so."""
+        """The loop waits for the front; called about every second."""
 
     def applying(self, message: ToEngine) -> None:
         """A message is about to be carried out."""
@@ -183,121 +185,121 @@ class Unwatched:
         """The plan is about to be executed.
 
         Args:
-            names: all that is worked on, by any names. resolve: returns the ids of their requests; not called if
-                `names` are the same as last time. known: whether such a step takes a time that depends on its tokens.
+            names: of everything that is worked on. resolve: returns the ids of their requests; not called if `names`
+                are those of the last plan. known: whether the duration of the step depends on its tokens.
         """
 
     def stepped(self) -> None:
         """The step is over."""
 
     def end(self) -> None:
-        """No more signs will come."""
+        """The loop has ended."""
 
 
-class LifeSigns(Unwatched):
-    """Writes what an engine's loop does into a `Heartbeat`."""
+class HeartbeatWriter(LoopObserver):
+    """Writes the events of an engine's loop into a `Heartbeat`."""
 
     def __init__(
-        self, memory: Heartbeat, allowances: Allowances | None = None, clock: Callable[[], float] = time.monotonic
+        self, memory: Heartbeat, timeouts: StepTimeouts | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._memory = memory
-        self._allowances = allowances or Allowances()
+        self._timeouts = timeouts or StepTimeouts()
         self._clock = clock
         self._names: list[str] = []
         self._planned: list[str] = []  # the requests of the last plan
-        self._come: list[str] = []  # requests that came since
-        self._num_tokens = -1  # of the plan that is being executed; negative: nothing is to be learnt from it
+        self._new: list[str] = []  # requests added since
+        self._num_tokens = -1  # of the plan that is being executed; negative: its duration is no measure
         self._began = 0.0
 
     def idle(self) -> None:
-        """See `Unwatched`."""
-        if self._planned or self._come or self._names:
+        """See `LoopObserver`."""
+        if self._planned or self._new or self._names:
             self._forget()
         self._memory.rest(self._clock())
 
     def preparing(self) -> None:
-        """See `Unwatched`; something may have to be compiled."""
-        self._memory.work(self._clock(), UNKNOWN_SECONDS, 0)
+        """See `LoopObserver`; something may have to be compiled."""
+        self._memory.work(self._clock(), UNKNOWN_TIMEOUT, 0)
 
     def waiting(self) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         self._memory.beat(self._clock())
 
     def applying(self, message: ToEngine) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         match message:
             case EngineRequest():
                 self._memory.name([message.request_id])
-                self._come.append(message.request_id)
+                self._new.append(message.request_id)
             case AbortRequests():
                 self._memory.name(message.request_ids)
             case _:
                 self._memory.name([])
         self._names = []  # the next plan must be named again
-        self._memory.work(self._clock(), CALL_SECONDS if isinstance(message, Call) else LEAST_SECONDS, 0)
+        self._memory.work(self._clock(), CALL_TIMEOUT if isinstance(message, Call) else MIN_TIMEOUT, 0)
 
     def applied(self) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         self._memory.rest(self._clock())
 
     def stepping(self) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         if not self._names:  # messages came
-            self._memory.name(self._planned + self._come)
-            self._come = []
+            self._memory.name(self._planned + self._new)
+            self._new = []
         self._num_tokens = -1
-        self._memory.work(self._clock(), LEAST_SECONDS, 0)
+        self._memory.work(self._clock(), MIN_TIMEOUT, 0)
 
     def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         if names != self._names:
             self._names = names
             self._planned = list(resolve())
             self._memory.name(self._planned)
         self._began = self._clock()
         self._num_tokens = num_tokens if known else -1
-        self._memory.work(self._began, self._allowances.seconds(num_tokens) if known else UNKNOWN_SECONDS, num_tokens)
+        self._memory.work(self._began, self._timeouts.seconds(num_tokens) if known else UNKNOWN_TIMEOUT, num_tokens)
 
     def stepped(self) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         now = self._clock()
         if self._num_tokens >= 0:
-            self._allowances.note(self._num_tokens, now - self._began)
+            self._timeouts.note(self._num_tokens, now - self._began)
         self._memory.rest(now)
 
     def end(self) -> None:
-        """See `Unwatched`."""
+        """See `LoopObserver`."""
         self._memory.end()
 
     def _forget(self) -> None:
-        self._names, self._planned, self._come = [], [], []
+        self._names, self._planned, self._new = [], [], []
         self._memory.name([])
 
 
-class Watch:
-    """Says how long an engine has been silent beyond what its work explains.
+class StallDetector:
+    """Measures how long an engine has been silent beyond the timeout of its work.
 
-    Time in which nobody looked counts for two seconds at most: if the whole machine or the front was stopped, the
-    engine was, too, and must be given the time to get on.
+    Time between two reads counts for two seconds at most: if the whole machine or the front was stopped, so was the
+    engine, which needs time to continue.
     """
 
     def __init__(self, memory: Heartbeat, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
         self._clock = clock
-        self._looked: float | None = None
+        self._polled: float | None = None
         self._last_beat = 0.0
-        self._forgiven = 0.0
+        self._excused = 0.0
 
     def stalled_for(self) -> float:
         """Return seconds; 0.0 if it is not stalled, and as long as its model is being loaded."""
         now = self._clock()
         beat, _, allowed, _ = self._memory.read()
         if beat != self._last_beat:
-            self._last_beat, self._forgiven = beat, 0.0
-        elif self._looked is not None:
-            self._forgiven += max(0.0, now - self._looked - LOOK_SECONDS)
-        self._looked = now
-        return max(0.0, now - beat - allowed - self._forgiven) if beat else 0.0
+            self._last_beat, self._excused = beat, 0.0
+        elif self._polled is not None:
+            self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
+        self._polled = now
+        return max(0.0, now - beat - allowed - self._excused) if beat else 0.0
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine was doing, for a log."""
@@ -309,5 +311,5 @@ class Watch:
             "allowed_seconds": round(allowed, 3),
             "num_tokens": num_tokens if began else 0,
             "num_requests": len(request_ids),
-            "request_ids": request_ids[:MOST_TOLD],
+            "request_ids": request_ids[:MAX_LOGGED],
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.engine.core import EngineCore
-from quire.engine.heartbeat import Unwatched
+from quire.engine.heartbeat import LoopObserver
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, Shutdown, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import QuireError, RequestError
@@ -47,54 +47,54 @@ def run(
     receive: Callable[[bool], ToEngine | None],
     send: Callable[[FromEngine], None],
     alive: Callable[[], bool] = lambda: True,
-    signs: Unwatched | None = None,
+    observer: LoopObserver | None = None,
 ) -> None:
     """Serve until a `Shutdown` arrives or `alive` returns False: the front is gone.
 
     Args:
         receive: return the next message, or None. With True, wait for one, though not forever.
         send: deliver to the front.
-        signs: records what is about to happen.
+        observer: is called at every event, before it happens.
     """
-    if signs is None:
-        signs = Unwatched()
+    if observer is None:
+        observer = LoopObserver()
     else:
-        core.on_plans = _announcing(core, signs)
-    told_idle = True  # whether the front knows that nothing runs
+        core.on_plans = _announcing(core, observer)
+    idle_sent = True  # whether the front was sent that nothing runs
     while True:
         idle = not core.has_unfinished()
         if idle:
-            signs.preparing()
+            observer.preparing()
             idle = not core.idle()
-            signs.idle()
+            observer.idle()
         message = receive(idle)
         while message is not None:
             if isinstance(message, Shutdown):
                 return
-            told_idle = told_idle and not isinstance(message, EngineRequest)
-            signs.applying(message)
+            idle_sent = idle_sent and not isinstance(message, EngineRequest)
+            observer.applying(message)
             answer = apply(core, message)
-            signs.applied()
+            observer.applied()
             if answer is not None:
                 send(answer)
             message = receive(False)
         if core.has_unfinished():
-            signs.stepping()
+            observer.stepping()
             outputs = core.step()
-            signs.stepped()
+            observer.stepped()
             idle = not core.has_unfinished()
             if outputs.outputs or idle:
                 send(outputs)
-            told_idle = idle
-        elif not told_idle:
+            idle_sent = idle
+        elif not idle_sent:
             # The last requests were aborted before a step saw them: the front's gauges would keep showing them.
             send(core.snapshot())
-            told_idle = True
+            idle_sent = True
         elif not alive():
             return
 
 
-def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[list[SchedulerOutput]], None]:
+def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[SchedulerOutput]], None]:
     def announce(plans: list[SchedulerOutput]) -> None:
         plans = [plan for plan in plans if not plan.is_empty]
         if not plans:
@@ -102,7 +102,7 @@ def _announcing(core: EngineCore, signs: Unwatched) -> Callable[[list[SchedulerO
         # All of them: any may be the one that fails.
         scheduled = list(dict.fromkeys(name for plan in plans for name in plan.num_scheduled_tokens))
         deferred = core.deferred_request_ids
-        signs.planned(
+        observer.planned(
             scheduled + deferred,
             lambda: [*core.scheduler.requests.ids_of(scheduled), *deferred],
             max(plan.total_num_scheduled_tokens for plan in plans),

@@ -28,7 +28,7 @@ from quire import logs
 from quire.child_process import start_module
 from quire.config import CONFIG_GROUPS, EngineConfig
 from quire.engine.channel import ChannelError, EngineEnd, FrontEnd, message
-from quire.engine.heartbeat import Heartbeat, LifeSigns, Watch, anonymous_file, create_heartbeat
+from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector, anonymous_file, create_heartbeat
 from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.options import option_fields
@@ -61,7 +61,7 @@ class ProcessClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: FrontEnd | None = None
         self._heartbeat: Heartbeat | None = None
-        self._watch: Watch | None = None
+        self._watch: StallDetector | None = None
         self._stacks: int | None = None  # a file in which the engine writes where it is when asked, or when it crashes
         self._num_dumped = 0  # bytes of it that were read
         self._exit: Future[int] = Future()
@@ -80,7 +80,7 @@ class ProcessClient:
         with theirs:
             self._channel = FrontEnd(ours)
             beat, self._heartbeat = create_heartbeat()
-            self._watch = Watch(self._heartbeat)
+            self._watch = StallDetector(self._heartbeat)
             try:
                 self._stacks = anonymous_file("quire-stacks")
                 inherited = {"channel": theirs.fileno(), "heartbeat": beat, "stacks": self._stacks}
@@ -127,7 +127,7 @@ class ProcessClient:
         self._channel.send(self._encoder.encode(message))
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for news. Raises `EngineDeadError` once the process has ended or its loop has failed."""
+        """Wait for a message. Raises `EngineDeadError` once the process has ended or its loop has failed."""
         said = await self._next()
         if isinstance(said, Failed):
             raise self._died(said.message)
@@ -148,7 +148,7 @@ class ProcessClient:
         raise self._died(f"the engine process ended with exit code {await self._exit_code()}")
 
     async def _malformed(self, reason: str) -> EngineDeadError:
-        """End an engine that says what it cannot mean; return the error of its death."""
+        """End an engine whose messages are malformed; return the error of its death."""
         self.kill()
         await self._exit_code()
         return self._died(f"the engine sent what is no message, and was ended: {reason}")
@@ -218,7 +218,7 @@ class ProcessClient:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process, politely, then by force, and let go of all that was shared with it."""
+        """End the process, politely, then by force, and release everything shared with it."""
         process, self._process = self._process, None
         if process is not None:
             if self._ready and not self._exit.done() and not self.stalled_for():
@@ -256,9 +256,9 @@ def _make_core(config: EngineConfig) -> EngineCore:
 
 
 def serve(
-    channel: EngineEnd, signs: LifeSigns, config: EngineConfig, make_core: Callable[[EngineConfig], EngineCore]
+    channel: EngineEnd, observer: HeartbeatWriter, config: EngineConfig, make_core: Callable[[EngineConfig], EngineCore]
 ) -> int:
-    """The child's life: load, say so, then apply messages and step until told to stop. Returns the exit code."""
+    """Load, report that, then apply messages and step until a `Shutdown`; return the exit code."""
     from quire.engine.loop import run
 
     encoder = msgspec.msgpack.Encoder()
@@ -279,11 +279,11 @@ def serve(
 
     try:
         core = make_core(config)
-        signs.idle()
-        channel.waiting = signs.waiting
+        observer.idle()
+        channel.waiting = observer.waiting
         send(core.ready)
-        run(core, receive, send, signs=signs)
-        signs.end()
+        run(core, receive, send, observer=observer)
+        observer.end()
         core.close()
         return 0
     except EOFError:
@@ -312,9 +312,9 @@ def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])
     faulthandler.register(_DUMP_SIGNAL, started["stacks"])
-    signs = LifeSigns(Heartbeat(started["heartbeat"]))
+    observer = HeartbeatWriter(Heartbeat(started["heartbeat"]))
     os.close(started["heartbeat"])
     config = EngineConfig.from_kwargs(**started["options"])
-    code = serve(EngineEnd(started["channel"]), signs, config, make_core)
+    code = serve(EngineEnd(started["channel"]), observer, config, make_core)
     gc.freeze()  # else Python looks through all objects once more before it ends, and a server that stops waits for it
     return code
