@@ -558,6 +558,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """How many completions are generated: `best_of`, or else `n`."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether log-probabilities of output tokens are returned."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)

@@ -1,7 +1,7 @@
-"""`FlightRecorder`: what the last steps of an engine were, in shapes and counts, never text or token ids.
+"""`FlightRecorder`: the last steps of an engine, in shapes and counts, never text or token ids.
 
-Recording costs the same for every step, whatever its size: the plan's dict of tokens is kept, not copied. The story of
-one request is put together only when somebody asks, by going through the steps since it came (`timeline`).
+Recording costs the same for every step, whatever its size: the plan's dict of tokens is referenced, not copied. The
+timeline of a request is made on demand, by going through the steps since its arrival (`timeline`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MAX_EVENTS = 32
 NUM_SLOWEST = 5
 MICROSECONDS = 1e6
 SHOWN_GAP = 1e-4  # seconds
-_SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # what names of sequences have behind that of their request
+_SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # of the ids of a request's sequences and parts
 
 
 class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "timeline".
 
     Attributes:
-        request_id: as in `EngineRequest`, without the part that `InputProcessor` adds where it splits a request.
-        num_sequences: how many it began with; the first `MAX_FOLLOWED` are followed.
-        since_us, until_us: between these microseconds of the engine's clock it lived; until 0: it still does.
+        request_id: as in `EngineRequest`, without the suffix that `InputProcessor` adds where it splits a request.
+        num_sequences: at its start; the first `MAX_FOLLOWED` are followed.
+        since_us, until_us: its arrival and end, in microseconds of the engine's clock; until 0: it is live.
     """
 
     request_id: Annotated[str, msgspec.Meta(max_length=1024)]
@@ -58,7 +58,7 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
 class Admission(NamedTuple):
     """A sequence that is new to the worker: it began, or was resumed after a preemption.
 
-    `num_tokens` it had, of which `num_computed` needed no computing; of these so many came from the host and from disk.
+    It had `num_tokens`, of which `num_computed` were cached: `num_host` on the host and `num_disk` on disk.
     """
 
     sequence_id: str
@@ -70,7 +70,7 @@ class Admission(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A sequence that lost its place after so many generated tokens; `kind` is "recompute" or "swap"."""
+    """A preempted sequence with the tokens it had generated; `kind` is "recompute" or "swap"."""
 
     sequence_id: str
     kind: str
@@ -78,10 +78,10 @@ class Preemption(NamedTuple):
 
 
 class StepRecord:
-    """One step. `seconds` and `stats` are None while it runs, and for ever if the engine died in it.
+    """One step. `seconds` and `stats` are None until it ends.
 
-    `started` is when it was planned, or when the step before had ended, if that was later. For `host_gap` seconds
-    before it the device waited for the host.
+    `started` is when it was planned, or when the previous step ended, if that was later. For `host_gap` seconds before
+    it the device waited for the host.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class StepRecord:
         self.stats: SchedulerStats | None = None
 
     def shape(self) -> dict[str, Any]:
-        """Return what was in it, in counts."""
+        """Return its contents, in counts."""
         prompts = [count for count in self.scheduled.values() if count > 1]
         return {
             "sequences": len(self.scheduled),
@@ -140,8 +140,7 @@ class FlightRecorder:
     """The last steps of one engine.
 
     Args:
-        clock: seconds, the engine's. block_size, max_num_seqs, max_num_batched_tokens: its limits, by which waiting is
-            explained.
+        clock: of the engine [seconds]. block_size, max_num_seqs, max_num_batched_tokens: limits that explain queueing.
     """
 
     def __init__(
@@ -188,14 +187,14 @@ class FlightRecorder:
         return record
 
     def end(self, record: StepRecord, stats: SchedulerStats, host_gap: float = 0.0) -> None:
-        """Note that a step is over; the steps before it are."""
+        """Record the end of a step. Steps end in order."""
         now = self._clock()
         record.started = max(record.started, self._ended)
         record.seconds = now - record.started
         record.stats, record.host_gap, self._ended = stats, host_gap, now
 
     def note_grammar(self, request_id: str, seconds: float) -> None:
-        """Note that a request had to wait so long for its grammar."""
+        """Record how long a request waited for its grammar."""
         self._waits.append((request_id, seconds))
 
     def last(self, count: int = 5) -> list[str]:
@@ -216,7 +215,7 @@ class FlightRecorder:
         return record
 
     def _between(self, since: float, until: float) -> Iterator[StepRecord]:
-        """Yield the steps that were begun in this time, and the one before."""
+        """Yield the steps that began in this time, and the one before."""
         numbers = range(self._first, self._next)
         start = bisect_left(numbers, since, key=lambda number: self._at(number).started)
         for number in numbers[max(start - 1, 0) :]:
@@ -228,24 +227,24 @@ class FlightRecorder:
     def timeline(self, show: ShowTimeline) -> dict[str, Any]:
         """Return what happened to a request, JSON-like; points in time are seconds of the engine's clock.
 
-        `complete` says whether all of its steps are still known. See `_Story` for the rest.
+        `complete` is whether all of its steps are still recorded. See `_Timeline` for the rest.
         """
-        story = _Story(self, show)
+        request = _Timeline(self, show)
         for record in self._between(show.since, show.until):
-            story.add(record)
-        answer = story.tell()
+            request.add(record)
+        answer = request.summary()
         oldest = self._at(self._first).started if len(self) else self._clock()
-        answer["complete"] = story.begun or (not story.steps and oldest <= show.since)
+        answer["complete"] = request.begun or (not request.steps and oldest <= show.since)
         waits = [seconds for name, seconds in self._waits if _belongs(name, show.request_id)]
         answer["grammar_seconds"] = max(waits, default=0.0)
         return answer
 
 
-class _Story:
-    """The part that one request had in the steps, as they are gone through in order.
+class _Timeline:
+    """The timeline of one request, from steps added in order.
 
     Attributes:
-        begun: whether its first admission was among them.
+        begun: whether its first admission is among them.
     """
 
     def __init__(self, recorder: FlightRecorder, show: ShowTimeline) -> None:
@@ -262,35 +261,37 @@ class _Story:
         self._num_chunks = 0
         self._prompt_left = 0
         self._queue: list[StepRecord] = []
-        self._away: dict[str, Any] | None = None  # a preemption that has not been made up for
-        self._away_left: int | None = None
+        self._preemption: dict[str, Any] | None = None  # a preemption whose tokens are not all computed again
+        self._num_recompute: int | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Take in a step."""
+        """Add a step."""
         for preemption in record.preempted or ():
             if _belongs(preemption.sequence_id, self._id):
-                self._preempted(record, preemption)
+                self._add_preemption(record, preemption)
         for admission in record.admitted or ():
             if _belongs(admission.sequence_id, self._id):
-                self._admitted(record, admission)
+                self._add_admission(record, admission)
         for name in record.forked or ():
             if len(self._names) < MAX_FOLLOWED and _belongs(name, self._id):
                 self._names[name] = None
         scheduled = record.scheduled
         own = sum([scheduled[name] for name in self._names if name in scheduled])
         if own:
-            self._computed(record, own)
+            self._add_tokens(record, own)
         elif not self.begun and not self.steps and record.started + (record.seconds or 0.0) > self._since:
             self._queue.append(record)
 
-    def _admitted(self, record: StepRecord, admission: Admission) -> None:
+    def _add_admission(self, record: StepRecord, admission: Admission) -> None:
         if len(self._names) < MAX_FOLLOWED:
             self._names[admission.sequence_id] = None
         left = admission.num_tokens - admission.num_computed
-        if self._away is not None:
-            self._away_left = (self._away_left or 0) + left
-            self._away.setdefault("resumed", record.started)
-            self._away["recomputed"] = self._away.get("recomputed", 0) + (left if self._away["how"] != "swap" else 0)
+        if self._preemption is not None:
+            self._num_recompute = (self._num_recompute or 0) + left
+            self._preemption.setdefault("resumed", record.started)
+            self._preemption["recomputed"] = self._preemption.get("recomputed", 0) + (
+                left if self._preemption["how"] != "swap" else 0
+            )
         elif not self.begun:
             self.begun = True
             self._prompt_left = left
@@ -303,12 +304,12 @@ class _Story:
                 waited_for=self._reason(admission),
             )
 
-    def _preempted(self, record: StepRecord, preemption: Preemption) -> None:
-        if self._away is not None and self._away["at"] == record.started:
+    def _add_preemption(self, record: StepRecord, preemption: Preemption) -> None:
+        if self._preemption is not None and self._preemption["at"] == record.started:
             return  # another sequence of the request, which goes as a whole
         self._prompt_left = 0
-        self._away = self._event("preempted", record, how=preemption.kind, tokens=preemption.num_generated)
-        self._away_left = None
+        self._preemption = self._event("preempted", record, how=preemption.kind, tokens=preemption.num_generated)
+        self._num_recompute = None
 
     def _event(self, kind: str, record: StepRecord, **details: Any) -> dict[str, Any]:
         event = {"event": kind, "at": record.started, **details}
@@ -316,14 +317,14 @@ class _Story:
             self._events.append(event)
         return event
 
-    def _computed(self, record: StepRecord, own: int) -> None:
+    def _add_tokens(self, record: StepRecord, own: int) -> None:
         self.steps.append((record, own))
         end = record.started + (record.seconds or 0.0)
-        if self._away is not None and self._away_left is not None:
-            self._away_left -= own
-            if self._away_left <= 0:
-                self._away["seconds"] = end - self._away["at"]
-                self._away = self._away_left = None
+        if self._preemption is not None and self._num_recompute is not None:
+            self._num_recompute -= own
+            if self._num_recompute <= 0:
+                self._preemption["seconds"] = end - self._preemption["at"]
+                self._preemption = self._num_recompute = None
         elif self._prompt_left > 0:
             self._prompt_left -= own
             self._num_chunks += 1
@@ -340,7 +341,7 @@ class _Story:
                 )
 
     def _reason(self, admission: Admission) -> str | None:
-        """Return for what it waited longest: "seats", "kv_cache", "budget" or "turn"; None if for nothing."""
+        """Return what it waited for longest: "seats" (`max_num_seqs`), "kv_cache", "budget" or "turn", or None."""
         recorder = self._recorder
         needed = -(-(admission.num_tokens - admission.num_computed) // recorder.block_size)
         seconds = dict.fromkeys(("seats", "kv_cache", "budget", "turn"), 0.0)
@@ -349,7 +350,7 @@ class _Story:
             if stats is None or record.seconds is None:
                 continue
             if not stats.num_waiting:
-                continue  # it had not come yet
+                continue  # before its arrival
             if stats.num_running >= recorder.max_num_seqs:
                 reason = "seats"
             elif stats.num_free_blocks < needed or record.preempted:
@@ -362,8 +363,8 @@ class _Story:
         most = max(seconds, key=lambda reason: seconds[reason])
         return most if seconds[most] else None
 
-    def tell(self) -> dict[str, Any]:
-        """Return the story, without what only the recorder knows."""
+    def summary(self) -> dict[str, Any]:
+        """Return the timeline, without the fields that only the recorder knows."""
         times = sorted(record.seconds for record, _ in self.steps if record.seconds is not None)
         slowest = sorted(self.steps, key=lambda step: -(step[0].seconds or 0.0))[:NUM_SLOWEST]
         summary: dict[str, Any] = {"count": len(self.steps)}

@@ -1,8 +1,8 @@
-"""`AdapterRegistry`: the LoRA adapters that a model is offered with, by the names that clients use.
+"""`AdapterRegistry`: the LoRA adapters of a served model, by the names that clients use.
 
-The engine knows adapters by number and reads them when a request needs one, also an engine that took the place of
-another. Here they get their numbers, and are read once before they are offered: a folder that cannot be used is the
-fault of whoever names it, not of those who ask for it later.
+The engine identifies adapters by number and loads them when a request needs one, also an engine that replaced another.
+Here they get their numbers, and are loaded once when they are registered: a folder that cannot be used is an error of
+that call, not of later requests.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LoRAModule:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedAdapter:
-    """An adapter that requests can name. created: since when it is offered [Unix seconds]."""
+class RegisteredAdapter:
+    """An adapter that requests can name. created: time of its registration [Unix seconds]."""
 
     request: LoRARequest
     created: int
@@ -82,34 +82,34 @@ class AdapterRegistry:
         self._call = call
         self._modules = parse_modules(config.server.lora_modules)
         self._modules_loaded = False
-        self._offered: dict[str, OfferedAdapter] = {}
+        self._registered: dict[str, RegisteredAdapter] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
 
     @property
-    def offered(self) -> list[OfferedAdapter]:
-        """All of them, in the order in which they came."""
-        return list(self._offered.values())
+    def registered(self) -> list[RegisteredAdapter]:
+        """All of them, in order of registration."""
+        return list(self._registered.values())
 
     @property
     def enabled(self) -> bool:
-        """Whether there may be any."""
+        """Whether adapters are enabled."""
         return self._enabled
 
     def find(self, name: str) -> LoRARequest | None:
-        """Return the adapter of this name, if it is offered."""
-        found = self._offered.get(name)
+        """Return the adapter of this name, or None."""
+        found = self._registered.get(name)
         return None if found is None else found.request
 
     def adopt(self, other: AdapterRegistry) -> None:
-        """Offer what the registry of an engine offered in whose place this one's comes."""
-        self._offered, self._numbers, self._modules_loaded = other._offered, other._numbers, other._modules_loaded
+        """Take over the adapters of the registry of an engine that this one's replaces."""
+        self._registered, self._numbers, self._modules_loaded = other._registered, other._numbers, other._modules_loaded
 
     async def load_modules(self, names: Sequence[str], *, first: bool, alone: bool) -> None:
         """Load those of `--lora-modules` that belong to a model of these names, once. Raises `QuireError`.
 
         Args:
-            first: whether it is the model to which those belong that name none. alone: whether there is no other.
+            first: whether modules without a model name belong to it. alone: whether it is the only model.
         """
         if self._modules_loaded:
             return
@@ -120,14 +120,14 @@ class AdapterRegistry:
         self._modules_loaded = True
 
     async def load(self, name: str, path: str) -> LoRARequest:
-        """Have an adapter read and checked, and offer it.
+        """Load and check an adapter, and register it.
 
         Raises:
             UnsupportedError: this model has none. NotFoundError: no such folder.
             RequestError: the name is taken, or the adapter cannot be used; the message says why.
         """
         self._check_enabled()
-        if name in self._offered or name in self._loading:
+        if name in self._registered or name in self._loading:
             raise RequestError(f"the adapter {echo(name)} is loaded already; unload it first", param="lora_name")
         request = LoRARequest(name, next(self._numbers), path)
         if not await asyncio.to_thread(_is_folder, path):
@@ -146,18 +146,18 @@ class AdapterRegistry:
             raise RequestError(
                 f"the adapter {name} cannot be used: {answer['error']}", param="lora_path", code="invalid_adapter"
             )
-        self._offered[name] = OfferedAdapter(request, int(time.time()))
+        self._registered[name] = RegisteredAdapter(request, int(time.time()))
         return request
 
     async def unload(self, name: str) -> None:
-        """Offer an adapter no more. Requests that have begun go on with it. Raises `NotFoundError`."""
+        """Unregister an adapter. Requests that have begun keep it. Raises `NotFoundError`."""
         request = self.withdraw(name)
         await self._call("unload_lora", lora_int_id=request.lora_int_id)
 
     def withdraw(self, name: str) -> LoRARequest:
-        """As `unload`, of an engine that is not there, and return what the adapter was."""
+        """As `unload`, without an engine; return the adapter."""
         self._check_enabled()
-        found = self._offered.pop(name, None)
+        found = self._registered.pop(name, None)
         if found is None:
             raise NotFoundError(f"there is no adapter {echo(name)}", param="lora_name", code="adapter_not_found")
         return found.request

@@ -436,7 +436,7 @@ def _params_of_one(params: SamplingParams) -> SamplingParams:
     """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
     if params.skip_clone and params.num_sequences == 1 and params.structured_outputs is None:
         return params
-    ranked = params.num_sequences > params.n and params.logprobs is None and params.logprob_token_ids is None
+    ranked = params.num_sequences > params.n and not params.returns_logprobs
     # The engine gets the grammar; the schema it was compiled from may be large. The front shapes the outputs.
     return params.clone(
         n=1,

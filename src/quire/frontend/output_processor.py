@@ -83,7 +83,7 @@ class _Completion:
         self.progress = Progress()
         self.token_ids = self.progress.token_ids
         self.text_parts: list[str] = []
-        scored = params.logprobs is not None or params.logprob_token_ids is not None
+        scored = params.returns_logprobs
         self.logprobs: Positions | None = _no_positions(params) if scored else None
         summed = scored or params.num_sequences > params.n
         self.cumulative_logprob: float | None = 0.0 if summed else None

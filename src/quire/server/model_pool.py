@@ -83,7 +83,7 @@ class ModelPool:
     @property
     def adapter_names(self) -> list[str]:
         """The names of all LoRA adapters."""
-        return [item.request.lora_name for model in self.models for item in model.llm.adapters.offered]
+        return [item.request.lora_name for model in self.models for item in model.llm.adapters.registered]
 
     def find(self, name: str) -> ServedModel:
         """Return the model of this name. Raises `NotFoundError`."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.adapters import OfferedAdapter
+from quire.frontend.adapters import RegisteredAdapter
 from quire.server.context import context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
@@ -26,7 +26,7 @@ async def list_models(request: Request) -> Response:
     context = context_of(request)
     models = context.models.models
     data = [_model(model, name) for model in models for name in model.names]
-    data += [_adapter(model, item) for model in models for item in model.llm.adapters.offered]
+    data += [_adapter(model, item) for model in models for item in model.llm.adapters.registered]
     return json_response({"object": "list", "data": data})
 
 
@@ -34,7 +34,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe one model."""
     model = context_of(request).models.find(model_id)
-    for item in model.llm.adapters.offered:
+    for item in model.llm.adapters.registered:
         if item.request.lora_name == model_id:
             return json_response(_adapter(model, item))
     return json_response(_model(model, model_id if model_id in model.names else model.names[0]))
@@ -53,7 +53,7 @@ def _model(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _adapter(model: ServedModel, item: OfferedAdapter) -> dict[str, Any]:
+def _adapter(model: ServedModel, item: RegisteredAdapter) -> dict[str, Any]:
     """Like `_model`. The root is the adapter's folder, but without the place of it on this machine."""
     return {
         **_model(model, item.request.lora_name),

@@ -251,7 +251,7 @@ class Guidance:
             constraint.accept(output_ids)
         params = request.sampling_params
         may_ban = params.allowed_token_ids is not None or bool(request.bad_words_ids) or bool(params.logits_processors)
-        with_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        with_logprobs = params.returns_logprobs
         return Guide(
             constraint,
             None if request.thinking is None else ThinkingBudget(request.thinking, output_ids),
