@@ -84,21 +84,6 @@ class StepRecord:
     it the device waited for the host.
     """
 
-    __slots__ = (
-        "admitted",
-        "forked",
-        "host_gap",
-        "num_disk_loads",
-        "num_swapped_in",
-        "num_swapped_out",
-        "preempted",
-        "scheduled",
-        "seconds",
-        "started",
-        "stats",
-        "total",
-    )
-
     def __init__(self, started: float, plan: SchedulerOutput) -> None:
         self.started = started
         self.scheduled = plan.num_scheduled_tokens

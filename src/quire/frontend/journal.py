@@ -7,6 +7,7 @@ outputs are built; so a token costs nothing here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from quire.engine_request import EngineRequest, ResumedSequence
 REST = "/rest"  # suffix of the id of a request, of which some sequences have tokens: the others
 
 
+@dataclass(slots=True)
 class Progress:
     """The progress of a sequence.
 
@@ -23,21 +25,16 @@ class Progress:
         token_ids: all that were generated. sampler_state: the latest one, see `SequenceOutput`.
     """
 
-    __slots__ = ("sampler_state", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.sampler_state: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    sampler_state: float | None = None
 
 
+@dataclass(slots=True)
 class _Entry:
     """One request: its engine requests, and its sequences that have not ended."""
 
-    __slots__ = ("engine_requests", "sequences")
-
-    def __init__(self, engine_requests: Sequence[EngineRequest], sequences: dict[str, Progress]) -> None:
-        self.engine_requests = engine_requests
-        self.sequences = sequences
+    engine_requests: Sequence[EngineRequest]
+    sequences: dict[str, Progress]
 
 
 class Journal:

@@ -47,26 +47,6 @@ class _Completion:
     All tokens stay: `token_ids` is the list of `progress`, with which another engine can continue.
     """
 
-    __slots__ = (
-        "changed",
-        "cumulative_logprob",
-        "detokenizer",
-        "error",
-        "finish_reason",
-        "index",
-        "last_token_time",
-        "logprobs",
-        "num_taken",
-        "num_tokens",
-        "part",
-        "progress",
-        "ranked",
-        "sequence_id",
-        "stop_reason",
-        "text_parts",
-        "token_ids",
-    )
-
     def __init__(
         self,
         index: int,
