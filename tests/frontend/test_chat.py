@@ -10,8 +10,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.errors import ContextLengthError, ModelError, RequestError
-from quire.frontend.chat import ChatTemplate
-from quire.frontend.controls import ControlFinder
+from quire.frontend.chat import ChatTemplate, ControlTokenFinder
 from quire.frontend.input_processor import InputProcessor
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level
@@ -391,7 +390,7 @@ def test_templates_that_insist_on_markup_in_content_work() -> None:
 
 
 def test_finding_control_tokens() -> None:
-    finder = ControlFinder({"<a>": 1, "<a><b>": 2, "[x]": 3, "<": 4})
+    finder = ControlTokenFinder({"<a>": 1, "<a><b>": 2, "[x]": 3, "<": 4})
     assert list(finder.find("<a><b> [x] <a> < [y] <a")) == [
         (0, 6, 2),
         (7, 10, 3),
@@ -408,6 +407,6 @@ def test_finding_control_tokens() -> None:
         *(False, False, False, False, False),
     ]
     assert finder.suspicious("z<") and finder.suspicious("x]") and not finder.suspicious("zx]")
-    assert list(ControlFinder({}).find("<a>")) == []
-    many = ControlFinder({f"<unused{index}>": index for index in range(5000)})
+    assert list(ControlTokenFinder({}).find("<a>")) == []
+    many = ControlTokenFinder({f"<unused{index}>": index for index in range(5000)})
     assert many.ids("<unused17><unused" * 50_000) == [17] * 50_000

@@ -25,7 +25,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,7 +43,6 @@ from quire.frontend.chat_messages import (
     prepare_message,
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
-from quire.frontend.controls import ControlFinder
 from quire.frontend.input_processor import InputProcessor
 from quire.tokenizer.tokenizer import PlainTwin, Tokenizer, check_text
 
@@ -85,12 +84,12 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
         self._control_ids = {**tokenizer.control_tokens, **_structural(tokenizer, source)}
-        self._controls = ControlFinder(self._control_ids)
+        self._controls = ControlTokenFinder(self._control_ids)
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
 
     @property
-    def controls(self) -> ControlFinder:
+    def controls(self) -> ControlTokenFinder:
         """The control tokens."""
         return self._controls
 
@@ -134,8 +133,8 @@ class ChatTemplate:
             RequestError: the messages are malformed, or the template refuses them; param is "messages".
             UnsupportedError: there are documents, which the template does not read.
         """
-        ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables)
-        return self._chosen(ask)._render(ask, lambda text: text)
+        arguments = _Arguments(messages, add_generation_prompt, continue_final_message, tools, documents, variables)
+        return self._chosen(arguments)._render(arguments, lambda text: text)
 
     def encode(
         self,
@@ -158,41 +157,43 @@ class ChatTemplate:
         Raises:
             RequestError: as `render`. ContextLengthError: the conversation does not fit; param is "messages".
         """
-        ask = _Ask(messages, add_generation_prompt, continue_final_message, tools, documents, variables or {})
-        chosen = self._chosen(ask)
-        token_ids = chosen._encode(ask, processor, cut=truncate_prompt_tokens is not None)
+        arguments = _Arguments(
+            messages, add_generation_prompt, continue_final_message, tools, documents, variables or {}
+        )
+        chosen = self._chosen(arguments)
+        token_ids = chosen._encode(arguments, processor, cut=truncate_prompt_tokens is not None)
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if processor is not None:
             processor.check_length(len(token_ids), "messages")
         return token_ids
 
-    def _chosen(self, ask: _Ask) -> ChatTemplate:
-        """Return the template for what is asked. Raises `RequestError` if it makes no sense."""
-        chosen = self if ask.tools is None else self.for_tools
-        ask.check(chosen)
+    def _chosen(self, arguments: _Arguments) -> ChatTemplate:
+        """Return the template for these arguments. Raises `RequestError` if they are malformed."""
+        chosen = self if arguments.tools is None else self.for_tools
+        arguments.check(chosen)
         return chosen
 
-    def _encode(self, ask: _Ask, processor: InputProcessor | None, cut: bool) -> list[int]:
-        seen = _Seen(self._controls)
-        text = self._render(ask, seen)
+    def _encode(self, arguments: _Arguments, processor: InputProcessor | None, cut: bool) -> list[int]:
+        probe = _Probe(self._controls)
+        text = self._render(arguments, probe)
         if processor is not None:
             processor.check_chars(len(text), "messages")
             if not cut:
                 processor.check_pieces(text, "messages")
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._without_injection(ask, token_ids) if seen.suspicious else token_ids
+        return self._without_injection(arguments, token_ids) if probe.suspicious else token_ids
 
-    def _without_injection(self, ask: _Ask, token_ids: list[int]) -> list[int]:
+    def _without_injection(self, arguments: _Arguments, token_ids: list[int]) -> list[int]:
         """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
         mark = _random_digits()
         controls = self._controls
 
         def with_marked_tokens() -> str:
-            return self._render(ask, lambda text: controls.mark_tokens(text, mark), marked=True)
+            return self._render(arguments, lambda text: controls.mark_tokens(text, mark), marked=True)
 
         try:
-            marked = self._render(ask, lambda text: controls.mark_beginnings(text, mark), marked=True)
+            marked = self._render(arguments, lambda text: controls.mark_beginnings(text, mark), marked=True)
         except RequestError:
             marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
         genuine = controls.ids(marked)
@@ -209,17 +210,17 @@ class ChatTemplate:
     def _twin(self) -> PlainTwin:
         return self._tokenizer.plain_twin(self._control_ids.values())
 
-    def _render(self, ask: _Ask, mark: Marker, marked: bool = False) -> str:
-        messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(ask.messages)]
-        end = _mark_end(messages[-1], ask.continued_field) if ask.continued_field else None
+    def _render(self, arguments: _Arguments, mark: Marker, marked: bool = False) -> str:
+        messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(arguments.messages)]
+        end = _mark_end(messages[-1], arguments.continued_field) if arguments.continued_field else None
         context = {
             **self._tokenizer.special_tokens,
             **self._defaults,
-            **plain_data(ask.variables, "chat_template_kwargs", mark),
+            **plain_data(arguments.variables, "chat_template_kwargs", mark),
             "messages": messages,
-            "tools": None if ask.tools is None else plain_data(ask.tools, "tools", mark),
-            "documents": None if ask.documents is None else plain_data(ask.documents, "documents", mark),
-            "add_generation_prompt": ask.add_generation_prompt,
+            "tools": None if arguments.tools is None else plain_data(arguments.tools, "tools", mark),
+            "documents": None if arguments.documents is None else plain_data(arguments.documents, "documents", mark),
+            "add_generation_prompt": arguments.add_generation_prompt,
         }
         text = render_bounded(self._template, context)
         check_text(text, "messages")
@@ -245,8 +246,8 @@ class ChatTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """What to render."""
+class _Arguments:
+    """The arguments of a rendering."""
 
     messages: Any
     add_generation_prompt: bool
@@ -297,7 +298,7 @@ class RequestTemplates:
         self._content_format = content_format
         self._default_kwargs = default_kwargs
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], ChatTemplate] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], ChatTemplate] = OrderedDict()
 
     def get(self, source: Any, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template with this Jinja text.
@@ -317,9 +318,9 @@ class RequestTemplates:
             )
         key = (source, id(tokenizer))
         with self._lock:
-            template = self._kept.get(key)
+            template = self._cache.get(key)
             if template is not None:
-                self._kept.move_to_end(key)
+                self._cache.move_to_end(key)
                 return template
         try:
             template = ChatTemplate(
@@ -332,16 +333,86 @@ class RequestTemplates:
         except ModelError as error:
             raise RequestError(error.message, param="chat_template") from None
         with self._lock:
-            self._kept[key] = template
-            while len(self._kept) > REQUEST_TEMPLATES:
-                self._kept.popitem(last=False)
+            self._cache[key] = template
+            while len(self._cache) > REQUEST_TEMPLATES:
+                self._cache.popitem(last=False)
         return template
 
 
-class _Seen:
-    """A marker that marks nothing, but notes whether any text is such that the others would."""
+class ControlTokenFinder:
+    """Finds the control tokens of a tokenizer in text, in time linear in the text however many there are.
 
-    def __init__(self, controls: ControlFinder) -> None:
+    Attributes:
+        first_char: matches every character that begins a control token.
+    """
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = dict(tokens)
+        self._lengths = sorted({len(text) for text in tokens}, reverse=True)
+        self._tails = {text[1:] for text in tokens if len(text) > 1}
+        self._tail_starts = {tail[:end] for tail in self._tails for end in range(1, len(tail))}
+        firsts = "".join(sorted({text[0] for text in tokens}))
+        self.first_char = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)")
+
+    def suspicious(self, text: str) -> bool:
+        """Whether a text has a character that begins a control token, or could go on with one after its first."""
+        return self.first_char.search(text) is not None or self.continues(text)
+
+    def continues(self, text: str) -> bool:
+        """Whether a control token may arise when the first character of one is put in front of a text.
+
+        A template that writes "<" + key + ">" makes one of the key "|end|".
+        """
+        return text in self._tail_starts or any(text[: length - 1] in self._tails for length in self._lengths)
+
+    def find(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, end, id) of each control token from left to right, the longest one at each place."""
+        end = 0
+        for hit in self.first_char.finditer(text):
+            start = hit.start()
+            if start < end:
+                continue
+            for length in self._lengths:
+                token_id = self._tokens.get(text[start : start + length])
+                if token_id is not None:
+                    end = start + length
+                    yield start, end, token_id
+                    break
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of the control tokens in a text."""
+        return [token_id for _, _, token_id in self.find(text)]
+
+    def split(self, text: str) -> list[str | int]:
+        """Cut a text into what is not a control token and the ids of what is."""
+        parts: list[str | int] = []
+        end = 0
+        for start, next_end, token_id in self.find(text):
+            parts += [text[end:start], token_id]
+            end = next_end
+        parts.append(text[end:])
+        return parts
+
+    def mark_beginnings(self, text: str, mark: str) -> str:
+        """Put `mark` after every character that could begin a control token, or go on with one at the very start."""
+        marked = self.first_char.sub(lambda hit: hit[0] + mark, text)
+        return marked[0] + mark + marked[1:] if self.continues(text) else marked
+
+    def mark_tokens(self, text: str, mark: str) -> str:
+        """Put `mark` after the first character of every control token, and of what could go on with one."""
+        parts = []
+        end = 0
+        for start, _, _ in self.find(text):
+            parts.append(text[end : start + 1])
+            end = start + 1
+        marked = mark.join([*parts, text[end:]])
+        return marked[0] + mark + marked[1:] if self.continues(text) else marked
+
+
+class _Probe:
+    """A marker that marks nothing, but records whether other markers would."""
+
+    def __init__(self, controls: ControlTokenFinder) -> None:
         self._controls = controls
         self.suspicious = False
 
