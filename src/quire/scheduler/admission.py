@@ -18,6 +18,7 @@ from quire.scheduler.policy import Policy
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, SchedulerStats
 
+WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
 ADAPTER_WINDOWS = 8  # so many times as many requests are looked at, where some wait for room for their adapter
 ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -35,22 +36,6 @@ class Plan:
         out_of_blocks: whether running requests were preempted for want of blocks.
         preempted_request_ids: of requests that were preempted in this step; they are not resumed in it.
     """
-
-    __slots__ = (
-        "_max_tokens",
-        "budget",
-        "computes_prompts",
-        "continuing",
-        "forked",
-        "in_flight",
-        "new_sequences",
-        "num_promised_blocks",
-        "num_scheduled",
-        "out_of_blocks",
-        "preempted_request_ids",
-        "preempted_sequence_ids",
-        "scheduled",
-    )
 
     def __init__(self, budget: int, in_flight: InFlight) -> None:
         self.budget = self._max_tokens = budget

@@ -25,8 +25,6 @@ class StepInFlight:
             drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
     """
 
-    __slots__ = ("computes_prompts", "plan", "scheduled", "started")
-
     def __init__(
         self, plan: SchedulerOutput, scheduled: list[tuple[Sequence, int]], started: float, computes_prompts: bool
     ) -> None:

@@ -14,10 +14,9 @@ from functools import partial
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.admission import Admission, Plan
+from quire.scheduler.admission import WINDOW, Admission, Plan
 from quire.scheduler.in_flight import StepInFlight
 from quire.scheduler.request import Request, RequestStatus, Sequence
-from quire.scheduler.unified import WINDOW
 
 
 class AllocStatus(IntEnum):

@@ -18,8 +18,6 @@ class RequestQueue:
         num_swapped: how many of them have their KV in the host's pool.
     """
 
-    __slots__ = ("_requests", "num_swapped")
-
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self.num_swapped = 0

@@ -8,7 +8,6 @@ a whole. Its status changes nowhere else (`Request.transition`); docs/scheduling
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,10 +15,8 @@ from quire.engine_request import EngineRequest, ResumedSequence
 from quire.errors import QuireError, RequestError
 from quire.kvcache.block_hash import CacheSalt
 from quire.scheduler.beam import BeamSearch
+from quire.scheduler.repetition import RepetitionDetector
 from quire.step import TokenTopLogprobs
-
-if TYPE_CHECKING:
-    from quire.scheduler.stop import RepetitionDetector
 
 
 class RequestStatus(IntEnum):
@@ -94,24 +91,6 @@ class Sequence:
         sampler_state: state of a sampler with a memory after the last token (`ModelOutput.sampler_states`).
     """
 
-    __slots__ = (
-        "block_hashes",
-        "candidates",
-        "draft_token_ids",
-        "has_output",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_tentative_tokens",
-        "on_worker",
-        "repetitions",
-        "request",
-        "sampler_state",
-        "seed",
-        "sequence_id",
-        "token_ids",
-        "unsent_token_ids",
-    )
-
     def __init__(self, request: Request, sequence_id: str, seed: int, token_ids: list[int]) -> None:
         self.request = request
         self.sequence_id = sequence_id
@@ -140,7 +119,7 @@ class Sequence:
 
     @property
     def cache_salt(self) -> CacheSalt:
-        """That of its request, with what names its adapter."""
+        """The salt of its request, with the identity of its adapter."""
         request = self.request
         if request.spec.lora is None:
             return request.spec.cache_salt
@@ -168,7 +147,7 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """False if it may not, or prompt log-probabilities are owed: they need the logits of every prompt position."""
+        """Whether the prefix cache may be read; prompt log-probabilities need the logits of every prompt position."""
         request = self.request
         if request.spec.sampling_params.skip_reading_prefix_cache:
             return False
@@ -181,10 +160,9 @@ class Sequence:
 
 
 class Request:
-    """A live request: its `spec`, as the front sent it, and what has become of it.
+    """A live request: its `spec`, as the front end sent it, and the scheduler's state of it.
 
-    One that is `resumed` has all its sequences from the start, with tokens that nobody has computed: as if it had been
-    preempted.
+    A resumed one has all its sequences from the start, with tokens that are not computed, as if it had been preempted.
 
     Raises `RequestError` for an empty prompt, and for a sequence resumed without tokens.
 
@@ -195,45 +173,15 @@ class Request:
         order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
         max_total_tokens: most tokens of a sequence, prompt included; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
-        num_expected_tokens: what the prefix cache held of it when the scheduler first looked; None before.
-        num_host_tokens, num_disk_tokens: prompt tokens that were brought back from there for its first admission.
+        num_expected_tokens: what the prefix cache held of it at the first look-up; None before.
+        num_host_tokens, num_disk_tokens: prompt tokens that were loaded from there for its first admission.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
-        num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or are not wanted.
-        adapter_digest: names the content of its LoRA adapter, once that was read.
+        num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
+        adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
         is_plain: whether a step gives each of its sequences just one token, or none while its prompt is computed.
-        loading: device blocks that are being read from disk for it; `loaded` says that this was tried.
+        loading: device blocks that are being loaded from disk for it; `loaded` says that this was tried.
     """
-
-    __slots__ = (
-        "_status",
-        "aborted_ids",
-        "adapter_digest",
-        "beam",
-        "blocked_since",
-        "first_scheduled_time",
-        "forked",
-        "is_plain",
-        "loaded",
-        "loading",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_disk_tokens",
-        "num_expected_tokens",
-        "num_forks",
-        "num_host_tokens",
-        "num_output_tokens",
-        "num_preemptions",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "order_key",
-        "request_id",
-        "samples_tokens",
-        "sequences",
-        "spec",
-        "stop_ids",
-        "wants_prompt_logprobs",
-    )
 
     def __init__(self, spec: EngineRequest) -> None:
         if not spec.prompt_token_ids:
@@ -242,24 +190,17 @@ class Request:
         self.request_id = spec.request_id
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.stop_ids = frozenset(spec.stop_ids)
-        self.adapter_digest = ""
         self.beam: BeamSearch | None = None
         self.wants_prompt_logprobs = spec.sampling_params.prompt_logprobs is not None
         self.samples_tokens = spec.beam is None and spec.pooling is None
         self.is_plain = spec.beam is None and spec.pooling is None and spec.grammar is None and spec.thinking is None
-        self._begin()
-        self.forked = len(self.spec.sequence_ids) == 1
+        self._status = RequestStatus.WAITING
+        self.adapter_digest = ""
+        self.forked = len(spec.sequence_ids) == 1
         self.num_forks = 0
         self.aborted_ids: set[str] = set()
         self.loading: set[int] = set()
         self.loaded = False
-        self.sequences = [Sequence(self, self.spec.sequence_ids[0], self.spec.seeds[0], list(spec.prompt_token_ids))]
-        if spec.resumed is not None:
-            self._resume(spec.prompt_token_ids, spec.resumed)
-
-    def _begin(self) -> None:
-        """Nothing has become of it yet."""
-        self._status = RequestStatus.WAITING
         self.order_key: tuple[float, ...] = ()
         self.max_total_tokens = 0
         self.num_cached_tokens: int | None = None
@@ -270,6 +211,9 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.blocked_since: float | None = None
         self.num_prompt_logprobs = self.prompt_logprobs_after
+        self.sequences = [Sequence(self, spec.sequence_ids[0], spec.seeds[0], list(spec.prompt_token_ids))]
+        if spec.resumed is not None:
+            self._resume(spec.prompt_token_ids, spec.resumed)
 
     def _resume(self, prompt: list[int], resumed: list[ResumedSequence]) -> None:
         """Begin with the progress of each sequence: tokens after the prompt, and the state of its sampler."""
@@ -288,7 +232,7 @@ class Request:
             self.sequences.append(sequence)
 
     def add_stop_ids(self, token_ids: list[int]) -> None:
-        """Let these end the request's sequences, too; before it is added to a scheduler."""
+        """Let these tokens end the sequences, too; only before the request is added to a scheduler."""
         self.stop_ids |= frozenset(token_ids)
         self.spec = msgspec.structs.replace(self.spec, stop_ids=sorted(self.stop_ids))
 
@@ -305,12 +249,12 @@ class Request:
 
     @property
     def prompt_logprobs_after(self) -> int:
-        """How many prompt positions after the first are not scored, though others are (`prompt_logprob_start`)."""
+        """Prompt positions after the first whose log-probabilities were not requested (`prompt_logprob_start`)."""
         return max((self.spec.sampling_params.prompt_logprob_start or 0) - 1, 0)
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted that were not sent."""
+        """Whether log-probabilities of its prompt were requested that were not sent."""
         return self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
@@ -322,7 +266,7 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Known tokens of all its sequences that are not computed."""
+        """Tokens of all its sequences that are not computed."""
         return sum(sequence.num_left for sequence in self.sequences)
 
     def __repr__(self) -> str:

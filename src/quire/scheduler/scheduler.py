@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.admission import Admission, Plan
 from quire.scheduler.beam import BeamSearch, place
@@ -470,16 +469,13 @@ def create_scheduler(
     num_blocks: int,
     max_model_len: int,
     clock: Callable[[], float],
-    num_layerwise_blocks: int = 0,
-    num_host_blocks: int = 0,
-    num_disk_records: int = 0,
-    stored: Iterable[tuple[int, bytes]] = (),
-    hasher: BlockHasher | None = None,
     whole_prompts: bool = False,
+    **tier_options: Any,
 ) -> Scheduler:
     """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
 
-    The others are as for `KVCacheManager`, `Admission` and `UnifiedPlanner`. Raises `ConfigError` naming the option.
+    `tier_options` are those of `KVCacheManager` that the config does not say, the others as for `Admission` and
+    `UnifiedPlanner`. Raises `ConfigError` naming the option.
     """
     cache, options = config.cache, config.scheduler
     kv = KVCacheManager(
@@ -490,11 +486,7 @@ def create_scheduler(
         enable_prefix_caching=cache.enable_prefix_caching is not False,
         prefix_match_unit=cache.prefix_match_unit,
         deduplicate_blocks=options.scheduler == "prefill-first",
-        num_layerwise_blocks=num_layerwise_blocks,
-        num_host_blocks=num_host_blocks,
-        num_disk_records=num_disk_records,
-        stored=stored,
-        hasher=hasher,
+        **tier_options,
     )
     admission = Admission(
         kv,

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from quire.scheduler.admission import Admission, Plan
+from quire.scheduler.admission import WINDOW, Admission, Plan
 from quire.scheduler.in_flight import StepInFlight
 from quire.scheduler.request import Request, RequestStatus, Sequence
-
-WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
 
 # Of a step's budget, prompts too long for a step get one part in LONG_PROMPT_SHARE, but LONG_PROMPT_MIN tokens at
 # least: smaller steps spend their time on reading weights.
