@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.executor.base import Executor
@@ -62,28 +61,30 @@ class NullExecutor(Executor):
         output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(step.loading_block_ids, True))
         for sequence_id, count in step.num_scheduled_tokens.items():
             known = self._known[sequence_id]
-            proposed = drafts.get(sequence_id, ())
-            if computed[sequence_id] + count == known.count + len(proposed):
+            if computed[sequence_id] + count == known.count:
                 if known.pools:
                     output.pooled[sequence_id] = PooledData(struct.pack("<f", known.last), [1])
                 elif known.num_candidates:
                     output.candidates[sequence_id] = self._candidates(known)
                 else:
-                    output.sampled_token_ids[sequence_id] = self._sample(known, proposed)
+                    known.last = (known.last + 1) % self.vocab_size
+                    known.count += 1
+                    output.sampled_token_ids[sequence_id] = [known.last]
+        for sequence_id, draft_token_ids in drafts.items():
+            self._verify(self._known[sequence_id], draft_token_ids, output.sampled_token_ids.get(sequence_id))
         if step.forks:
             self._draw_forks([fork for fork in step.forks if fork.samples], output)
         return output
 
-    def _sample(self, known: _Known, drafts: Sequence[int]) -> list[int]:
-        """Return the tokens that become final: the confirmed drafts and one more."""
-        sampled = []
-        for draft in (*drafts, None):
+    def _verify(self, known: _Known, drafts: list[int], sampled: list[int] | None) -> None:
+        """Append to `sampled` the tokens that drafts confirm, which all count as known so far; None for a void step."""
+        known.count -= len(drafts)
+        for draft in drafts:
+            if sampled is None or known.last != draft:
+                break
             known.last = (known.last + 1) % self.vocab_size
             known.count += 1
             sampled.append(known.last)
-            if known.last != draft:
-                break
-        return sampled
 
     def _take_in(self, step: SchedulerOutput) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Apply the step's changes; return the number of computed tokens of each sequence, and drafts of some."""
@@ -97,9 +98,10 @@ class NullExecutor(Executor):
         drafts: dict[str, list[int]] = {}
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
-            drafts[new.sequence_id] = new.draft_token_ids
+            if new.draft_token_ids:
+                drafts[new.sequence_id] = new.draft_token_ids
             known[new.sequence_id] = _Known(
-                new.num_tokens,
+                new.num_tokens + len(new.draft_token_ids),
                 (new.output_token_ids or new.request.prompt_token_ids)[-1],
                 new.num_candidates,
                 new.request.pooling is not None,
@@ -108,6 +110,7 @@ class NullExecutor(Executor):
             computed[data.sequence_id] = data.num_computed_tokens
             if data.draft_token_ids:
                 drafts[data.sequence_id] = data.draft_token_ids
+                known[data.sequence_id].count += len(data.draft_token_ids)
             if data.new_token_ids:
                 grown = known[data.sequence_id]
                 grown.count += len(data.new_token_ids)

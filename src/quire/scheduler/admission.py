@@ -171,40 +171,41 @@ class Admission:
         They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
         them are given up. `num_reserved` blocks must remain free.
         """
-        request, drafts = sequence.request, sequence.draft_token_ids
-        start = sequence.num_computed_tokens
-        if hit is not None:
-            start += hit.num_tokens
+        drafts = sequence.draft_token_ids
         if drafts:
-            num_excess = sequence.num_tokens - start - num_new
-            if num_excess > 0:
-                sequence.drop_drafts(max(len(drafts) - num_excess, 0))
+            num_known_left = sequence.num_left - len(drafts) - (0 if hit is None else hit.num_tokens)
+            sequence.drop_drafts(min(max(num_new - num_known_left, 0), len(drafts)))
         allocation = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
         if allocation is None:
             return False
-        sequence_id = sequence.sequence_id
+        sequence_id, start = sequence.sequence_id, sequence.num_computed_tokens
+        if hit is not None:
+            start += hit.num_tokens
         if sequence.on_worker:
-            new_block_ids, replaced = allocation
-            plan.continuing.append(
-                ContinuingSequenceData(sequence_id, new_block_ids, start, replaced, sequence.unsent_token_ids, drafts)
-            )
+            data = ContinuingSequenceData(sequence_id, allocation[0], start, allocation[1])
+            plan.continuing.append(data)
+            if drafts:
+                data.draft_token_ids = drafts
+            if sequence.unsent_token_ids:
+                data.new_token_ids = sequence.unsent_token_ids
+                sequence.unsent_token_ids = []
         else:
             plan.new_sequences.append(self._describe(sequence, start))
-        if sequence.unsent_token_ids:
-            sequence.unsent_token_ids = []
         plan.num_scheduled[sequence_id] = num_new
         plan.budget -= num_new
-        sequence.num_computed_tokens = start + num_new
+        sequence.num_computed_tokens = end = start + num_new
         num_final = 0
-        if sequence.num_computed_tokens == sequence.num_tokens:
-            num_final = 1 + len(drafts)
+        if end == len(sequence.token_ids) + sequence.num_tentative_tokens:
+            num_final = 1
+            if drafts:
+                num_final += len(drafts)
+                sequence.draft_token_ids = []
+            request = sequence.request
             if request.samples_tokens:
-                if sequence.num_tokens + 1 < request.max_total_tokens:
+                if end + 1 < request.max_total_tokens:
                     sequence.num_tentative_tokens += 1
                 if not request.forked:
                     self._fork_samples(sequence, plan)
-        if drafts:
-            sequence.draft_token_ids = []
         plan.scheduled.append((sequence, num_final))
         return True
 
@@ -238,7 +239,7 @@ class Admission:
 
     def _describe(self, sequence: Sequence, num_computed_tokens: int) -> NewSequenceData:
         request = sequence.request
-        sequence.on_worker = True
+        sequence.on_worker, sequence.unsent_token_ids = True, []
         return NewSequenceData(
             sequence.sequence_id,
             request.spec,

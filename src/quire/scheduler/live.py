@@ -177,6 +177,7 @@ class LiveRequests:
         """Free the blocks of `sequence` and forget it; with `corrupt` nobody may find their content any more."""
         sequence.request.num_output_tokens += len(sequence.token_ids) - sequence.num_prompt_tokens
         self._sequences.pop(sequence.sequence_id, None)
+        sequence.is_live = False
         self._kv.free(sequence, forget=corrupt)
         if self._leave_worker(sequence):
             self.finished_ids.append(sequence.sequence_id)

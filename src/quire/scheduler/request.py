@@ -84,7 +84,8 @@ class Sequence:
         draft_token_ids: proposed tokens that the next step is to verify; they follow all other tokens.
         num_computed_tokens: how many of all tokens have KV in the block tables, steps in flight included.
         block_hashes: owned by `kvcache.manager`.
-        on_worker: whether the worker has it. unsent_token_ids: tokens the worker, which has it, lacks (beams).
+        is_live: whether it has not ended. on_worker: whether the worker has it.
+        unsent_token_ids: tokens that the worker, which has the sequence, lacks (beams).
         has_output: whether any output was sent.
         candidates: a beam's most likely next tokens, until those of all beams of the search are there.
         repetitions: state of `check_stop`, where repetitions end the output.
@@ -101,6 +102,7 @@ class Sequence:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = 0
         self.block_hashes: list[bytes] = []
+        self.is_live = True
         self.on_worker = False
         self.unsent_token_ids: list[int] = []
         self.has_output = False

@@ -169,7 +169,7 @@ class Scheduler:
         if step.plan.forks or not step.plan.num_scheduled_tokens:
             return False
         for sequence, num_final in step.scheduled:
-            if self.requests.find(sequence.sequence_id) is sequence:
+            if sequence.is_live:
                 request = sequence.request
                 if request.owes_prompt_logprobs or (num_final and not request.is_plain):
                     return False
@@ -203,9 +203,9 @@ class Scheduler:
         self.planner.processed(step)
         if output.loaded:
             self._finish_loads(output.loaded)
-        find, plan = self.requests.find, step.plan
+        plan = step.plan
         for sequence, num_final in step.scheduled:
-            if find(sequence.sequence_id) is sequence:
+            if sequence.is_live:
                 self._process(sequence, num_final, plan, output, outputs)
             else:
                 self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
@@ -243,7 +243,7 @@ class Scheduler:
                 self._process_pooled(sequence, output, outputs)
             return
         prompt_logprobs = None
-        if request.owes_prompt_logprobs and sequence_id in output.prompt_logprobs:
+        if output.prompt_logprobs and request.owes_prompt_logprobs and sequence_id in output.prompt_logprobs:
             start = sequence.num_computed_tokens - plan.num_scheduled_tokens.get(sequence_id, 0)
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
         sampled = output.sampled_token_ids.get(sequence_id, [])
@@ -257,7 +257,9 @@ class Scheduler:
             if status is not None:
                 break
         num_taken = len(sequence.token_ids) - num_before
-        complete = status is not _STOPPED and num_taken == len(sampled) and sequence_id in output.completed
+        complete = False
+        if output.completed and status is not _STOPPED and num_taken == num_sampled:
+            complete = sequence_id in output.completed
         if complete:
             status = _STOPPED  # also where it is as long as it may be: nothing is missing
         if output.sampler_states and sequence_id in output.sampler_states:
@@ -267,11 +269,13 @@ class Scheduler:
             return
         if num_taken or prompt_logprobs:
             logprobs = output.logprobs.get(sequence_id) if output.logprobs else None
-            if num_taken < len(sampled):
-                sampled = sampled[:num_taken]
-                logprobs = logprobs[:num_taken] if logprobs is not None else None
-            entry = self._output(sequence, sampled)
-            entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
+            if num_taken < num_sampled:
+                sampled, logprobs = sampled[:num_taken], logprobs and logprobs[:num_taken]
+            entry = SequenceOutput(sequence_id, sampled, num_preemptions=request.num_preemptions)
+            if not sequence.has_output:
+                self._describe_admission(entry, sequence)
+            if logprobs or prompt_logprobs:
+                entry.logprobs, entry.prompt_logprobs = logprobs, prompt_logprobs
             entry.sampler_state = sequence.sampler_state
             if status is not None:
                 entry.finish_reason = status.finish_reason
@@ -282,7 +286,7 @@ class Scheduler:
         if num_taken:
             if num_sampled == num_final and status is None:
                 sequence.num_tentative_tokens -= num_final
-            else:
+            elif sequence.num_tentative_tokens or sequence.num_computed_tokens > num_before:
                 self._roll_back(sequence, num_before + min(num_sampled, num_final) - 1)
             if sequence.num_computed_tokens > num_before:
                 self.kv.commit(sequence, num_before)
@@ -303,11 +307,10 @@ class Scheduler:
 
     def _process_pooled(self, sequence: Sequence, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
         """Output what was pooled of a prompt, all of which is computed; that ends it."""
-        entry = self._output(sequence, [])
+        entry = self._output(sequence, "stop")
         entry.pooled = output.pooled.get(sequence.sequence_id)
         if entry.pooled is None:
             raise QuireError(f"the model returned nothing for {sequence!r}")
-        entry.finish_reason = "stop"
         outputs.append(entry)
         self.requests.finish_sequence(sequence)
 
@@ -325,8 +328,8 @@ class Scheduler:
             status = RequestStatus.FINISHED_IGNORED if refused else RequestStatus.FINISHED_ERROR
             self.requests.finish(request, status, error)
             return
-        entry = self._output(sequence, [])
-        entry.finish_reason, entry.error, entry.refused = "error", error, refused
+        entry = self._output(sequence, "error")
+        entry.error, entry.refused = error, refused
         outputs.append(entry)
         self.requests.finish_sequence(sequence, corrupt=not refused)
 
@@ -342,15 +345,23 @@ class Scheduler:
         request.num_prompt_logprobs += len(fresh)
         return fresh or None
 
-    def _output(self, sequence: Sequence, new_token_ids: list[int], name: str | None = None) -> SequenceOutput:
-        """Return an output of `sequence`; the first one also says how it was admitted."""
-        request = sequence.request
-        entry = SequenceOutput(name or sequence.sequence_id, new_token_ids, num_preemptions=request.num_preemptions)
+    def _output(self, sequence: Sequence, finish_reason: str, name: str | None = None) -> SequenceOutput:
+        """Return a last output of `sequence`, without tokens."""
+        entry = SequenceOutput(
+            name or sequence.sequence_id,
+            [],
+            finish_reason=finish_reason,
+            num_preemptions=sequence.request.num_preemptions,
+        )
         if not sequence.has_output:
-            sequence.has_output = True
-            entry.num_cached_tokens = request.num_cached_tokens
-            entry.first_scheduled_time = request.first_scheduled_time
+            self._describe_admission(entry, sequence)
         return entry
+
+    def _describe_admission(self, entry: SequenceOutput, sequence: Sequence) -> None:
+        """Add to the first output of a sequence how it was admitted."""
+        sequence.has_output = True
+        entry.num_cached_tokens = sequence.request.num_cached_tokens
+        entry.first_scheduled_time = sequence.request.first_scheduled_time
 
     # ---- beams ----
 
@@ -372,8 +383,8 @@ class Scheduler:
         step = request.beam.advance(candidates)
         if step.over:
             beams = request.beam.beams()
-            entry = self._output(request.sequences[0], [], request.request_id)
-            entry.beams, entry.finish_reason = beams, beams[0].finish_reason
+            entry = self._output(request.sequences[0], beams[0].finish_reason, request.request_id)
+            entry.beams = beams
             outputs.append(entry)
             request.num_output_tokens = max(len(beam.token_ids) for beam in beams) * len(beams)
             self.requests.finish(request, RequestStatus.FINISHED_STOPPED)

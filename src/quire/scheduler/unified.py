@@ -83,7 +83,7 @@ class UnifiedPlanner:
         prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
         for request in self._requests.running:
             for sequence in request.sequences:
-                num_left = sequence.num_left
+                num_left = len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
                 if num_left > 1 and not sequence.draft_token_ids:
                     prompts.append((sequence.sequence_id, num_left))
                 else:
@@ -174,7 +174,8 @@ class UnifiedPlanner:
                 continue
             for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
                 num_behind -= 1
-                num_left = num_new = sequence.num_left
+                num_left = len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
+                num_new = num_left
                 if num_left == 0 or plan.budget <= 0:
                     continue
                 if num_left > 1:
