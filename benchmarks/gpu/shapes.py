@@ -90,8 +90,8 @@ def write_config(name: str, folder: Path, *, small: bool = False) -> Path:
 def work_of(config: EngineConfig) -> tuple[StepWork, int]:
     """Return what steps of a model read and compute, and the bytes that a token takes in the cache of all layers."""
     info = load_info(config)
-    settled = resolve_config(config, info)
-    footprint = Footprint(settled, info)
-    assert settled.model.max_model_len is not None
-    block = footprint.spec.block_bytes(settled.cache.block_size, settled.model.max_model_len)
-    return footprint.work(settled.cache.block_size), block // settled.cache.block_size
+    resolved = resolve_config(config, info)
+    footprint = Footprint(resolved, info)
+    assert resolved.model.max_model_len is not None
+    block = footprint.spec.block_bytes(resolved.cache.block_size, resolved.model.max_model_len)
+    return footprint.work(resolved.cache.block_size), block // resolved.cache.block_size

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu import choose
 from quire.kernels.cpu.logprobs import logprobs_of
-from quire.kernels.cpu.survey import survey
+from quire.kernels.cpu.row_maxima import row_maxima
 from quire.kernels.cpu.threads import Launcher
 from tests.kernels.both_ways import T_SIZES, Results, both_ways, new_launcher
 from tests.kernels.scenes import normal
@@ -30,7 +30,7 @@ def sample(launcher: Launcher, logits: np.ndarray, *options: object) -> np.ndarr
     """Call `sample` with temperature, top_k, top_p, min_p and uniforms spread over the rows."""
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.float64)
     spread = [np.full(len(logits), option, dtype) for option, dtype in zip(options, dtypes, strict=True)]
-    return choose.sample(launcher, survey(launcher, logits), *spread)
+    return choose.sample(launcher, row_maxima(launcher, logits), *spread)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -43,7 +43,7 @@ def test_a_survey_finds_the_first_largest(launchers: list[Launcher], size: int) 
             return (logits,)
 
         def compute(launcher: Launcher, logits: np.ndarray) -> Results:
-            known = survey(launcher, logits[:, 2:-3])
+            known = row_maxima(launcher, logits[:, 2:-3])
             return known.tops, known.tokens, known.finite
 
         def expect(logits: np.ndarray) -> Results:
@@ -60,10 +60,10 @@ def test_a_row_with_a_flaw_anywhere_is_not_finite(launchers: list[Launcher], siz
         logits = normal(rng, 8, size)
         places = [0, size - 1, size // 2, *rng.integers(0, size, 4)]
         logits[np.arange(7), places] = value
-        assert survey(launchers[1], logits).finite.tolist() == [False] * 7 + [True]
+        assert row_maxima(launchers[1], logits).finite.tolist() == [False] * 7 + [True]
     logits = np.full((3, size), -np.inf, np.float32)
     logits[1, -1], logits[2, 0] = -3e38, 3e38
-    known = survey(launchers[1], logits)
+    known = row_maxima(launchers[1], logits)
     assert known.finite.tolist() == [False, True, True]
     assert known.tokens.tolist() == [0, size - 1, 0]
 
@@ -72,7 +72,7 @@ def test_a_nan_is_never_drawn_nor_a_reason_to_leave_memory(launchers: list[Launc
     logits = np.full((3, 1500), np.nan, np.float32)
     logits[1, 700], logits[2, :1200] = 3.0, np.inf
     assert sample(launchers[0], logits, 1.0, [0, 5, 1200], 0.9, 0.0, 0.5).tolist() == [0, 700, 0]
-    ids, logprobs, _ = logprobs_of(launchers[0], survey(launchers[0], logits), np.array([4, 5, 6]), 1500)
+    ids, logprobs, _ = logprobs_of(launchers[0], row_maxima(launchers[0], logits), np.array([4, 5, 6]), 1500)
     assert ((ids >= 0) & (ids < 1500)).all()
     assert np.isnan(logprobs[0]).all()
 
@@ -122,7 +122,7 @@ def test_the_draw_reads_its_options_late(launchers: list[Launcher], count: int) 
         return logits, temperature, top_k, top_p, min_p, rng.random(count)
 
     def compute(launcher: Launcher, logits: np.ndarray, *options: np.ndarray) -> Results:
-        return (choose.sample(launcher, survey(launcher, logits[:, 1:-3]), *options),)
+        return (choose.sample(launcher, row_maxima(launcher, logits[:, 1:-3]), *options),)
 
     def expect(logits: np.ndarray, *options: np.ndarray) -> Results:
         tokens = []
@@ -149,7 +149,7 @@ def test_logprobs(launchers: list[Launcher], count: int, size: int, k: int) -> N
         return 3 * normal(rng, count, size + 4), rng.integers(0, size, count)
 
     def compute(launcher: Launcher, logits: np.ndarray, chosen: np.ndarray) -> Results:
-        return logprobs_of(launcher, survey(launcher, logits[:, 1:-3]), chosen, k)
+        return logprobs_of(launcher, row_maxima(launcher, logits[:, 1:-3]), chosen, k)
 
     def expect(logits: np.ndarray, chosen: np.ndarray) -> Results:
         wide = logits[:, 1:-3].astype(np.float64)

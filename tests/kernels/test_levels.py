@@ -85,7 +85,7 @@ def test_the_reference_has_no_levels() -> None:
 def test_a_process_that_has_kernels_cannot_change_its_level() -> None:
     create_backend("cpu", "float32", "float32")
     before = numba.config.CPU_NAME, numba.config.CPU_FEATURES
-    assert levels.settle(None) == levels.settle("auto") == levels.current_level()
+    assert levels.select_level(None) == levels.select_level("auto") == levels.current_level()
     with pytest.raises(ConfigError, match="compiles for 'auto' already, so it must be auto, or be chosen in a new"):
         create_backend("cpu", "float32", "float32", simd_level="generic")
     assert before == (numba.config.CPU_NAME, numba.config.CPU_FEATURES)
@@ -94,9 +94,9 @@ def test_a_process_that_has_kernels_cannot_change_its_level() -> None:
 @ON_X86
 def test_numbas_own_choice_of_a_cpu_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CPU_NAME", "nocona")
-    assert levels.settle("auto") == "nocona"
+    assert levels.select_level("auto") == "nocona"
     with pytest.raises(ConfigError, match="compiles for 'nocona' already"):
-        levels.settle("generic")
+        levels.select_level("generic")
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from quire.kernels.cpu import (
     paged_plan,
     paged_softmax,
     paged_tiles,
+    row_maxima,
     simd,
-    survey,
     team,
     threads,
 )
@@ -178,11 +178,11 @@ def test_so_they_are_for_latent_attention(tmp_path: Path, options: dict[str, Any
     assert footprint.step(config).activations == used
 
 
-def test_sizes_that_kernels_settle_are_repeated_rightly() -> None:
+def test_constants_of_kernels_are_repeated_correctly() -> None:
     assert meta.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
     assert meta.INT_DEPTH == linear_int.DEPTH_UNIT
     assert meta.DOT_ROWS == interleave.DOT_ROWS
-    assert (meta.CHUNK, meta.LANES) == (survey.CHUNK, formats.LANES)
+    assert (meta.CHUNK, meta.LANES) == (row_maxima.CHUNK, formats.LANES)
     assert (meta.SPLIT_ROWS, meta.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
     assert meta.UNIT_ROWS == paged_plan.UNIT_ROWS
     assert (meta.RECORD, meta.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)

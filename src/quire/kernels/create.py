@@ -49,9 +49,9 @@ def create_backend(
     _check(device, dtype, kv_dtype, num_threads, quantization)
     quantized: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
     if device == "cpu":
-        from quire.kernels.cpu.levels import settle
+        from quire.kernels.cpu.levels import select_level
 
-        settle(simd_level)  # before the first kernel is imported
+        select_level(simd_level)  # before the first kernel is imported
         from quire.kernels.cpu.backend import CPUBackend
 
         return CPUBackend(dtype, kv_dtype, num_threads, **quantized)

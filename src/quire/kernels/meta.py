@@ -37,7 +37,7 @@ COLUMNS = 32  # rows of weights are padded to a multiple
 INT_DEPTH = 16  # and the inputs of 8-bit ones
 INT4_GROUP = 64  # and of 4-bit ones
 DOT_ROWS = 8  # rows of a tile of pairs
-CHUNK = 1024  # of `survey.py`
+CHUNK = 1024  # of `row_maxima.py`
 UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `paged_plan.py`, as are those below
 RECORD, WORD_COUNT, PARTIAL_BYTES = 10, 4, 1 << 26
 SEGMENT = 128  # of `paged_tiles.py`
@@ -521,7 +521,7 @@ class MetaBackend(CollectiveOps):
     # Logits
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
-        """See `survey.survey`."""
+        """See `row_maxima.row_maxima`."""
         rows, size = logits.shape
         chunks = -(-size // CHUNK)
         arrays = [self.empty((rows, LANES * chunks)), self.empty((rows, chunks))]

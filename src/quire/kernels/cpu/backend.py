@@ -42,10 +42,10 @@ from quire.kernels.cpu.logprobs import logprobs_of
 from quire.kernels.cpu.paged import attend_op, paged_attention
 from quire.kernels.cpu.paged_plan import plan
 from quire.kernels.cpu.paged_softmax import merge
+from quire.kernels.cpu.row_maxima import RowMaxima, row_maxima
 from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
-from quire.kernels.cpu.survey import Survey, survey
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
 from quire.kernels.flying import LateTokens, count_late
@@ -86,7 +86,7 @@ def _activation(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
     return known[kind]
 
 
-def _settle_simd_level(level: str | None) -> str:
+def _resolve_simd_level(level: str | None) -> str:
     """Return the level asked for, or the best of this CPU for None."""
     allowed = SIMD_LEVELS if HAS_BF16_DOT else SIMD_LEVELS[1:]
     if level is not None and level not in allowed:
@@ -129,15 +129,15 @@ class CPUBackend(HostMemory, Backend):
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self.quantization = quantization
-        self.simd_level = _settle_simd_level(simd_level)
+        self.simd_level = _resolve_simd_level(simd_level)
         self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
         self._int_level = linear_int.settle_level("generic" if simd_level == "generic" else None)
         self._launcher = Launcher(num_threads)
         self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[STORAGE[dtype]]
-        # What `rows_finite` found out about logits, for `sample`, which comes right after unless they are changed.
-        self._known: tuple[np.ndarray, Survey] | None = None
+        # Those of the logits that `rows_finite` was given, for `sample`, unless an op changes them in between.
+        self._last_maxima: tuple[np.ndarray, RowMaxima] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
         compiler = f"{current_level()} {numba.config.CPU_NAME or llvm.get_host_cpu_name()} numba {numba.__version__}"
         self.arithmetic = f"{compiler}; {self.simd_level} {self._int_level}, paired {self._paired_kv}"
@@ -191,18 +191,18 @@ class CPUBackend(HostMemory, Backend):
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """Record a program, see threads.py."""
-        self._known = None
+        self._last_maxima = None
         with self._launcher.record() as made:
             recorded = build()
         result = tuple(None if array is None else np.asarray(array) for array in recorded)
-        known = None
-        if self._known is not None:  # logits that `rows_finite` looked at
-            place = next(i for i, array in enumerate(recorded) if array is self._known[0])
-            known = result[place], self._known[1].settled()
+        maxima = None
+        if self._last_maxima is not None:  # logits that `rows_finite` looked at
+            place = next(i for i, array in enumerate(recorded) if array is self._last_maxima[0])
+            maxima = result[place], self._last_maxima[1].readable()
 
         def run() -> Arrays:
             made[0].run()
-            self._known = known
+            self._last_maxima = maxima
             return result
 
         return run
@@ -382,7 +382,7 @@ class CPUBackend(HostMemory, Backend):
         frequency: np.ndarray,
         late: LateTokens | None = None,
     ) -> None:
-        self._known = None
+        self._last_maxima = None
         if late is not None:
             starts, ids, counts = count_late(late.tokens, late.places, starts, ids, counts)
         where = _array(rows, np.int64), _array(starts, np.int64)
@@ -391,29 +391,29 @@ class CPUBackend(HostMemory, Backend):
         choose.penalize(self._launcher, logits, *where, *tokens, *options)
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
-        self._known = None
+        self._last_maxima = None
         np.add.at(logits, (rows, tokens), values)
 
     def keep_only(self, logits: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> None:
-        self._known = None
+        self._last_maxima = None
         for row, allowed in zip(rows.tolist(), mask, strict=True):
             np.copyto(logits[row], -np.inf, where=~allowed)
 
     def put_rows(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-        self._known = None
+        self._last_maxima = None
         logits[rows] = values
 
     def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
-        self._known = None
+        self._last_maxima = None
         choose.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
-        known = survey(self._launcher, logits)
-        self._known = logits, known
-        return known.finite
+        maxima = row_maxima(self._launcher, logits)
+        self._last_maxima = logits, maxima
+        return maxima.finite
 
     def greedy(self, logits: np.ndarray) -> np.ndarray:
-        return self._survey(logits).tokens
+        return self._maxima_of(logits).tokens
 
     def sample(
         self,
@@ -424,18 +424,18 @@ class CPUBackend(HostMemory, Backend):
         min_p: np.ndarray,
         uniforms: np.ndarray,
     ) -> np.ndarray:
-        known = self._survey(logits)
+        maxima = self._maxima_of(logits)
         if not temperature.any():
-            return known.tokens
+            return maxima.tokens
         options = (_array(values, np.float64) for values in (top_p, min_p, uniforms))
-        return choose.sample(self._launcher, known, _array(temperature, np.float64), _array(top_k, np.int64), *options)
+        return choose.sample(self._launcher, maxima, _array(temperature, np.float64), _array(top_k, np.int64), *options)
 
-    def _survey(self, logits: np.ndarray) -> Survey:
-        """Return what is known of the logits, or find it out."""
-        held, self._known = self._known, None
-        return held[1] if held is not None and held[0] is logits else survey(self._launcher, logits)
+    def _maxima_of(self, logits: np.ndarray) -> RowMaxima:
+        """Return the maxima that `rows_finite` has computed for these logits, or compute them."""
+        last, self._last_maxima = self._last_maxima, None
+        return last[1] if last is not None and last[0] is logits else row_maxima(self._launcher, logits)
 
     def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
-        known = survey(self._launcher, logits)
+        maxima = row_maxima(self._launcher, logits)
         k = min(int(k), logits.shape[1])
-        return TopLogprobs(*logprobs_of(self._launcher, known, _array(chosen, np.int64), k))
+        return TopLogprobs(*logprobs_of(self._launcher, maxima, _array(chosen, np.int64), k))

@@ -17,11 +17,10 @@ from numba import literal_unroll
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import op, part, share
 from quire.kernels.cpu.pointers import doubles, floats, ints, longs, octets
-from quire.kernels.cpu.simd import float64_bits, float64_from_bits
-from quire.kernels.cpu.survey import (
+from quire.kernels.cpu.row_maxima import (
     BINS,
     BINS_PER_UNIT,
-    Survey,
+    RowMaxima,
     bin_of,
     bin_of_nth,
     collect,
@@ -30,6 +29,7 @@ from quire.kernels.cpu.survey import (
     key_token,
     sort_keys,
 )
+from quire.kernels.cpu.simd import float64_bits, float64_from_bits
 from quire.kernels.cpu.threads import Launcher
 
 PIECE = 8192  # logits of one work item of `keep_bits`, tokens of one of `penalize`
@@ -296,7 +296,7 @@ def draw(bits, logits, at, size, maxima, groups_at, chunks, top, options, work, 
 def draw_rows(args, first, last, scratch):
     """Items are shares of the rows, each with room for V keys.
 
-    logits, elements between rows, V; maxima, chunks, tops, tokens, finite, as `Survey` has them; temperature, top_k,
+    logits, elements between rows, V; maxima, chunks, tops, tokens, finite, as `RowMaxima` has them; temperature, top_k,
     top_p, min_p, uniforms; chosen tokens; keys; the number of rows and of shares.
     """
     bits, logits, stride, size = ints(args[0]), floats(args[0]), args[1], args[2]
@@ -322,7 +322,7 @@ def draw_rows(args, first, last, scratch):
 
 def sample(
     launcher: Launcher,
-    known: Survey,
+    known: RowMaxima,
     temperature: np.ndarray,
     top_k: np.ndarray,
     top_p: np.ndarray,

@@ -1,6 +1,6 @@
 """SIMD levels: which instructions kernels are compiled for, and so which variants of them there are.
 
-Numba compiles all of a process for one CPU, by default this one with everything it has ("auto"). `settle` makes it
+Numba compiles all of a process for one CPU, by default this one with all its features ("auto"). `select_level` makes it
 another, lesser one; that must happen before the first kernel module is imported, so nothing here imports one. What a
 level offers is read off the features it names (`simd.has_feature`). Numba keeps what it compiled for one CPU apart from
 what it compiled for another, on disk too.
@@ -83,7 +83,7 @@ def current_level() -> str:
     return str(name or "the CPU of NUMBA_CPU_FEATURES")
 
 
-def settle(level: str | None) -> str:
+def select_level(level: str | None) -> str:
     """Make this process compile for `level` and return the one it compiles for.
 
     None and "auto" leave it as it is: what an earlier call chose, or else all that this CPU has.
@@ -100,7 +100,7 @@ def settle(level: str | None) -> str:
             f"simd_level: {level!r} is not allowed; on this CPU it must be one of {', '.join((AUTO, *allowed))}",
             param="simd_level",
         )
-    if _is_settled() or current != AUTO:
+    if _is_selected() or current != AUTO:
         raise ConfigError(
             f"simd_level: {level!r} is not allowed; this process compiles for {current!r} already, so it must be "
             f"{' or '.join(dict.fromkeys((AUTO, current)))}, or be chosen in a new process",
@@ -111,6 +111,6 @@ def settle(level: str | None) -> str:
     return level
 
 
-def _is_settled() -> bool:
+def _is_selected() -> bool:
     """Say whether Numba has asked what CPU it compiles for, or a kernel module has."""
     return FIRST_KERNEL_MODULE in sys.modules or "_toplevel_target_context" in vars(cpu_target)

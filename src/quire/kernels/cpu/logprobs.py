@@ -8,8 +8,8 @@ import numpy as np
 
 from quire.kernels.cpu.jit import op, part, share
 from quire.kernels.cpu.pointers import floats, ints, longs
+from quire.kernels.cpu.row_maxima import RowMaxima, collect_largest, key_token
 from quire.kernels.cpu.simd import add, exp, lane_sum, load, splat, sub
-from quire.kernels.cpu.survey import Survey, collect_largest, key_token
 from quire.kernels.cpu.threads import Launcher
 
 
@@ -66,7 +66,7 @@ def logprob_rows(args, first, last, scratch):
 
 
 def logprobs_of(
-    launcher: Launcher, known: Survey, chosen: np.ndarray, k: int
+    launcher: Launcher, known: RowMaxima, chosen: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return token ids int64 [R, 1 + k], their logprobs float32 [R, 1 + k], and ranks int64 [R] of the chosen.
 

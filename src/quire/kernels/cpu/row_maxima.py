@@ -1,4 +1,4 @@
-"""One look at rows of logits: their largest, whether they are sound, and what finds the next largest without sorting.
+"""Maxima of rows of logits, whether rows are finite, and how the next largest are found without sorting.
 
 A row is cut into chunks of 64 vectors. Of each chunk the sixteen lanes' maxima are kept, so a row of V logits becomes
 V / 64 maxima, each of a group of 64 logits sixteen apart. A group whose maximum is too small is not looked at again:
@@ -40,7 +40,7 @@ BINS_PER_UNIT = 16.0
 
 
 @part
-def survey_chunk(logits, start, stop, maxima, at):
+def chunk_maxima(logits, start, stop, maxima, at):
     """Write the maxima of logits[start:stop]'s groups to maxima[at : at + 16]; return 0, or NaN for NaN or +inf."""
     lowest, none = splat(np.float32(LOWEST)), splat(np.float32(0))
     best, other = splat(np.float32(-np.inf)), splat(np.float32(-np.inf))
@@ -62,7 +62,7 @@ def survey_chunk(logits, start, stop, maxima, at):
 
 
 @op
-def survey_pieces(args, first, last, scratch):
+def piece_maxima(args, first, last, scratch):
     """Items are pieces of rows. logits, elements between rows, V, maxima, flaws; chunks and pieces of a row."""
     logits, stride, size, maxima, flaws = floats(args[0]), args[1], args[2], floats(args[3]), floats(args[4])
     chunks, pieces = args[5], args[6]
@@ -71,7 +71,7 @@ def survey_pieces(args, first, last, scratch):
         for chunk in range(begin, min(begin + PIECE, chunks)):
             start, stop = row * stride + chunk * CHUNK, row * stride + min((chunk + 1) * CHUNK, size)
             number = row * chunks + chunk
-            flaws[number] = survey_chunk(logits, start, stop, maxima, 16 * number)
+            flaws[number] = chunk_maxima(logits, start, stop, maxima, 16 * number)
 
 
 @part
@@ -86,7 +86,7 @@ def first_equal(logits, at, size, maxima, groups_at, chunks, value):
 
 
 @op
-def settle_rows(args, first, last, scratch):
+def reduce_rows(args, first, last, scratch):
     """Items are rows. logits, elements between rows, V, maxima, flaws, chunks; then out: tops, tokens, finite."""
     logits, stride, size, maxima, flaws, chunks = (
         floats(args[0]),
@@ -109,11 +109,11 @@ def settle_rows(args, first, last, scratch):
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What is known of logits [R, V]; it holds for as long as they do not change.
+class RowMaxima:
+    """Maxima of logits [R, V], valid for as long as these do not change.
 
     Attributes:
-        logits: rows anywhere. stride: elements between them.
+        logits: rows that may lie apart. stride: elements between them.
         maxima: float32 [R, chunks * 16]; see the top of this file.
         tops: float32 [R], the largest logit that is not NaN. tokens: int64 [R], the first that has it.
         finite: bool [R]: whether the row holds no NaN and no +inf, and not only -inf.
@@ -126,11 +126,11 @@ class Survey:
     tokens: np.ndarray
     finite: np.ndarray
 
-    def settled(self) -> Survey:
+    def readable(self) -> RowMaxima:
         """Return the same of arrays that can be read, after a recording has ended."""
         arrays = (self.logits, self.maxima, self.tops, self.tokens, self.finite)
         logits, maxima, tops, tokens, finite = (np.asarray(array) for array in arrays)
-        return Survey(logits, self.stride, maxima, tops, tokens, finite)
+        return RowMaxima(logits, self.stride, maxima, tops, tokens, finite)
 
     @property
     def chunks(self) -> int:
@@ -138,8 +138,8 @@ class Survey:
         return self.maxima.shape[1] // 16
 
 
-def survey(launcher: Launcher, logits: np.ndarray) -> Survey:
-    """Look at logits [R, V] once."""
+def row_maxima(launcher: Launcher, logits: np.ndarray) -> RowMaxima:
+    """Compute those of logits [R, V] in one pass."""
     source, stride = as_rows(logits)
     rows, size = source.shape
     chunks = -(-size // CHUNK)
@@ -147,12 +147,12 @@ def survey(launcher: Launcher, logits: np.ndarray) -> Survey:
     maxima, flaws = launcher.empty((rows, 16 * chunks)), launcher.empty((rows, chunks))
     tops, tokens, finite = (launcher.empty((rows,), dtype) for dtype in (np.float32, np.int64, np.bool_))
     launcher.emit(
-        survey_pieces, source, stride, size, maxima, flaws, chunks, pieces, items=rows * pieces, work=rows * size
+        piece_maxima, source, stride, size, maxima, flaws, chunks, pieces, items=rows * pieces, work=rows * size
     )
     # looks at 16 maxima a chunk, and at one chunk once more
     work = rows * (32 * chunks + min(size, CHUNK))
-    launcher.emit(settle_rows, source, stride, size, maxima, flaws, chunks, tops, tokens, finite, items=rows, work=work)
-    return Survey(source, stride, maxima, tops, tokens, finite)
+    launcher.emit(reduce_rows, source, stride, size, maxima, flaws, chunks, tops, tokens, finite, items=rows, work=work)
+    return RowMaxima(source, stride, maxima, tops, tokens, finite)
 
 
 # Order among tokens
