@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.backend import Penalties
 from quire.kernels.cpu.backend import CPUBackend
 from tests.kernels.scenes import as_lists, normal, pair
 
@@ -214,7 +215,7 @@ def test_penalties() -> None:
             expected[row, i] = value - frequency[p] * counts[p, i] - presence[p] * (counts[p, i] > 0)
     for backend in pair():
         target = backend.from_numpy(logits.copy())
-        backend.apply_penalties(target, rows, *as_lists(prompt, counts), repetition, presence, frequency)
+        backend.apply_penalties(target, Penalties(rows, *as_lists(prompt, counts), repetition, presence, frequency))
         np.testing.assert_allclose(backend.to_numpy(target), expected, atol=1e-6)
         np.testing.assert_array_equal(backend.to_numpy(target)[[0, 3, 5]], logits[[0, 3, 5]])
 
@@ -230,7 +231,7 @@ def test_penalties_of_more_tokens_than_a_work_item_has() -> None:
     expected -= options[2][:, None] * counts + options[1][:, None] * (counts > 0)
     for backend in pair():
         target = backend.from_numpy(logits.copy())
-        backend.apply_penalties(target, np.arange(4), *as_lists(prompt, counts), *options)
+        backend.apply_penalties(target, Penalties(np.arange(4), *as_lists(prompt, counts), *options))
         np.testing.assert_allclose(backend.to_numpy(target), expected, atol=1e-6)
 
 

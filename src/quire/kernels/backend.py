@@ -195,6 +195,39 @@ class TopLogprobs(NamedTuple):
         return lambda: TopLogprobs(*(wait() for wait in waiting))
 
 
+class Penalties(NamedTuple):
+    """Repetition, presence and frequency penalties of P rows of logits, and the tokens that they apply to.
+
+    rows: int64 [P], no two the same. repetition, presence, frequency: float32 [P].
+    The tokens of rows[p], in its prompt or output, are ids[starts[p] : starts[p + 1]], none twice, and counts says how
+    often each is in the output; starts int64 [P + 1] from 0, ids and counts int32 [starts[P]].
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+
+    def with_tokens(self, tokens: np.ndarray, places: np.ndarray) -> Penalties:
+        """Return the same with tokens[places[p]] once more in the output of rows[p], where places[p] is not -1."""
+        pieces = []
+        for p, place in enumerate(places.tolist()):
+            own, times = (values[self.starts[p] : self.starts[p + 1]] for values in (self.ids, self.counts))
+            if place >= 0:
+                here = own == tokens[place]
+                times = times + here.astype(times.dtype)
+                if not here.any():
+                    own = np.append(own, tokens[place].astype(own.dtype))
+                    times = np.append(times, np.ones(1, times.dtype))
+            pieces.append((own, times))
+        starts = np.cumsum([0, *(len(own) for own, _ in pieces)], dtype=np.int64)
+        ids, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return self._replace(starts=starts, ids=ids, counts=counts)
+
+
 class ArrayOps(Protocol):
     """Arrays on the device, and their copies to and from the host.
 
@@ -614,22 +647,9 @@ class KVCacheOps(Protocol):
 class SamplingOps(ArrayOps, Protocol):
     """Changes to logits float32 [R, V] of R rows, and sampling from them."""
 
-    def apply_penalties(
-        self,
-        logits: Array,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        ids: np.ndarray,
-        counts: np.ndarray,
-        repetition: np.ndarray,
-        presence: np.ndarray,
-        frequency: np.ndarray,
-        late: LateTokens | None = None,
-    ) -> None:
-        """In place on `rows` int64 [P], no two the same, by the tokens that each has in its prompt or its output.
+    def apply_penalties(self, logits: Array, penalties: Penalties, late: LateTokens | None = None) -> None:
+        """In place: penalize the tokens that each row has in its prompt or its output.
 
-        Those of rows[p] are ids[starts[p] : starts[p + 1]], none twice, and counts says how often each is in the
-        output; starts int64 [P + 1] from 0, ids and counts int32 [starts[P]], the penalties float32 [P].
         Repetition first: positive logits of these tokens are divided by it, others multiplied. Then
         logits -= frequency * count + presence * (count > 0). A token of `late` [P] is in the output once more.
         """

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kernels.backend import Array, Backend, TopLogprobs
+from quire.kernels.backend import Array, Backend, Penalties, TopLogprobs
 from quire.sampling.metadata import Bitmask, SamplingMetadata, SequenceState
 from quire.sampling.penalties import TokenCounts
 from quire.sampling.processors import ProcessorError
@@ -155,13 +155,15 @@ class Sampler:
         options = [state.params for _, state, _ in rows]
         self.backend.apply_penalties(
             logits,
-            places,
-            np.cumsum([0, *(len(counts.ids) for _, _, counts in rows)], dtype=np.int64),
-            np.concatenate([counts.ids for _, _, counts in rows]),
-            np.concatenate([counts.counts for _, _, counts in rows]),
-            np.array([params.repetition_penalty for params in options], dtype=np.float32),
-            np.array([params.presence_penalty for params in options], dtype=np.float32),
-            np.array([params.frequency_penalty for params in options], dtype=np.float32),
+            Penalties(
+                places,
+                np.cumsum([0, *(len(counts.ids) for _, _, counts in rows)], dtype=np.int64),
+                np.concatenate([counts.ids for _, _, counts in rows]),
+                np.concatenate([counts.counts for _, _, counts in rows]),
+                np.array([params.repetition_penalty for params in options], dtype=np.float32),
+                np.array([params.presence_penalty for params in options], dtype=np.float32),
+                np.array([params.frequency_penalty for params in options], dtype=np.float32),
+            ),
             None if batch.late is None else batch.late.of(places),
         )
 

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.kernels.backend import Array, Arrays, AttentionMetadata, Backend, LayerCache, LayerwiseOffload, StepLengths
+from quire.kernels.backend import (
+    Array,
+    Arrays,
+    AttentionMetadata,
+    Backend,
+    LayerCache,
+    LayerwiseOffload,
+    Penalties,
+    StepLengths,
+)
 from quire.kernels.steps import GraphStats, StepShape
 from quire.layers.lora import LoRASlots
 from quire.step import KVCacheSpec
@@ -177,7 +186,7 @@ class StepGraphs:
         backend.add_bias(logits, place, place, one)
         backend.apply_bitmask(logits, place, np.zeros((1, -(-logits.shape[1] // 32)), np.int32))
         number = np.ones(1, np.int32)
-        backend.apply_penalties(logits, place, np.array([0, 1]), number, number, one, one, one)
+        backend.apply_penalties(logits, Penalties(place, np.array([0, 1]), number, number, one, one, one))
         backend.top_logprobs(logits, backend.zeros((size,), "int64"), 1)
         chances = np.full(size, 0.5)
         backend.sample(logits, chances, np.full(size, 2), chances, chances, chances)

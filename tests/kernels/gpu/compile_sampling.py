@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quire.kernels.backend import Penalties
 from quire.kernels.flying import LateTokens
 from quire.kernels.gpu.backend import GPUBackend
 
@@ -27,5 +28,6 @@ def launch() -> None:
     numbers = np.ones(1, np.float32)
     ids = np.zeros(300, np.int32)
     late = LateTokens(torch.zeros(4, dtype=torch.int64), which)
-    backend.apply_penalties(logits, which, np.array([0, 300]), ids, ids, numbers, numbers, numbers, late)
+    penalties = Penalties(which, np.array([0, 300]), ids, ids, numbers, numbers, numbers)
+    backend.apply_penalties(logits, penalties, late)
     backend.bar_after(logits, which, which, late, which)

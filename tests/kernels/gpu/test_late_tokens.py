@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.kernels.backend import Penalties
 from quire.kernels.create import create_backend
 from quire.kernels.flying import LateTokens
 from quire.kernels.gpu import sampling
@@ -68,9 +69,9 @@ def test_penalties_count_a_late_token_as_one_that_the_host_knows(backend: Any, k
             with_it[row, token] += 1
     assert (with_it != counts).any()
     late, known, unaware = (backend.from_numpy(logits.copy()) for _ in range(3))
-    backend.apply_penalties(late, ROWS, *as_lists(prompt, counts), *PENALTIES, late_of(backend, tokens))
-    backend.apply_penalties(known, ROWS, *as_lists(prompt, with_it), *PENALTIES)
-    backend.apply_penalties(unaware, ROWS, *as_lists(prompt, counts), *PENALTIES)
+    backend.apply_penalties(late, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), late_of(backend, tokens))
+    backend.apply_penalties(known, Penalties(ROWS, *as_lists(prompt, with_it), *PENALTIES))
+    backend.apply_penalties(unaware, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES))
     late, known, unaware = (backend.to_numpy(array) for array in (late, known, unaware))
     np.testing.assert_array_equal(late, known)
     assert (late != unaware).sum() == sum(token is not None for token in tokens)
@@ -93,7 +94,7 @@ def test_all_backends_agree() -> None:
         GPUBackend("float32", "float32", DEVICE),
     ):
         target = each.from_numpy(logits.copy())
-        each.apply_penalties(target, ROWS, *as_lists(prompt, counts), *PENALTIES, late_of(each, tokens))
+        each.apply_penalties(target, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), late_of(each, tokens))
         np.testing.assert_allclose(each.to_numpy(target), expected, atol=1e-6)
 
 

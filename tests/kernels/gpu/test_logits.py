@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmarks.gpu import kernels_sampling
 
+from quire.kernels.backend import Penalties
 from quire.kernels.gpu import sampling
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
@@ -71,7 +72,7 @@ def test_what_options_do_to_logits(size: int) -> None:
     results = []
     for backend in PAIR:
         target = backend.from_numpy(logits.copy())[:, size // 2 : size // 2 + size]  # rows that are no neighbours
-        backend.apply_penalties(target, rows, *as_lists(prompt, counts), *penalties)
+        backend.apply_penalties(target, Penalties(rows, *as_lists(prompt, counts), *penalties))
         backend.add_bias(target, places, tokens, values)
         backend.keep_only(target, np.array([3, 0]), prompt[:2] | (counts[:2] > 0))
         backend.put_rows(target, np.array([5]), np.full((1, size), 7, np.float32))
@@ -85,7 +86,8 @@ def test_nothing_to_change() -> None:
     nothing = np.zeros(0, np.int64)
     BACKEND.add_bias(target, nothing, nothing, np.zeros(0, np.float32))
     one = np.ones(1, np.float32)
-    BACKEND.apply_penalties(target, np.array([1]), np.zeros(2, np.int64), *2 * [np.zeros(0, np.int32)], one, one, one)
+    nothing = np.zeros(0, np.int32)
+    BACKEND.apply_penalties(target, Penalties(np.array([1]), np.zeros(2, np.int64), nothing, nothing, one, one, one))
     assert not BACKEND.to_numpy(target).any()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Penalties, TopLogprobs
 from quire.kernels.cpu import (
     activations,
     arithmetic,
@@ -48,7 +48,7 @@ from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
-from quire.kernels.flying import LateTokens, count_late
+from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory
@@ -370,25 +370,13 @@ class CPUBackend(HostMemory, Backend):
 
     # Logits and sampling
 
-    def apply_penalties(
-        self,
-        logits: np.ndarray,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        ids: np.ndarray,
-        counts: np.ndarray,
-        repetition: np.ndarray,
-        presence: np.ndarray,
-        frequency: np.ndarray,
-        late: LateTokens | None = None,
-    ) -> None:
+    def apply_penalties(self, logits: np.ndarray, penalties: Penalties, late: LateTokens | None = None) -> None:
         self._last_maxima = None
         if late is not None:
-            starts, ids, counts = count_late(late.tokens, late.places, starts, ids, counts)
-        where = _array(rows, np.int64), _array(starts, np.int64)
-        tokens = _array(ids, np.int32), _array(counts, np.int32)
-        options = (_array(values, np.float32) for values in (repetition, presence, frequency))
-        choose.penalize(self._launcher, logits, *where, *tokens, *options)
+            penalties = penalties.with_tokens(late.tokens, late.places)
+        dtypes = (np.int64, np.int64, np.int32, np.int32, np.float32, np.float32, np.float32)
+        arrays = (_array(values, dtype) for values, dtype in zip(penalties, dtypes, strict=True))
+        choose.penalize(self._launcher, logits, *arrays)
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         self._last_maxima = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import TopLogprobs
+from quire.kernels.backend import Penalties, TopLogprobs
 from quire.kernels.flying import LateTokens
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.logits_kernels import (
@@ -35,19 +35,9 @@ MOST_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys
 class SamplingOps(ArrayOps):
     """Logits and sampling."""
 
-    def apply_penalties(
-        self,
-        logits: torch.Tensor,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        ids: np.ndarray,
-        counts: np.ndarray,
-        repetition: np.ndarray,
-        presence: np.ndarray,
-        frequency: np.ndarray,
-        late: LateTokens | None = None,
-    ) -> None:
-        """All that the device is told goes there in one copy."""
+    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, late: LateTokens | None = None) -> None:
+        """Everything goes to the device in one copy."""
+        rows, starts, ids, counts, *factors = penalties
         count, places = len(ids), len(rows)
         if not count and late is None:
             return
@@ -55,7 +45,7 @@ class SamplingOps(ArrayOps):
         lists, options = entries[: 3 * count].reshape(3, count), entries[3 * count :].reshape(7, places)
         lists[0], lists[1], lists[2] = np.repeat(np.arange(places, dtype=np.int32), np.diff(starts)), ids, counts
         options[0] = rows
-        for line, values in zip(options[1:4], (repetition, presence, frequency), strict=True):
+        for line, values in zip(options[1:4], factors, strict=True):
             line[:] = np.asarray(values, np.float32).view(np.int32)
         options[4] = -1 if late is None else late.places
         options[5], options[6] = starts[:-1], starts[1:]

@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Tensor, TopLogprobs
+from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Penalties, Tensor, TopLogprobs
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import LateTokens, count_late
+from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
@@ -373,20 +373,10 @@ class ReferenceBackend(HostMemory, Backend):
 
     # Logits and sampling
 
-    def apply_penalties(
-        self,
-        logits: torch.Tensor,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        ids: np.ndarray,
-        counts: np.ndarray,
-        repetition: np.ndarray,
-        presence: np.ndarray,
-        frequency: np.ndarray,
-        late: LateTokens | None = None,
-    ) -> None:
+    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, late: LateTokens | None = None) -> None:
         if late is not None:
-            starts, ids, counts = count_late(self.to_numpy(late.tokens), late.places, starts, ids, counts)
+            penalties = penalties.with_tokens(self.to_numpy(late.tokens), late.places)
+        rows, starts, ids, counts, repetition, presence, frequency = penalties
         lengths = np.diff(starts)
         times, tokens = self.from_numpy(counts), self.from_numpy(ids.astype(np.int64))
         where = self.from_numpy(np.repeat(rows.astype(np.int64), lengths)), tokens
