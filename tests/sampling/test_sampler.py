@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.kernels.backend import LateTokens
 from quire.kernels.create import create_backend
-from quire.kernels.flying import LateTokens
 from quire.sampling.sampler import Sampler, SamplerOutput
 from quire.sampling_params import SamplingParams
 from tests.helpers.sampling_rows import metadata_of

@@ -23,7 +23,6 @@ import numpy as np
 
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import LateTokens
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
 from quire.kernels.steps import DirectStager, GraphStats, Stager, StepShape
@@ -193,6 +192,21 @@ class TopLogprobs(NamedTuple):
         """Start copying all of it to the host; the function waits and returns it with numpy arrays."""
         waiting = [backend.fetch(array) for array in self]
         return lambda: TopLogprobs(*(wait() for wait in waiting))
+
+
+class LateTokens(NamedTuple):
+    """The last tokens of rows, on the device only: that of row r is tokens[places[r]], or known if places[r] is -1.
+
+    `tokens` is an array int64 of the backend, `places` int64 numpy [R].
+    """
+
+    tokens: Array
+    places: np.ndarray
+
+    def of(self, rows: np.ndarray) -> LateTokens | None:
+        """Return those of `rows` int64 [n], in this order; None if all are known."""
+        places = self.places[rows]
+        return LateTokens(self.tokens, places) if (places >= 0).any() else None
 
 
 class Penalties(NamedTuple):

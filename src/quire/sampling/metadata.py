@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kernels.backend import NEG_INF
-from quire.kernels.flying import LateTokens
+from quire.kernels.backend import NEG_INF, LateTokens
 from quire.sampling.penalties import Dry, TokenCounts
 from quire.sampling.processors import LogitsProcessorFactory, Processors
 from quire.sampling.truncation import Truncation

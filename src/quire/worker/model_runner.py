@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.backend import Array, Backend, KVCache, LayerCache, LayerwiseOffload
-from quire.kernels.flying import LateTokens
+from quire.kernels.backend import Array, Backend, KVCache, LateTokens, LayerCache, LayerwiseOffload
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.engine_request import EngineRequest, ThinkingData
-from quire.kernels.flying import LateTokens
+from quire.kernels.backend import LateTokens
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import BlockTransfer, NewSequenceData, SchedulerOutput, Tier, TransferOp

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import Penalties
-from quire.kernels.flying import LateTokens
+from quire.kernels.backend import LateTokens, Penalties
 from quire.kernels.gpu.backend import GPUBackend
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.kernels.backend import Penalties
+from quire.kernels.backend import LateTokens, Penalties
 from quire.kernels.create import create_backend
-from quire.kernels.flying import LateTokens
 from quire.kernels.gpu import sampling
 from quire.kernels.gpu.backend import GPUBackend
 from tests.kernels.gpu.common import DEVICE

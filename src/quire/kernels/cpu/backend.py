@@ -15,7 +15,15 @@ import numpy as np
 
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Penalties, TopLogprobs
+from quire.kernels.backend import (
+    Arrays,
+    AttentionMetadata,
+    AttentionParams,
+    Backend,
+    LateTokens,
+    Penalties,
+    TopLogprobs,
+)
 from quire.kernels.cpu import (
     activations,
     arithmetic,
@@ -48,7 +56,6 @@ from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
-from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory

@@ -13,7 +13,7 @@ MILLISECONDS = 1e-3
 
 
 class FlyingOps(ArrayOps):
-    """See `kernels.flying`. A handful of launches a step, outside of recordings, and nobody waits."""
+    """Tokens that stay on the device, and events. A handful of launches a step, outside of recordings."""
 
     def take_tokens(self, target: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
         torch.index_select(source, 0, places, out=target)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import Penalties, TopLogprobs
-from quire.kernels.flying import LateTokens
+from quire.kernels.backend import LateTokens, Penalties, TopLogprobs
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.logits_kernels import (
     add_values,

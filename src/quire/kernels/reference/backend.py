@@ -16,9 +16,17 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import ConfigError
-from quire.kernels.backend import Arrays, AttentionMetadata, AttentionParams, Backend, Penalties, Tensor, TopLogprobs
+from quire.kernels.backend import (
+    Arrays,
+    AttentionMetadata,
+    AttentionParams,
+    Backend,
+    LateTokens,
+    Penalties,
+    Tensor,
+    TopLogprobs,
+)
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.flying import LateTokens
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
