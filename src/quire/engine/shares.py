@@ -1,8 +1,8 @@
 """Sharing a machine's memory among several models, so that any of them may be loaded together, up to a number.
 
 What each takes beside its KV cache is predicted as `quire plan` does. The models that are pinned and the largest of the
-others are what may have to fit at once. What is left then is shared out in equal parts among the caches of which
-the options do not say how large they are.
+others are what may have to fit at once. What is left is divided in equal parts among the caches whose
+size the options leave open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SharingModel:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a model gets: options that say how large its caches are, and the context that they hold [tokens]."""
+    """The options of a model with the size of its caches, and the context that they hold [tokens]."""
 
     config: EngineConfig
     max_model_len: int
@@ -106,7 +106,7 @@ def _free(needs: Sequence[_Need]) -> int:
 
 
 def _asked_caches(config: EngineConfig, footprint: Footprint) -> int | None:
-    """Return the bytes of KV cache and host pool, if the options say how large the former is."""
+    """Return the bytes of KV cache and host pool, if the options give the size of the former."""
     cache = config.cache
     assert config.model.max_model_len is not None
     if cache.num_gpu_blocks_override is not None:

@@ -54,12 +54,12 @@ class AttentionMetadata:
         logits_indices: int64 [R], the tokens whose hidden states are computed to the end; None for all.
         further: block_tables and slot_mapping of groups of layers 1, 2, ...; those above belong to group 0.
         state_rows: int64 [S], the row of each sequence in layers' states; None where no layer has any. Sequences of
-            padding share one that belongs to nobody. A sequence
-            without computed tokens (seq_lens is as long as its part of the step) starts from zeros, whatever is there.
+            padding share one that no other has. A sequence without computed tokens (seq_lens is as long as its
+            part of the step) starts from zeros, whatever is there.
         token_types: int64 [T], 0 or 1, for encoders that mark the two texts of a pair; None for other models.
-        lengths: cu_query_lens and seq_lens as the host has them; None where a recording must hold for other steps.
+        lengths: cu_query_lens and seq_lens on the host; None where a recording must hold for other steps.
         single: each sequence has exactly one token, so that row s is that of sequence s.
-        plans: what a backend works out once and keeps for the layers after, whatever their group.
+        plans: what a backend computes once for all layers, of any group.
 
     Entries of a block table for positions that no query of the step sees may be any block of the pool. A recording may
     be padded: rows at the end belong to no sequence, have slots of -1, where nothing is written, and get any result;
@@ -79,7 +79,7 @@ class AttentionMetadata:
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of_group(self, group: int) -> AttentionMetadata:
-        """Return what layers of this group go by: the same step, in their blocks."""
+        """Return the metadata for layers of this group: the same step, with their blocks."""
         if group == 0:
             return self
         block_tables, slot_mapping = self.further[group - 1]
@@ -87,7 +87,7 @@ class AttentionMetadata:
 
 
 class StepLengths(NamedTuple):
-    """What the host knows of a step's sequences: int64 numpy [S], their tokens of this step, and of their context."""
+    """Lengths of a step's sequences on the host: int64 numpy [S], their tokens of this step, and of their context."""
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
@@ -732,10 +732,10 @@ class MemoryOps(Protocol):
         """Bytes of that memory that this process has taken, in use or not."""
 
     def release_memory(self) -> None:
-        """Give what nobody uses any more back to the system, or to the driver."""
+        """Return unused memory to the system, or to the driver."""
 
     def measure(self, work: Callable[[], object]) -> DeviceMemory | None:
-        """Run `work` and say what is taken of the device, and what `work` took beside that at most, `step`.
+        """Run `work` and return the memory that is used, and the most that `work` took beside it, `step`.
 
         None, and `work` does not run, where memory is counted ahead instead.
         """
@@ -747,7 +747,7 @@ class GraphOps(ArrayOps, Protocol):
     The defaults are those of a device whose ops are done when they return, and that gains nothing by padding.
 
     Attributes:
-        pads: whether `step_shape` may return more than was asked for.
+        pads: whether `step_shape` may return more than it is given.
     """
 
     pads: bool = False

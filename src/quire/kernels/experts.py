@@ -37,7 +37,7 @@ class RoutingParams:
     """How a router's logits [E] become `top_k` experts and their weights.
 
     Scores are made of the logits; the experts with the best scores (plus `bias`) are chosen, of the best groups if
-    there are any; their weights are their scores, without bias, renormalized if asked for, times `scale`.
+    there are any; their weights are their scores, without bias, renormalized if `renormalize`, times `scale`.
 
     Attributes:
         scoring: "softmax" of all logits, "sigmoid" of each, or "softmax_chosen": the choice goes by the logits, and the

@@ -1,7 +1,7 @@
 """What backends agree on about LoRA adapters (Hu et al. 2021): what one changes, and which rows of a step have which.
 
-An adapter in use lies in a *slot*, and so do its changes to each layer: slot numbers are all that a step's arrays say
-about adapters. How a slot holds what it holds is each backend's business.
+An adapter in use is in a *slot*, and so are its changes to each layer: a step's arrays have slot numbers only. How a
+slot stores its factors is up to the backend.
 """
 
 from __future__ import annotations

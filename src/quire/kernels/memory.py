@@ -1,7 +1,7 @@
 """How much memory this machine can still give to this process: the kernel's estimate, capped by control groups.
 
 Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates;
-`release_memory` gives back what others have let go of. What a GPU has is asked in `gpu/driver.py` and `gpu/memory.py`.
+`release_memory` returns free memory to the system. A GPU's memory is queried in `gpu/driver.py` and `gpu/memory.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device, as somebody who is about to allocate a KV cache must see them.
+    """Memory of a device before its KV cache is allocated, in bytes.
 
     Attributes:
         total: what `gpu_memory_utilization` is a share of: on a host what is free, on a GPU all it has.

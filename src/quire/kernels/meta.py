@@ -216,7 +216,7 @@ class MetaBackend(CollectiveOps):
         return array
 
     def vector(self, tensor: Tensor) -> np.ndarray:
-        """Count a vector, which is held in float32; the values mean nothing."""
+        """Count a vector, which is stored in float32; the values mean nothing."""
         self._add(tensor.array.size * 4, "vector")
         return np.broadcast_to(np.float32(0), tensor.array.shape)
 
@@ -308,7 +308,7 @@ class MetaBackend(CollectiveOps):
 
     def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
         """See `arithmetic.combine`."""
-        # Not np.shape, which would ask the arrays themselves; they refuse.
+        # Not np.shape, which calls into the arrays themselves; they refuse.
         shape = np.broadcast_shapes(*(getattr(array, "shape", ()) for array in (x, y)))
         self._count += 1
         return self.empty(shape) if out is None else out
@@ -513,10 +513,10 @@ class MetaBackend(CollectiveOps):
         capacity = min(shares * segments, PARTIAL_BYTES // (4 * slot))
         items, merges = (tokens + 2 * shares + 1, RECORD), (shares + 1, RECORD)
         staged = self.empty(items, np.int64)
-        kept = self.empty(items, np.int64), self.empty(merges, np.int64), self.empty((WORD_COUNT,), np.int64)
+        records = self.empty(items, np.int64), self.empty(merges, np.int64), self.empty((WORD_COUNT,), np.int64)
         partials = self._out((capacity, slot))
         del staged
-        return (*kept, partials)
+        return (*records, partials)
 
     # Logits
 

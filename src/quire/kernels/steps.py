@@ -12,7 +12,7 @@ import numpy as np
 
 
 class StepShape(NamedTuple):
-    """A step's size as a backend wants to compute it, none of it smaller than asked for.
+    """A step's size as a backend computes it, no part of it smaller than requested.
 
     tokens, sequences, rows: flat tokens, sequences, rows to sample; what is more than the step has is padding, see
     `AttentionMetadata`. recorded: "no": computed op by op, in exact sizes; "whole": as one recording; "pieces": as

@@ -2,7 +2,8 @@
 
 `FittedCost` is linear in features of a step, except in the number of tokens, where it goes straight from one measured
 number to the next. So it needs no theory of where the weights' bandwidth ends and arithmetic begins: the bend of the
-roofline (Williams et al. 2009) is in the measurements. `RooflineCost` is the theory, for machines nobody can measure.
+roofline (Williams et al. 2009) is in the measurements. `RooflineCost` is the theory, for machines that are not
+there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ HOST_FEATURES = ("num_sequences", "num_new", "num_new_known_tokens", "num_tokens
 
 
 class CostModel(Protocol):
-    """Says how long a step takes."""
+    """Predicts how long a step takes."""
 
     @property
     def num_shapes(self) -> int:
@@ -146,7 +147,7 @@ def load_cost(path: Path) -> FittedCost:
     )
     numbers = (*model.knots, *model.knot_seconds, *model.device, *model.host, model.host_base, model.moved_block)
     sound = all(isinstance(value, int | float) and 0 <= value < math.inf for value in (*numbers, model.disk_block))
-    if not sound or not model.knots or any(have != wanted for have, wanted in lengths):
+    if not sound or not model.knots or any(have != expected for have, expected in lengths):
         raise ConfigError(f"cost_model: {path}: times must be numbers >= 0, one for each feature", param="cost_model")
     if list(model.knots) != sorted(set(model.knots)) or model.knots[0] < 1 or not any(model.knot_seconds):
         raise ConfigError(f"cost_model: {path}: knots must rise from 1 or more and cost something", param="cost_model")
@@ -163,7 +164,7 @@ class RooflineCost:
     Attributes:
         bandwidth: bytes/s. flops: 1/s. overhead: seconds added to every step. host: seconds per sequence of a step.
         link, disk: bytes/s between device and host, and to disk.
-        work: what the model's weights ask for, for each token and sampled token, and attention for each pair.
+        work: bytes and operations for each token and each sampled token, and of attention for each pair.
         token_kv_bytes: of one token's keys and values in all layers. block_bytes: of one KV block.
         state_bytes: of one sequence, in layers that keep a state.
         num_layers, num_resident: attention layers, and those of them that are on the device in every block.

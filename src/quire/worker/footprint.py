@@ -1,7 +1,7 @@
-"""What a worker will take of memory, known before it takes any: from config.json, weight headers, and shapes.
+"""Estimates a worker's memory before it takes any: from config.json, weight headers, and shapes.
 
-The model's own constructor says which tensors there are, and the step's own code (`StepGraphs`, the model's `forward`)
-runs on arrays without data (`kernels/meta.py`), so that what is said here and what happens cannot part.
+The model's own constructor names the tensors, and the step's own code (`StepGraphs`, the model's `forward`) runs on
+arrays without data (`kernels/meta.py`), so that the estimate cannot diverge from what happens.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Footprint:
     def step(self, config: EngineConfig) -> StepBytes:
         """Return what steps of this config take at most: a full prefill and a full batch of decodes.
 
-        What only some requests ask for is not in it: penalties (some bytes for each different token of a text) and
+        What only some requests need is not in it: penalties (some bytes for each different token of a text) and
         logprobs of prompts; nor are CUDA graphs (`graph_bytes`).
         """
         limits, length = config.scheduler, config.model.max_model_len
@@ -181,7 +181,7 @@ class Footprint:
         graphs = self._graphs(caches, states, tokens, limits.max_num_seqs, -(-length // block_size))
         slots = None if self._lora is None else np.zeros(rows, np.int64)
         groups = 1 + max((cache.group for cache in caches), default=0)
-        pools = self._info.pooling is not None  # then all hidden states may be asked for
+        pools = self._info.pooling is not None  # then all hidden states may be requested
         for count in dict.fromkeys((tokens, rows)):
             graphs.run(_inputs(count, rows, groups, 0 if pools else rows), all_hidden=pools, adapter_slots=slots)
         if self._gpu:
@@ -209,8 +209,8 @@ class Footprint:
     def work(self, block_size: int) -> StepWork:
         """Return what the rows of a step read and compute, whatever its size; adapters are left out.
 
-        The model has run for one token, whose logits are wanted or not. One that cannot run on shapes is taken to read
-        and multiply all of its weights for every token.
+        The model has run for one token, with and without its logits. One that cannot run on meta arrays is
+        assumed to read and multiply all of its weights for every token.
         """
         backend, caches = self._backend, self._caches(block_size)
         if not self._model.recordable:
@@ -290,7 +290,7 @@ class _Shapes:
 
 
 class _WeightLog:
-    """A source that assigns weights to parts by the tensors read for them, and says what is in memory meanwhile.
+    """A source that assigns weights to parts by the tensors read for them, and knows what is in memory meanwhile.
 
     Attributes:
         names: of all tensors read. by_part: bytes of packed weights. loading: most bytes at a time, tensors included.
@@ -332,12 +332,12 @@ class _WeightLog:
             part = part_of(self.names[-1]) if self.names else "other"
         self.by_part[part] += nbytes
         if self._checkpoint is None:
-            held = sum(4 * size for _, size in sources)  # invented in float32
+            unpacked = sum(4 * size for _, size in sources)  # made up in float32
         else:
             here = sum(_entry_bytes(self._checkpoint, name) for name, _ in sources if name in self._checkpoint)
-            held = min(self._read, RESIDENT_BYTES) + here
+            unpacked = min(self._read, RESIDENT_BYTES) + here
             self._read += here
-        self.loading = max(self.loading, total + held)
+        self.loading = max(self.loading, total + unpacked)
 
 
 def _entry_bytes(checkpoint: TensorSource, name: str) -> int:
@@ -347,9 +347,9 @@ def _entry_bytes(checkpoint: TensorSource, name: str) -> int:
 
 def _disk_bytes(checkpoint: TensorSource, names: list[str]) -> Mapping[str, int]:
     found = dict.fromkeys((*PARTS, "unused"), 0)
-    asked = set(names)
+    read = set(names)
     for name in checkpoint.names:
-        found[part_of(name) if name in asked else "unused"] += _entry_bytes(checkpoint, name)
+        found[part_of(name) if name in read else "unused"] += _entry_bytes(checkpoint, name)
     return found
 
 

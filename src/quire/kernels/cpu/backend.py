@@ -1,4 +1,4 @@
-"""CPUBackend: the Backend ops on numpy arrays. It checks what it is given and says which op files serve it.
+"""CPUBackend: the Backend ops on numpy arrays. It checks arguments and dispatches to the op files.
 
 Those files emit instructions (threads.py), which run at once or, inside `graph`, become a program. What samples
 tokens is never recorded and may look at values here.
@@ -94,7 +94,7 @@ def _activation(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
 
 
 def _resolve_simd_level(level: str | None) -> str:
-    """Return the level asked for, or the best of this CPU for None."""
+    """Return the level given, or the best of this CPU for None."""
     allowed = SIMD_LEVELS if HAS_BF16_DOT else SIMD_LEVELS[1:]
     if level is not None and level not in allowed:
         raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
@@ -160,7 +160,7 @@ class CPUBackend(HostMemory, Backend):
         return self._int_level
 
     def compiled_before(self) -> bool:
-        """Say whether this backend's main kernels lie compiled on disk, so that the first step starts at once."""
+        """Return whether this backend's main kernels are compiled on disk, so that the first step starts at once."""
         return all(op.is_cached() for op in self._main_ops())
 
     def _main_ops(self) -> list[Op]:
@@ -187,8 +187,8 @@ class CPUBackend(HostMemory, Backend):
         return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
 
     def fetch(self, array: np.ndarray) -> Callable[[], np.ndarray]:
-        held = np.array(self.to_numpy(array))
-        return lambda: held
+        copied = np.array(self.to_numpy(array))
+        return lambda: copied
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -233,9 +233,9 @@ class CPUBackend(HostMemory, Backend):
     ) -> Weight:
         gated = gated and can_gate(parts)
         if self.quantization is None and not exact:
-            held = self._as_stored(parts, biases, gated, table)
-            if held is not None:
-                return held
+            stored = self._as_stored(parts, biases, gated, table)
+            if stored is not None:
+                return stored
         if self.quantization is None or exact:
             return pack(parts, biases, self.dtype, self._launcher, self._paired, gated)
         if self.quantization == "int4" and not table:
@@ -282,7 +282,7 @@ class CPUBackend(HostMemory, Backend):
             return rows.zero_other_rows(self._launcher, self.embedding(local, weight), ids, first_row, weight.outputs)
         if isinstance(weight, linear_int.IntLinear):
             return linear_int.embed(self._launcher, rows.as_ids(self._launcher, ids), weight)
-        assert isinstance(weight, CPULinear), "tables are not held as codes"
+        assert isinstance(weight, CPULinear), "tables are not stored as codes"
         return rows.embedding(self._launcher, ids, weight.data, weight.inputs, weight.depth, weight.paired)
 
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:

@@ -1,9 +1,9 @@
 """ReferenceBackend: the Backend ops in torch, written to be read. Runs on any torch device; fast on none.
 
 Same numbers as the CPU backend up to rounding: activations are float32, weights are rounded to `dtype` and keys and
-values to `kv_dtype`. What others hold as integers is rounded to them here (quantize.py) and held as floats. Sums over K
-or over keys are taken in float64 where the device has it, so that the order of summation, which torch chooses by batch
-size, hardly ever shows; `invariant.py` has a backend where it cannot.
+values to `kv_dtype`. Weights that others store as integers are rounded to these here (quantize.py), and stored as
+floats. Sums over K or over keys are taken in float64 where the device has it, so that the order of summation, which
+torch chooses by batch size, hardly ever shows; `invariant.py` has a backend where it cannot.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class ReferenceBackend(HostMemory, Backend):
         return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
-        held = self.to_numpy(array.clone())
-        return lambda: held
+        copied = self.to_numpy(array.clone())
+        return lambda: copied
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch: who computes which token, and the sum of what they say."""
+"""Mixtures of experts in plain torch: which expert computes which token, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def mix_experts(
     compute: Callable[[torch.Tensor, ReferenceExpert], Any],
 ) -> torch.Tensor:
     """Return the weighted sum of compute(row, expert) over each row's experts; sums go by the order of `ids`."""
-    said = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
+    outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     for number, expert in enumerate(experts):
         tokens, places = torch.where(ids == number)
         if len(tokens):
-            said[tokens, places] = compute(x[tokens], expert)
+            outputs[tokens, places] = compute(x[tokens], expert)
     out = torch.zeros_like(x)
     for place in range(ids.shape[1]):
-        out = out + weights[:, place, None] * said[:, place]
+        out = out + weights[:, place, None] * outputs[:, place]
     return out
