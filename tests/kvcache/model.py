@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.kvcache.block_hash import BlockHasher
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.manager import KVCacheManager
 from quire.step import BlockTransfer
 from tests.helpers.transfers import Move, disk_loads, disk_stores, moves
@@ -82,6 +83,11 @@ def table(kv: KVCacheManager, sequence: Sequence, group: int = 0) -> list[int]:
     return kv.block_ids(sequence.sequence_id)[group]
 
 
+def free_ids(pool: BlockPool) -> list[int]:
+    """Ids of the free blocks in the order of allocation."""
+    return [block.block_id for block in pool.free_blocks()]
+
+
 def take(kv: KVCacheManager) -> tuple[list[Move], list[BlockTransfer], list[BlockTransfer]]:
     """What was to be transferred since the last call: within memory, to the disk, from the disk."""
     transfers = kv.take_transfers()
@@ -102,7 +108,7 @@ def fill(kv: KVCacheManager) -> None:
 def snapshot(kv: KVCacheManager) -> tuple:
     """Everything a failing operation must leave as it was."""
     pools = [
-        (pool.free_block_ids(), [(block.ref_count, block.block_hash) for block in pool.blocks], pool.num_released)
+        (free_ids(pool), [(block.ref_count, block.block_hash) for block in pool.blocks], pool.num_freed)
         for pool in (kv.pool, kv.host.pool)
     ]
     tables = {name: [table.copy() for table in tables] for name, tables in kv._tables.items()}

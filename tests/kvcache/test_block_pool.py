@@ -30,7 +30,7 @@ def test_blocks_are_handed_out_by_id_at_first():
 
 def test_taking_too_many_takes_none():
     pool = BlockPool(2)
-    with pytest.raises(QuireError, match="3 blocks wanted, 2 free"):
+    with pytest.raises(QuireError, match="3 blocks requested, 2 free"):
         pool.get_new_blocks(3)
     assert pool.num_free == 2
 
@@ -75,7 +75,7 @@ def test_a_hit_takes_a_block_out_of_the_middle_of_the_queue():
     pool = BlockPool(3)
     a, b, c = cached(pool, "abc")
     pool.touch([b])
-    assert pool.free_block_ids() == [a.block_id, c.block_id]
+    assert [block.block_id for block in pool.free_blocks()] == [a.block_id, c.block_id]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])

@@ -9,7 +9,19 @@ import pytest
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import UNCHANGED, KVCacheManager
-from tests.kvcache.model import BLOCK, Sequence, cached, fork, grow, manager, snapshot, start, table, transfers
+from tests.kvcache.model import (
+    BLOCK,
+    Sequence,
+    cached,
+    fork,
+    free_ids,
+    grow,
+    manager,
+    snapshot,
+    start,
+    table,
+    transfers,
+)
 
 # ---- tables ----
 
@@ -169,7 +181,7 @@ def test_freed_blocks_are_reused_last_block_first():
     start(kv, a)
     blocks = table(kv, a)
     kv.free(a)
-    assert kv.pool.free_block_ids() == blocks[::-1]
+    assert free_ids(kv.pool) == blocks[::-1]
     assert cached(kv, list(range(13))) == 12
     kv.pool.get_new_blocks(1)
     assert cached(kv, list(range(13))) == 8

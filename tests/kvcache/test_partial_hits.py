@@ -7,7 +7,7 @@ import pytest
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from tests.helpers.transfers import COPY
-from tests.kvcache.model import BLOCK, Sequence, cached, fill, grow, manager, start, table, take, transfers
+from tests.kvcache.model import BLOCK, Sequence, cached, fill, free_ids, grow, manager, start, table, take, transfers
 
 
 def token_manager(num_blocks: int = 16, unit: int = 1, **options) -> KVCacheManager:
@@ -103,7 +103,7 @@ def test_a_source_that_is_the_last_free_block_is_taken_over():
     start(kv, a)
     start(kv, b)
     kv.free(a)
-    (source,) = kv.pool.free_block_ids()
+    (source,) = free_ids(kv.pool)
     kv.start_step()
     c = Sequence("c", [1, 2, 3, 4])
     hit = kv.find_prefix(c)
@@ -126,7 +126,7 @@ def test_a_source_that_is_the_next_to_be_reused_is_taken_over_and_the_other_bloc
     kv.pool.touch([other])
     kv.pool.register(other, b"o" * 16)
     kv.pool.free([other])
-    assert kv.pool.free_block_ids()[0] == source.block_id
+    assert free_ids(kv.pool)[0] == source.block_id
     kv.start_step()
     c = Sequence("c", [1, 2, 3, 4])
     hit = kv.find_prefix(c)

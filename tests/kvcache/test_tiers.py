@@ -8,7 +8,7 @@ from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.tiers import BlockHeader, HostHit, TierHit
 from tests.helpers.transfers import COPY, IN, OUT
-from tests.kvcache.model import BLOCK, Sequence, cached, fill, grow, manager, snapshot, start, table, take
+from tests.kvcache.model import BLOCK, Sequence, cached, fill, free_ids, grow, manager, snapshot, start, table, take
 from tests.kvcache.model import transfers as moved
 
 # ---- host ----
@@ -480,7 +480,7 @@ def test_what_is_reused_next_goes_to_the_host_many_blocks_at_a_time():
     kv.start_step()
     ahead = moved(kv)
     assert [kind for kind, _, _ in ahead] == [OUT] * 7
-    assert {source for _, source, _ in ahead} == set(kv.pool.free_block_ids())
+    assert {source for _, source, _ in ahead} == set(free_ids(kv.pool))
     grow(kv, b, *range(104, 109))
     assert moved(kv) == []
     kv.check_integrity()

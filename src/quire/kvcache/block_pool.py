@@ -17,11 +17,11 @@ class Block:
 
     Attributes:
         block_id: index into the worker's KV storage (or into the host's pool, see `tiers`).
-        ref_count: sequences whose block table holds it; 0 means it stands in the free queue.
-        block_hash: name of the token prefix that the content stands for, once it may be shared; None otherwise. A free
-            block keeps its name, and so can be hit, until it is handed out again.
-        parent_hash, token_ids: of a named block: the name of the prefix before it, and its own tokens. A block whose
-            tokens are fewer than its slots is a *tail*, the last one of a sequence that has left.
+        ref_count: block tables that have it; 0 means it is in the free queue.
+        block_hash: of all tokens up to its end, once it is registered; None otherwise. A free block keeps its hash, and
+            so can be hit, until it is allocated again.
+        parent_hash, token_ids: of a registered block: the hash of the prefix before it, and its own tokens. A block
+            with fewer tokens than slots is a *tail*, the last one of a sequence that has ended.
         step: in which step the content was or will be computed.
         prev_free, next_free: neighbours in the free queue; None while the block is in use.
     """
@@ -53,11 +53,11 @@ class Block:
 
 
 NULL_BLOCK = Block(0)
-"""Stands in a block table where a window has moved on: the worker never reads there, so any valid id will do."""
+"""Placeholder in a block table where a sliding window has passed; the worker never reads there."""
 
 
 class FreeBlockQueue:
-    """An intrusive doubly linked list of free blocks. A block may stand in one queue at most."""
+    """An intrusive doubly linked list of free blocks. A block may be in one queue at most."""
 
     __slots__ = ("_head", "_length", "_tail")
 
@@ -100,7 +100,7 @@ class FreeBlockQueue:
         self._insert(self._head, block, self._head.next_free)
 
     def remove(self, block: Block) -> None:
-        """Take `block` out, wherever it stands; raise `QuireError` if it stands in no queue."""
+        """Take `block` out, wherever it is; raise `QuireError` if it is in no queue."""
         before, after = block.prev_free, block.next_free
         if before is None or after is None:
             raise QuireError(f"{block!r} is not in the free queue")
@@ -137,22 +137,21 @@ class FreeBlockQueue:
 class BlockPool:
     """A fixed number of blocks with reference counts and a map from content hash to block.
 
-    Several blocks may hold the same content (two sequences that generated the same text side by side): block tables
-    are append-only, so duplicates are not merged. One of them is found by `lookup`; the others take over in turn when
-    it is reused.
+    Several blocks may have the same content, where sequences generated the same text at the same time: block tables are
+    append-only, so duplicates remain. `lookup` finds one of them, and another one when that is evicted.
 
     The last `num_layerwise_blocks` are layerwise (see `layerwise`), the others resident. Each kind is allocated in its
     own LRU order, resident ones first as a rule: their content is evicted before a layerwise block is taken, even one
     that holds nothing.
 
     Args:
-        on_register, on_unregister: told of each block that can be found from now on, and that no longer can.
-        on_reuse: told of a block with content that is about to be handed out again, while the content is still there.
+        on_register, on_unregister: called with each block that is registered, and before it is unregistered.
+        on_evict: called with a registered block that is about to be allocated again, while its content is there.
 
     Attributes:
         first_layerwise: id of the first layerwise block; as many as there are blocks if none is.
-        blocks: all blocks, by id. num_released, num_reused: how many times a block became free, and how many times one
-            with content to be kept was handed out again; they only grow.
+        blocks: all blocks, by id. num_freed, num_evicted: counters of blocks that became free, and of calls of
+            `on_evict`.
     """
 
     def __init__(
@@ -162,12 +161,12 @@ class BlockPool:
         *,
         on_register: Callable[[Block], None] | None = None,
         on_unregister: Callable[[Block], None] | None = None,
-        on_reuse: Callable[[Block], None] | None = None,
+        on_evict: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.num_released = 0
-        self.num_reused = 0
-        self._on_register, self._on_unregister, self._on_reuse = on_register, on_unregister, on_reuse
+        self.num_freed = 0
+        self.num_evicted = 0
+        self._on_register, self._on_unregister, self._on_evict = on_register, on_unregister, on_evict
         self.first_layerwise = num_blocks - num_layerwise_blocks
         self._free = FreeBlockQueue(self.blocks[: self.first_layerwise])
         self._free_layerwise = FreeBlockQueue(self.blocks[self.first_layerwise :])
@@ -181,7 +180,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks no sequence holds; many of them still answer to prefix hits."""
+        """Blocks in no block table; many of them can still be hit."""
         return len(self._free) + len(self._free_layerwise)
 
     @property
@@ -195,21 +194,17 @@ class BlockPool:
         return len(self._free_layerwise)
 
     def free_blocks(self) -> Iterator[Block]:
-        """Yield the free blocks in the order of reuse."""
+        """Yield the free blocks in the order of allocation."""
         return chain(self._free, self._free_layerwise)
 
-    def free_block_ids(self) -> list[int]:
-        """Ids of the free blocks in the order of reuse; O(free), for tests and diagnosis."""
-        return [block.block_id for block in self.free_blocks()]
-
     def get_new_blocks(self, count: int, *, prefer_layerwise: bool = False) -> list[Block]:
-        """Take `count` blocks out of the free queues, forgetting their content; each has one reference afterwards.
+        """Allocate `count` blocks with one reference each, evicting their content.
 
         Resident blocks come before layerwise ones; with `prefer_layerwise` after them, while any of those is in use.
         The caller has checked `num_free`; `QuireError` otherwise, with nothing taken.
         """
         if count > self.num_free:
-            raise QuireError(f"{count} blocks wanted, {self.num_free} free")
+            raise QuireError(f"{count} blocks requested, {self.num_free} free")
         taken = []
         first, second = self._free, self._free_layerwise
         if prefer_layerwise and len(second) < self.num_layerwise:
@@ -217,16 +212,16 @@ class BlockPool:
         for _ in range(count):
             block = (first or second).popleft()
             if block.block_hash is not None:
-                if self._on_reuse is not None:
-                    self.num_reused += 1
-                    self._on_reuse(block)
+                if self._on_evict is not None:
+                    self.num_evicted += 1
+                    self._on_evict(block)
                 self.unregister(block)
             block.ref_count = 1
             taken.append(block)
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add one reference to each block, taking it out of the free queue if it stands there."""
+        """Add one reference to each block, taking it out of the free queue if it is there."""
         for block in blocks:
             if block.ref_count == 0:
                 self._queue_of(block).remove(block)
@@ -235,15 +230,15 @@ class BlockPool:
     def free(self, blocks: Iterable[Block]) -> None:
         """Drop one reference to each block; those without any left become free, in the order given.
 
-        Blocks with findable content go to the back of the queue; the others hold nothing worth keeping and go to the
-        front, so that cached content lives longer and fewer memory pages are touched.
+        Registered blocks go to the back of the queue; the others, whose content is of no use, to the front, so that
+        cached content lives longer and fewer memory pages are touched.
         """
         for block in blocks:
             if block.ref_count <= 0:
                 raise QuireError(f"double free of {block!r}")
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.num_released += 1
+                self.num_freed += 1
                 if block.block_hash is None:
                     self._queue_of(block).prepend(block)
                 else:
@@ -264,7 +259,7 @@ class BlockPool:
         token_ids: list[int] | None = None,
         step: int = -1,
     ) -> None:
-        """Let a block in use be found under `block_hash` from now on; the rest is noted on it, see `Block`."""
+        """Let `lookup` find a block in use by its hash; the other arguments are as in `Block`."""
         if block.block_hash is not None:
             raise QuireError(f"{block!r} is registered already")
         block.block_hash = block_hash
@@ -277,7 +272,7 @@ class BlockPool:
             self._cached[block_hash] = block
 
     def unregister(self, block: Block) -> None:
-        """Forget the content of `block`; a block without registered content is left as it is."""
+        """Undo `register`; no error if `block` is not registered."""
         block_hash = block.block_hash
         if block_hash is None:
             return
@@ -296,7 +291,7 @@ class BlockPool:
             del self._duplicates[block_hash]
 
     def unregister_all(self) -> int:
-        """Forget all content; return the number of blocks that had some."""
+        """Unregister all blocks; return how many were registered."""
         count = 0
         for block in self.blocks:
             if block.block_hash is not None:
@@ -305,14 +300,14 @@ class BlockPool:
         return count
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
-        """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references that tables hold."""
+        """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references of block tables."""
         self._free.check_integrity()
         self._free_layerwise.check_integrity()
         in_queue = {block.block_id for block in self.free_blocks()}
         if any(block.block_id >= self.first_layerwise for block in self._free) or any(
             block.block_id < self.first_layerwise for block in self._free_layerwise
         ):
-            raise QuireError("a block stands in the free queue of the other kind")
+            raise QuireError("a block is in the free queue of the other kind")
         registered = 0
         for block, expected in zip(self.blocks, ref_counts, strict=True):
             if block.ref_count != expected:

@@ -122,7 +122,7 @@ class KVCacheManager:
             num_layerwise_blocks,
             on_register=self.tree.add,
             on_unregister=self._unregistered,
-            on_reuse=self._evicted if num_host_blocks or num_disk_records else None,
+            on_evict=self._evicted if num_host_blocks or num_disk_records else None,
         )
         self.host = HostTier(num_host_blocks, self.transfers)
         self.disk = DiskTier(num_disk_records, stored, self.transfers)
@@ -142,7 +142,7 @@ class KVCacheManager:
         self._uncacheable: set[str] = set()  # sequences that had blocks when the prefix cache was reset
         self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
-        self._num_reused = 0
+        self._num_evicted = 0
 
     # ---- sizes ----
 
@@ -178,8 +178,8 @@ class KVCacheManager:
         """Begin a step: what was computed before it may be copied, and is stored where it became free."""
         self._step += 1
         self.layerwise.start_step(self._step)
-        if self.pool.num_reused != self._num_reused:
-            self._num_reused = self.pool.num_reused
+        if self.pool.num_evicted != self._num_evicted:
+            self._num_evicted = self.pool.num_evicted
             self.host.store_ahead(self.pool.free_blocks(), self.block_size)
         if self._unstored:
             for block in self._unstored.values():

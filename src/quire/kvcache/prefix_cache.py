@@ -114,7 +114,7 @@ def first_block_in_window(position: int, window: int, block_size: int) -> int:
 
 
 class PrefixTree:
-    """Named blocks below their prefixes."""
+    """Registered blocks by the prefix that they continue, and their first token."""
 
     __slots__ = ("_children",)
 
@@ -122,12 +122,12 @@ class PrefixTree:
         self._children: dict[tuple[bytes, int], dict[int, Block]] = {}
 
     def add(self, block: Block) -> None:
-        """Take in a block that was just named."""
+        """Add a block that was just registered."""
         if block.token_ids:
             self._children.setdefault((block.parent_hash, block.token_ids[0]), {})[block.block_id] = block
 
     def remove(self, block: Block) -> None:
-        """Forget a block that is about to lose its name."""
+        """Remove a block that is about to be unregistered."""
         if block.token_ids:
             key = (block.parent_hash, block.token_ids[0])
             siblings = self._children[key]
@@ -136,9 +136,9 @@ class PrefixTree:
                 del self._children[key]
 
     def match(self, parent_hash: bytes, token_ids: list[int], before_step: int) -> tuple[Block | None, int]:
-        """Return the block after the prefix `parent_hash` that begins as `token_ids` do for longest, and how long.
+        """Return the block after the prefix `parent_hash` that shares most first tokens with `token_ids`, and how many.
 
-        Only blocks computed before step `before_step` count; of many children the latest are looked at.
+        Only blocks computed before step `before_step` count; of many children the latest are compared.
         """
         if not token_ids:
             return None, 0
@@ -149,7 +149,7 @@ class PrefixTree:
         for number, block in enumerate(reversed(siblings.values())):
             if number == MOST_CHILDREN:
                 break
-            # Most children part from the prompt no later than the best so far, which one comparison tells.
+            # Most children diverge no later than the best so far, which takes one comparison to see.
             if block.step < before_step and block.token_ids[: most + 1] == token_ids[: most + 1]:
                 length = common_length(block.token_ids, token_ids)
                 if length > most:

@@ -308,7 +308,7 @@ class Admission:
 
     def state(self) -> tuple[int, int, int]:
         """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
-        return self.kv.pool.num_released, self.requests.num_added, self.requests.num_running_sequences
+        return self.kv.pool.num_freed, self.requests.num_added, self.requests.num_running_sequences
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""

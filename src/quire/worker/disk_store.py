@@ -52,16 +52,16 @@ STORE_FILES = ("meta", "headers", "blocks", "meta.new", "lock")  # in the order 
 
 
 def header_nbytes(block_size: int) -> int:
-    """Return how long the headers of blocks of `block_size` tokens may be: room for the tokens, and names beside."""
+    """Return the most bytes of a header of a block of `block_size` tokens: the tokens and two hashes."""
     return 128 + 4 * block_size
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGeometry:
-    """What makes blocks of two stores different things.
+    """What two stores must agree on to share blocks.
 
     Attributes:
-        fingerprint: of what computed the blocks. block_nbytes: of one block in all layers. block_size: tokens of one.
+        fingerprint: see `fingerprint.py`. block_nbytes: of one block in all layers. block_size: tokens of one.
         header_nbytes: most bytes of a header.
     """
 
@@ -100,9 +100,9 @@ class DiskStore:
     """One open store. `save` and `load` may be called from several threads, for different slots.
 
     Args:
-        folder: where stores lie; it is made if need be. Only the user may look into what is made here.
-        num_bytes: most bytes this store may take; a smaller number than before cuts off what lies beyond. Other stores
-            in the folder, the longest unused first, are deleted until at this moment all together take no more.
+        folder: of all stores; it is created if need be, with access for the user only.
+        num_bytes: most bytes of this store; a smaller number than before truncates it. Other stores in the folder, the
+            least recently used first, are deleted until all together take no more.
 
     Raises:
         ConfigError: another engine has the store open, the folder cannot be used, or not one block fits.
@@ -134,7 +134,7 @@ class DiskStore:
             logger.warning("kv_disk_space is %d bytes, but %s has room for %d", num_bytes, folder, free)
 
     def scan(self) -> list[tuple[int, bytes]]:
-        """Return (slot, header) of every sound header; the blocks are looked at when they are loaded."""
+        """Return (slot, header) of every valid header; blocks are verified when they are loaded."""
         size = self.geometry.head_nbytes
         at_once = max(1, SCAN_BYTES // size)
         found = []
@@ -167,7 +167,7 @@ class DiskStore:
             self.stop_saving(str(error))
 
     def erase(self) -> None:
-        """Forget every block, and give its disk space back. Nobody may save or load meanwhile."""
+        """Drop every block and free its disk space. No `save` or `load` may run meanwhile."""
         try:
             os.truncate(self._headers, 0)
             os.truncate(self._blocks, 0)
@@ -198,7 +198,7 @@ class DiskStore:
         return payload
 
     def close(self) -> None:
-        """Close the files and let others use the store."""
+        """Close the files and unlock the store."""
         self._opened.close()
 
     # Opening
@@ -286,7 +286,7 @@ class DiskStore:
         return record[HEAD.size : HEAD.size + length], digest
 
     def _warn(self, slot: int, reason: str) -> None:
-        """Say it once aloud: a failing disk has many bad blocks."""
+        """Warn once, then log at debug level: a failing disk has many bad blocks."""
         logger.log(logging.DEBUG if self._warned else logging.WARNING, "%s: slot %d: %s", self.folder, slot, reason)
         self._warned = True
 
