@@ -248,7 +248,7 @@ def use_many(server: Server, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("count", [4, pytest.param(800, marks=pytest.mark.slow)])
 def test_many_forms_and_clients_that_leave_leave_nothing(server: Server, count: int) -> None:
-    use_many(server, 20, seed=0)  # processes and threads are started when they are first needed
+    use_many(server, 8, seed=0)  # processes and threads are started when they are first needed
     assert at_rest(server)
     before = processes(server)
     memory = sum(process.memory_info().rss for process in before)

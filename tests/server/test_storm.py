@@ -157,10 +157,10 @@ def held(live: LiveServer) -> dict[str, int]:
     """Return what the server holds on to; all of it must be nothing once nobody wants anything."""
     context, llm = live.context, live.llm
     outputs = llm._outputs
-    shelves = context.responses._shelves.values()
+    owners = context.responses._by_owner.values()
     return {
         "open requests": context.num_open,
-        "generations": len(context.jobs),
+        "jobs": len(context.jobs),
         "users of the model": context.models.first.num_users,
         "waiting for the model": len(context.models.first.waiters),
         "unfinished requests": llm.num_unfinished,
@@ -170,9 +170,9 @@ def held(live: LiveServer) -> dict[str, int]:
         "calls": len(llm._calls) + len(llm._stats_calls),
         "waiting prompt tokens": llm.ttft.num_queued_tokens if llm.num_unfinished else 0,
         "places of keys": sum([quota.num_running for quota in context.keys._quotas.values()]),
-        "timelines": len(context.records._live),
-        "tasks of timelines": len(context.records._tasks),
-        "unfinished responses": sum([len(shelf.responses) - len(shelf.finished) for shelf in shelves]),
+        "records": len(context.records._live),
+        "tasks of records": len(context.records._tasks),
+        "unfinished responses": sum([len(own.responses) - len(own.finished) for own in owners]),
         "tasks of responses": len(context.responses._tasks),
         "connections": len(live.connections),
     }

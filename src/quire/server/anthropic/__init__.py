@@ -1,3 +1,3 @@
-"""Anthropic's Messages API, on top of chats: `protocol` (fields), `translate` (requests), `answer` (messages and
-streams) and `routes`. How errors look is in `quire.server.errors`.
+"""Anthropic's Messages API, on top of chats: `translate` and `conversation` (requests), `answer` (messages and streams)
+and `routes`. Errors are in `quire.server.errors`.
 """

@@ -1,3 +1,3 @@
-"""Ollama's API, on top of chats and completions: `protocol` (fields), `translate` (requests), `answer` (answers and
-streams), `routes`, and `catalogue` for the routes about models. How errors look is in `quire.server.errors`.
+"""Ollama's API, on top of chats and completions: `translate` (requests), `answer` (responses and streams), `embed`,
+`routes`, and `catalogue` for the routes about models. Errors are in `quire.server.errors`.
 """
