@@ -139,3 +139,22 @@ def test_a_message_the_scheduler_refuses_gets_an_error_and_does_not_end_the_loop
     run_loop(core, receive, sent.append)
     ends = {o.sequence_id: o.finish_reason for m in sent if isinstance(m, EngineOutputs) for o in m.outputs}
     assert ends == {"empty": "error", "fine": "length"}
+
+
+def test_drafts_change_no_token_and_save_steps(folder: Path) -> None:
+    outputs = []
+    for guess in (None, [1, 2, 3], [1, 2, 9]):  # what is added to the last token; the next one is its successor
+        core = make_core(folder, num_gpu_blocks_override=64)
+        core.add(request("a", [1, 2, 3], max_tokens=12))
+        tokens: list[int] = []
+        num_steps = 0
+        while core.has_unfinished():
+            if tokens and guess is not None:
+                core.scheduler.propose("a", [tokens[-1] + number for number in guess])
+            for output in core.step().outputs:
+                tokens += output.new_token_ids
+            num_steps += bool(core.has_unfinished())
+        assert core.call("check_integrity") == {"ok": True}
+        outputs.append((tokens, num_steps))
+    assert [tokens for tokens, _ in outputs] == [list(range(4, 16))] * 3
+    assert [num_steps for _, num_steps in outputs] == [12, 4, 5]

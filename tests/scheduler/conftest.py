@@ -509,15 +509,15 @@ class Run:
         return self.process(*self.in_flight.popleft())
 
     def process(self, plan: SchedulerOutput, output: ModelOutput) -> SchedulerOutput:
-        for news in self.scheduler.update_from_output(plan, output):
-            name = news.sequence_id
+        for entry in self.scheduler.update_from_output(plan, output):
+            name = entry.sequence_id
             assert self.last.get(name) is None or self.last[name].finish_reason is None
-            self.first.setdefault(name, news)
-            self.last[name] = news
-            self.tokens[name] += news.new_token_ids
-            self.prompt_logprobs[name] += news.prompt_logprobs or []
-            if news.beams is not None:
-                self.beams[name] = news.beams
+            self.first.setdefault(name, entry)
+            self.last[name] = entry
+            self.tokens[name] += entry.new_token_ids
+            self.prompt_logprobs[name] += entry.prompt_logprobs or []
+            if entry.beams is not None:
+                self.beams[name] = entry.beams
         self.scheduler.check_integrity()
         return plan
 

@@ -1,4 +1,4 @@
-"""A step planned while the one before runs: what is known of that, what is not, and what becomes of it."""
+"""A step planned while the one before is in flight: expected ends, tentative tokens, preemption, aborts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def both(run, kind, requests, **options):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_what_ends_by_count_is_known_before_it_ends(run, request_of, kind):
-    waiting, flying = both(run, kind, lambda: [request_of(f"r{i}", 5 + i, 4 + 3 * i) for i in range(4)])
-    assert flying.tokens == waiting.tokens
-    assert flying.num_ahead > 5
-    assert flying.scheduler.stats().num_discarded_tokens == 0
-    assert [n for n in flying.scheduled() if n] == [n for n in waiting.scheduled() if n]
+    waiting, overlapped = both(run, kind, lambda: [request_of(f"r{i}", 5 + i, 4 + 3 * i) for i in range(4)])
+    assert overlapped.tokens == waiting.tokens
+    assert overlapped.num_ahead > 5
+    assert overlapped.scheduler.stats().num_discarded_tokens == 0
+    assert [n for n in overlapped.scheduled() if n] == [n for n in waiting.scheduled() if n]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -36,10 +36,10 @@ def test_a_stop_id_costs_one_token_more(run, request_of, kind):
     probe.add(request_of("a", 6, 20))
     probe.finish()
     stop_id = probe.tokens["a"][7]
-    waiting, flying = both(run, kind, lambda: [request_of("a", 6, 20, stop_ids=[stop_id])])
-    assert flying.tokens == waiting.tokens and flying.reason("a") == "stop"
-    assert sum(map(len, flying.scheduled())) == sum(map(len, waiting.scheduled())) + 1
-    assert flying.scheduler.stats().num_discarded_tokens == 1
+    waiting, overlapped = both(run, kind, lambda: [request_of("a", 6, 20, stop_ids=[stop_id])])
+    assert overlapped.tokens == waiting.tokens and overlapped.reason("a") == "stop"
+    assert sum(map(len, overlapped.scheduled())) == sum(map(len, waiting.scheduled())) + 1
+    assert overlapped.scheduler.stats().num_discarded_tokens == 1
 
 
 def test_blocks_are_named_when_their_last_token_is_known(run, request_of):
@@ -71,17 +71,17 @@ def test_no_block_hash_covers_a_token_that_is_not_final(run, request_of):
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_nobody_is_ended_for_want_of_blocks_that_a_flying_step_sets_free(run, request_of, kind):
+def test_nobody_is_ended_for_want_of_blocks_that_a_step_in_flight_frees(run, request_of, kind):
     """Four sequences of one request, which end one after the other by their stop ids, in a pool that is too small."""
     ends = []
     for number in range(60):
         name, options = f"a{number}", {"num_blocks": 9, "block_size": 2, "max_model_len": 16}
-        waiting, flying = both(
+        waiting, overlapped = both(
             run, kind, lambda name=name: [request_of(name, 4, 12, n=4, stop_ids=range(9))], **options
         )
-        assert flying.tokens == waiting.tokens
-        assert {n: flying.reason(n) for n in flying.last} == {n: waiting.reason(n) for n in waiting.last}
-        ends += [news.finish_reason for news in flying.last.values()]
+        assert overlapped.tokens == waiting.tokens
+        assert {n: overlapped.reason(n) for n in overlapped.last} == {n: waiting.reason(n) for n in waiting.last}
+        ends += [news.finish_reason for news in overlapped.last.values()]
     assert ends.count("stop") > 50 and ends.count("error") > 10
 
 
@@ -127,7 +127,7 @@ def test_one_preempted_in_flight_may_end_with_its_token(run, request_of):
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_name_may_be_used_again_while_the_aborted_one_flies(run, request_of, kind):
+def test_a_name_may_be_used_again_while_the_aborted_one_is_in_flight(run, request_of, kind):
     one = run(kind, ahead=True)
     one.add(request_of("a", 6, 9), request_of("b", 7, 9))
     one.step()
@@ -162,7 +162,7 @@ def test_steps_that_decide_more_are_waited_for(run, request_of, options):
     ("options", "waited"),
     [({"prompt_logprobs": 1}, 1), ({"repetition_detection": {"max_pattern_size": 2, "min_count": 30}}, 0)],
 )
-def test_steps_fly_once_the_prompt_is_scored_and_while_repetitions_are_looked_for(run, request_of, options, waited):
+def test_steps_overlap_once_the_prompt_is_scored_and_while_repetitions_are_detected(run, request_of, options, waited):
     one = run(ahead=True)
     one.add(request_of("a", 6, 9, **options))
     one.finish()
@@ -171,7 +171,7 @@ def test_steps_fly_once_the_prompt_is_scored_and_while_repetitions_are_looked_fo
     assert one.tokens["a"] == one.expected("a")[0]
 
 
-def test_parts_of_a_prompt_fly_and_so_do_forked_sequences(run, request_of):
+def test_chunks_of_a_prompt_overlap_and_so_do_forked_sequences(run, request_of):
     one = run(ahead=True, max_num_batched_tokens=8)
     one.add(request_of("a", 20, 6, n=2))
     one.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from quire.scheduler.unified import UnifiedPlanner
 from tests.helpers.transfers import COPY, moves
-from tests.scheduler.test_properties import OPERATIONS, FlyingLoad, RandomLoad, shared_options
+from tests.scheduler.test_properties import OPERATIONS, InFlightLoad, RandomLoad, shared_options
 
 SEEDS = 8  # of a group
 
@@ -44,7 +44,7 @@ class LayerwiseLoad(RandomLoad):
     def step(self) -> None:
         scheduler = self.run.scheduler
         oldest = scheduler.requests.running[0] if scheduler.requests.running else None
-        FlyingLoad.step(self)
+        InFlightLoad.step(self)
         plan, first_layerwise = self.run.plans[-1], scheduler.kv.pool.first_layerwise
         self.num_brought_back += sum(
             kind == COPY and source >= first_layerwise > target for kind, source, target in moves(plan.transfers)

@@ -214,8 +214,8 @@ class RandomLoad:
         assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.spec.cache_salt)
 
 
-class FlyingLoad(RandomLoad):
-    """Random operations beside flying steps. Who is served in which step is not what it would be otherwise."""
+class InFlightLoad(RandomLoad):
+    """Random operations with steps in flight, so that other sequences are served in a step than without."""
 
     def __init__(self, run, request_of, kind: type, seed: int) -> None:
         super().__init__(lambda *args, **options: run(*args, ahead=True, **options), request_of, kind, seed)
@@ -261,7 +261,7 @@ def test_random_load_yields_what_each_request_yields_alone(run, request_of, alon
 def test_random_load_with_a_step_in_flight_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
     counts = dict.fromkeys(("ahead", "preempted ahead", "discarded", "preempted", "hits", "copies", "host", "disk"), 0)
     for seed in range(group * SEEDS_PER_GROUP, (group + 1) * SEEDS_PER_GROUP):
-        load = FlyingLoad(run, request_of, kind, seed)
+        load = InFlightLoad(run, request_of, kind, seed)
         for _ in range(OPERATIONS):
             load.operate()
         load.run.finish()

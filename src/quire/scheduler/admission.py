@@ -18,8 +18,8 @@ from quire.scheduler.policy import Policy
 from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, SchedulerStats
 
-WINDOW = 32  # waiting requests looked at in a step; bounds what a step costs
-ADAPTER_WINDOWS = 8  # so many times as many requests are looked at, where some wait for room for their adapter
+WINDOW = 32  # most waiting requests considered in a step; bounds its cost
+ADAPTER_WINDOWS = 8  # so many times as many are considered where some wait for room for their adapter
 ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
@@ -312,8 +312,11 @@ class Admission:
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
-        held = self.kv.num_allocated_blocks(request.sequences)
-        return self.requests.running in ([], [request]) and held + self.kv.pool.num_free == self.kv.pool.num_blocks
+        num_allocated = self.kv.num_allocated_blocks(request.sequences)
+        return (
+            self.requests.running in ([], [request])
+            and num_allocated + self.kv.pool.num_free == self.kv.pool.num_blocks
+        )
 
     def may_resume(self, request: Request, plan: Plan) -> bool:
         """Whether a waiting request may run in this step; not one that was preempted in it, or while in flight."""
@@ -398,7 +401,7 @@ class Admission:
         return True
 
     def waits_for_disk(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a waiting request does better to wait for blocks on disk; begins to read them if nobody does.
+        """Whether a waiting request does better to wait for blocks on disk; begins to load those not under way.
 
         That is tried once for each request.
         """
@@ -407,7 +410,7 @@ class Admission:
         if hit.loading:
             return True
         request.loaded = True
-        # Those who run must be able to go on meanwhile: a block each, and some to grow.
+        # Running requests must be able to go on meanwhile: a block for each sequence, and some to grow.
         num_reserved = 0
         if self.requests.running:
             num_reserved = self.requests.num_running_sequences * len(self.kv.windows) + self.watermark_blocks
@@ -420,13 +423,13 @@ class Admission:
 
     def finish_infeasible(self, request: Request, num_more: int) -> None:
         """End a request whose sequences, side by side, do not fit even alone; they would need `num_more` blocks."""
-        held = self.kv.num_allocated_blocks(request.sequences)
+        needed = self.kv.num_allocated_blocks(request.sequences) + num_more
         self.requests.finish(
             request,
             RequestStatus.FINISHED_IGNORED,
-            f"the {request.num_sequences} sequences of this request need {held + num_more} KV blocks side by side, but "
+            f"the {request.num_sequences} sequences of this request need {needed} KV blocks side by side, but "
             f"the whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer "
-            f"sequences or tokens; --num-gpu-blocks-override {held + num_more} lets them go on",
+            f"sequences or tokens; --num-gpu-blocks-override {needed} lets them go on",
         )
 
     def has_room_ahead(self) -> bool:

@@ -24,7 +24,7 @@ class LiveRequests:
         num_running_sequences: how many sequences the running requests may have side by side.
         num_added: how many requests were ever added.
         outputs: of requests that ended otherwise than by the model's output; to be sent with the next ones.
-        finished_ids, forks: what the worker is to be told of sequences with the next plan.
+        finished_ids, forks: ids of sequences that ended, and new forks, for the next plan.
     """
 
     def __init__(self, kv: KVCacheManager, policy: Policy, clock: Callable[[], float]) -> None:
@@ -174,7 +174,7 @@ class LiveRequests:
             self.finish(request, RequestStatus.FINISHED_STOPPED)
 
     def remove(self, sequence: Sequence, *, corrupt: bool = False) -> None:
-        """Free the blocks of `sequence` and forget it; with `corrupt` nobody may find their content any more."""
+        """Free the blocks of `sequence` and forget it; with `corrupt` their content leaves the prefix cache."""
         sequence.request.num_output_tokens += len(sequence.token_ids) - sequence.num_prompt_tokens
         self._sequences.pop(sequence.sequence_id, None)
         sequence.is_live = False
@@ -192,7 +192,7 @@ class LiveRequests:
             self.waiting.remove(request)
 
     def _leave_worker(self, sequence: Sequence) -> bool:
-        """Return whether the worker must be told that `sequence` leaves it; it need not for a fork not sent yet."""
+        """Return whether a plan must say that `sequence` leaves the worker; a fork not sent yet is not sent at all."""
         was_on_worker, sequence.on_worker = sequence.on_worker, False
         kept = [fork for fork in self.forks if fork.sequence_id != sequence.sequence_id]
         was_on_worker &= len(kept) == len(self.forks)

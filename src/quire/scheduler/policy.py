@@ -38,7 +38,7 @@ class Policy:
 class PriorityPolicy(Policy):
     """Lower `priority` first; among equals, first come, first served.
 
-    With `ageing` [s] a request gains one rank for each such time that it waits, so that nobody waits for ever. Since
+    With `ageing` [s] a request gains one rank for each such time that it waits, so that none waits for ever. Since
     all gain at the same rate, their order never changes and the key stays what it was at arrival.
     """
 

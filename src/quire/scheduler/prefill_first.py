@@ -117,7 +117,7 @@ class PrefillFirstPlanner:
                 break
 
     def _passed_delay(self) -> bool:
-        """Whether those who wait have done so for long enough, or nobody runs."""
+        """Whether waiting requests have waited for long enough, or none runs."""
         if not (self.delay_factor and self._requests.running and self._requests.waiting):
             return True
         earliest = min(request.spec.arrival_time for request in self._requests.waiting.first(WINDOW))
@@ -128,7 +128,7 @@ class PrefillFirstPlanner:
 
         Returns OK also if it was ended or waits for the disk, so that others may come; None if it was the step, not
         the memory, that had no room. What was generated before a preemption makes a prompt longer. One that has become
-        longer than a step is computed in several, which nobody else joins, except in what is left of the last one.
+        longer than a step is computed in several, which no other request joins, except in what is left of the last one.
         """
         if self._requests.num_running_sequences + request.num_sequences > self.admission.max_num_seqs:
             return None
@@ -153,7 +153,7 @@ class PrefillFirstPlanner:
     def can_allocate(self, request: Request, hit: PrefixHit) -> AllocStatus:
         """Return whether a waiting request has room for its known tokens, of which the cache holds `hit`.
 
-        The watermark stays free, for those who run. What was preempted once may also take that, if nobody runs.
+        The watermark stays free, for running requests. One that was preempted may also take that, if none runs.
         """
         first, num_blocks = request.sequences[0], self._kv.pool.num_blocks
         reserve = 0 if request.num_preemptions else self.admission.watermark_blocks
@@ -176,7 +176,7 @@ class PrefillFirstPlanner:
     def _prefill(self, request: Request, plan: Plan) -> None:
         """Let `request`, which runs, compute what it lacks of its known tokens, preempting those behind it.
 
-        If nobody is behind it, what is missing waits until others end; so may others of its own sequences.
+        If none is behind it, the rest waits until other sequences end, perhaps of its own.
         """
         for sequence in request.sequences[:]:
             if plan.budget <= 0:
@@ -245,7 +245,7 @@ class PrefillFirstPlanner:
     # ---- swapped requests ----
 
     def _schedule_swapped(self, plan: Plan) -> None:
-        """Bring back swapped requests in order, while there are budget and blocks; nobody has taken their slots."""
+        """Bring back swapped requests in order, while there are budget and blocks; their slots are free."""
         for request in [r for r in self._requests.waiting if r.status is RequestStatus.SWAPPED]:
             if not self.admission.adapter_fits(request) or not self.admission.may_resume(request, plan):
                 continue

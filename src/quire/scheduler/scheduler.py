@@ -108,13 +108,12 @@ class Scheduler:
             self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_requests(self) -> bool:
-        """Whether anybody waits for an output: there are live requests, or refusals to be sent."""
+        """Whether outputs are to come: there are live requests, or refusals to be sent."""
         return bool(len(self.requests) or self.requests.outputs)
 
     def has_unfinished(self) -> bool:
-        """Whether there is work: outputs to come, or something that the worker must be told or must finish."""
-        owed = self.requests.finished_ids or self.kv.num_loading or self.kv.transfers
-        return bool(self.has_requests() or owed)
+        """Whether there is work: outputs to come, sequences to remove from the worker, or transfers."""
+        return bool(self.has_requests() or self.requests.finished_ids or self.kv.num_loading or self.kv.transfers)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
@@ -190,7 +189,7 @@ class Scheduler:
         """Process the result of `plan`, the oldest step in flight; return one output per sequence that has any.
 
         Results of requests aborted meanwhile are dropped. An empty plan has no result; its outputs are those of
-        requests that ended otherwise. Raises `QuireError` if the model left out a token it owed.
+        requests that ended otherwise. Raises `QuireError` if a token is missing in the result.
         """
         outputs: list[SequenceOutput] = []
         if not plan.is_empty:
@@ -317,7 +316,7 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput], *, refused: bool) -> None:
         """End `sequence`, and all that depends on it, with an error.
 
-        If its request is not `refused`, its logits were not finite, and its KV may be bad: nobody may find it.
+        If its request is not `refused`, its logits were not finite, and its KV may be bad: it leaves the prefix cache.
         """
         request = sequence.request
         if not refused and request.status is not RequestStatus.RUNNING:

@@ -31,7 +31,7 @@ def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
 
 
 def stop_reason(sequence: Sequence) -> int | None:
-    """Return the last token id if the caller asked to stop at it; None for an EOS of the model."""
+    """Return the last token id if it is one of `stop_token_ids`; None for an EOS of the model."""
     last = sequence.token_ids[-1]
     return last if last in (sequence.request.spec.sampling_params.stop_token_ids or ()) else None
 

@@ -266,7 +266,7 @@ class UnifiedPlanner:
             self._blocked = admission.state()
 
     def _admit(self, request: Request, plan: Plan, shares: dict[str, int] | None) -> bool | None:
-        """Start or resume `request` if all its known tokens fit beside what others were promised.
+        """Start or resume `request` if all its known tokens fit beside what sequences in the plan still need.
 
         Returns whether it did; None if that is no reason to block others: it waits for the disk, or was ended.
         """
@@ -300,42 +300,42 @@ class UnifiedPlanner:
         return True
 
 
-def share_tokens(budget: int, wanted: list[int], most: int, long_chunk: int) -> list[int]:
-    """Return how many of `budget` tokens each prompt may compute that lacks `wanted` tokens, at most `most`.
+def share_tokens(budget: int, num_left: list[int], most: int, long_chunk: int) -> list[int]:
+    """Return how many of `budget` tokens each prompt may compute that has `num_left` tokens left, at most `most`.
 
     The prompts are in order of age, the oldest first.
 
     The shortest go first, so that a short prompt does not wait behind a long one. Two things bound this:
 
-    - A fourth is kept for the oldest, so that every prompt is done in the end, however many short ones come.
+    - A fourth is reserved for the oldest, so that every prompt is done in the end, however many short ones come.
     - What does not end in this step makes those wait that do. So it gets a third of their tokens (or a sixteenth of the
-      budget, if that is more). Prompts longer than the budget that nobody waits beside get `long_chunk` tokens
-      together, so that the step is over soon for whoever comes meanwhile. Steps are shorter then, not emptier: no
+      budget, if that is more). Where all are longer than the budget, they get `long_chunk` tokens together, so that
+      the step is over soon for requests that arrive meanwhile. Steps are shorter then, not emptier: no
       work is lost.
     """
-    shares = [0] * len(wanted)
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    kept = min(wanted[0], most, -(-budget // OLDEST_SHARE))
+    shares = [0] * len(num_left)
+    order = sorted(range(len(num_left)), key=num_left.__getitem__)
+    reserved = min(num_left[0], most, -(-budget // OLDEST_SHARE))
     num_ending = 0
     for index in order:
-        kept = 0 if index == 0 else kept
-        if wanted[index] > min(most, budget - kept - num_ending):
+        reserved = 0 if index == 0 else reserved
+        if num_left[index] > min(most, budget - reserved - num_ending):
             break
-        shares[index] = wanted[index]
-        num_ending += wanted[index]
+        shares[index] = num_left[index]
+        num_ending += num_left[index]
     if num_ending:
         left = min(budget - num_ending, max(num_ending // (OLDEST_SHARE - 1), budget // UNFINISHED_SHARE, 1))
-    elif wanted[order[0]] > budget:
+    elif num_left[order[0]] > budget:
         left = min(budget, long_chunk)
     else:
         left = budget
     unfinished = [index for index in order if not shares[index]]
     if 0 in unfinished:
         part = left if num_ending or len(unfinished) == 1 else -(-left // OLDEST_SHARE)
-        shares[0] = min(wanted[0], most, part)
+        shares[0] = min(num_left[0], most, part)
         left -= shares[0]
     for index in unfinished:
-        extra = min(min(wanted[index], most) - shares[index], left)
+        extra = min(min(num_left[index], most) - shares[index], left)
         shares[index] += extra
         left -= extra
     return shares

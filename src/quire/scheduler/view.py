@@ -1,4 +1,4 @@
-"""The whole picture of a scheduler between two steps: its queues, and what its block manager holds. For `/debug/...`.
+"""A description of a scheduler between two steps, its queues and its block manager, for `/debug/...`.
 
 The parts that need no requests are in `kvcache.view`.
 """
@@ -22,7 +22,7 @@ def describe(
     """Return sizes, states and waste of the pools, hit rates, the queues, and some blocks of a tier, one by one.
 
     Args:
-        tier, start, tokens: see `describe_blocks`. limit: most blocks, and most requests of each queue, that are told.
+        tier, start, tokens: see `describe_blocks`. limit: most blocks, and requests of each queue, to list.
     """
     kv, stats = scheduler.kv, scheduler.stats()
     requests = scheduler.requests
@@ -48,9 +48,9 @@ def describe(
 
 
 def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict[str, Any]:
-    """Return what is drawn again and again: the queues, and a map of each tier that has blocks.
+    """Return what a dashboard polls: the queues, and a map of each tier that has blocks.
 
-    `requests` are those told of, at most `limit` of each queue, with the name of their queue and their tenant; the maps
+    `requests` lists at most `limit` of each queue, with the name of their queue and their tenant; the maps
     know their owners by the place in that list. `queues` counts all of them.
 
     Args:
@@ -105,7 +105,7 @@ def _describe_queues(scheduler: Scheduler, requests: Iterable[Request], limit: i
 
 
 def _queue(request: Request) -> str:
-    """Return the one of `QUEUES` in which `request` stands; preempted ones wait like new ones."""
+    """Return the one of `QUEUES` that has `request`; preempted ones wait like new ones."""
     name = request.status.name.lower()
     return "waiting" if request.status is RequestStatus.PREEMPTED else name
 
@@ -150,6 +150,6 @@ def draw_picture(picture: Mapping[str, Any]) -> str:
             lines.append(f"{name}: {queue['num_requests']}")
         for request in queue["requests"]:
             done = ", ".join(f"{s['tokens_done']} done {s['tokens_left']} left" for s in request["sequences"])
-            held = f"{request['blocks']} blocks, {request['host_blocks']} on the host"
-            lines.append(f"  {echo(request['request_id'])}: {held}, {request['preemptions']} preemptions; {done}")
+            blocks = f"{request['blocks']} blocks, {request['host_blocks']} on the host"
+            lines.append(f"  {echo(request['request_id'])}: {blocks}, {request['preemptions']} preemptions; {done}")
     return "\n".join(lines)
