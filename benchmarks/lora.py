@@ -75,7 +75,8 @@ class Variant:
         count = len(inputs.seq_lens)
         slots = np.arange(count) % adapters if adapters else np.full(count, -1)
         started = time.perf_counter()
-        self.graphs.run(inputs, adapter_slots=None if self.slots is None else slots)
+        inputs.adapter_slots = slots
+        self.graphs.run(inputs)
         return time.perf_counter() - started
 
 

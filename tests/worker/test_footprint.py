@@ -31,9 +31,8 @@ from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.steps import StepShape
 from quire.models.loader import load_model
 from quire.worker.footprint import Footprint, part_of
-from quire.worker.graphs import Shape, StepGraphs
+from quire.worker.graphs import SequenceStates, Shape, StepGraphs
 from quire.worker.model_runner import new_cache
-from quire.worker.states import SequenceStates
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 72,

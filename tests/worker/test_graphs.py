@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from quire.checkpoint.hf_config import load_model_info
+from quire.checkpoint.hf_config import ModelInfo, load_model_info
+from quire.config import EngineConfig
 from quire.engine.loop import run
 from quire.engine.messages import Shutdown
+from quire.executor.base import Executor
+from quire.executor.ranks import InlineExecutor
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
@@ -144,6 +148,11 @@ def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> N
     assert len(tape.made) == len(made), "it was there already"
 
 
+def on_recorder(tape: TapeRecorder) -> Callable[[EngineConfig, ModelInfo], Executor]:
+    """Return what makes an executor whose steps are recorded on `tape`."""
+    return lambda config, info: InlineExecutor(Worker(config, info, lambda config: PlainGPU(tape)))
+
+
 def ask(driver: EngineDriver) -> dict[str, list[int]]:
     shared = [7, 8, 9, 10, 11, 12, 13, 14, 15]
     for number, prompt in enumerate(([3, 4], [*shared, 20], [*shared, 21, 22, 23], [5] * 30)):
@@ -157,13 +166,13 @@ def ask(driver: EngineDriver) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "slots"])
-def test_an_engine_with_recorded_steps(folders: dict[str, Path], lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_recorded_steps(folders: dict[str, Path], lora: bool) -> None:
     options = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24, "enable_lora": lora}
     types = {"dtype": "float32", "kv_cache_dtype": "float32"}
     expected = ask(EngineDriver(folders["llama"], "reference", **types, **options))
     tape = TapeRecorder()
-    monkeypatch.setattr(Worker, "_create_backend", lambda self: PlainGPU(tape))
-    assert ask(EngineDriver(folders["llama"], "reference", **types, **options)) == expected
+    recorded = EngineDriver(folders["llama"], "reference", on_recorder(tape), **types, **options)
+    assert ask(recorded) == expected
     assert len(tape.made) > 3
 
 

@@ -81,7 +81,9 @@ class Subject:
             step.continuing = [ContinuingSequenceData(name, new_blocks, start, [], tokens)]
         self._runner.batch.update(step)
         inputs = self._runner.batch.inputs(step.num_scheduled_tokens)
-        hidden, _, _ = self._runner.graphs.run(inputs, all_hidden=True, token_types=np.zeros(len(tokens), int))
+        if getattr(self.model, "num_token_types", 0):
+            inputs.extra = {"token_types": np.zeros(len(tokens), int)}
+        hidden, _, _ = self._runner.graphs.run(inputs, all_hidden=True)
         assert hidden is not None
         if isinstance(self.model, PoolingModel):
             return np.array(self.backend.to_numpy(hidden[: len(tokens)]))

@@ -36,10 +36,8 @@ from quire.layers.builder import Builder
 from quire.models.interface import Model
 from quire.models.registry import build_model
 from quire.step import KVCacheSpec
-from quire.worker.adapters import new_slots
-from quire.worker.graphs import MAX_GRAPHS, StepGraphs
+from quire.worker.graphs import MAX_GRAPHS, SequenceStates, StepGraphs, new_slots
 from quire.worker.input_batch import InputBatch, StepInputs
-from quire.worker.states import SequenceStates
 
 PARTS = ("embeddings", "attention", "convolutions", "mlp", "experts", "norms", "head", "other")
 _PATTERNS = {
@@ -183,7 +181,9 @@ class Footprint:
         groups = 1 + max((cache.group for cache in caches), default=0)
         pools = self._info.pooling is not None  # then all hidden states may be requested
         for count in dict.fromkeys((tokens, rows)):
-            graphs.run(_inputs(count, rows, groups, 0 if pools else rows), all_hidden=pools, adapter_slots=slots)
+            inputs = _inputs(count, rows, groups, 0 if pools else rows)
+            inputs.adapter_slots = slots
+            graphs.run(inputs, all_hidden=pools)
         if self._gpu:
             return StepBytes(
                 activations=backend.arena.touched,
@@ -223,7 +223,8 @@ class Footprint:
         for rows in (0, 1):
             backend.reset()
             inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0), rows)
-            graphs.run(inputs, adapter_slots=slots)
+            inputs.adapter_slots = slots
+            graphs.run(inputs)
             found.append(backend.work(self.weights))
         token, both = found
         beside = {(mixture.number, mixture.chosen): mixture.num_bytes for mixture in token.mixtures}

@@ -1,19 +1,21 @@
-"""The model's part of a step, recorded once for each shape of batch and run again without Python in between.
+"""`StepGraphs`: the forward pass of a step, recorded once for each shape of batch and replayed without Python.
 
-A step's shape is its number of tokens, of sequences, and of rows to sample; a backend may want them rounded up, and
-then the rest is padding (`AttentionMetadata` says what that looks like). What differs between steps of one shape is
-copied into arrays that stay where they are. What a backend makes of a recording is its own business (see
-`Backend.graph`); one that has nothing to gain just computes.
+A step's shape is its number of tokens, sequences and rows of logits; a backend may round them up, and the rest is
+padding (see `AttentionMetadata`). What differs between steps of one shape is copied into arrays that stay where they
+are. How a recording is replayed is the backend's business (`Backend.graph`); one that gains nothing by it just
+computes. Beside it stand the buffers of the forward pass: states of sequences, and the slots of LoRA adapters.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from quire.checkpoint.hf_config import ModelInfo
+from quire.config import EngineConfig
 from quire.kernels.backend import (
     Array,
     Arrays,
@@ -26,24 +28,22 @@ from quire.kernels.backend import (
 )
 from quire.kernels.steps import GraphStats, StepShape
 from quire.layers.lora import LoRASlots
-from quire.step import KVCacheSpec
+from quire.step import ForkData, KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
-# Logits of prompt positions are computed in pieces of so many rows, to bound their memory.
-PROMPT_LOGPROB_ROWS = 128
-WARM_UP_TOKENS = 2  # the first step's, before any scheduler has a say
-RECORDED_AFTER = 2  # steps of a size, where computing the first op by op is worth it
-MAX_GRAPHS = 96  # shapes kept; decode batches of every size up to this one find theirs
+PROMPT_LOGPROB_ROWS = 128  # logits of prompt positions are computed in chunks, to bound their memory
+WARM_UP_TOKENS = 2  # of the first step, which no scheduler has planned
+RECORDED_AFTER = 2  # steps of a size, where computing the first one op by op is worth it
+MAX_GRAPHS = 96  # recorded shapes; decode batches of every size up to this one find theirs
 
-# Hidden states [T, H], None unless all were asked for; logits [R, V] and `Backend.rows_finite` of them, both None
-# without rows to sample.
-StepResult = tuple[Array | None, Array | None, Array | None]
-# A size, whether all hidden states are asked for, whether any row has an adapter.
+# Hidden states [T, H], None unless requested; logits [R, V] and `Backend.rows_finite` of them, None without any rows.
+ForwardOutput = tuple[Array | None, Array | None, Array | None]
+# A size, whether all hidden states are requested, whether any row has an adapter.
 Shape = tuple[StepShape, bool, bool]
 
 
 class RunnableModel(Protocol):
-    """What the runner needs of a model; see `models.interface` for the whole contract."""
+    """The part of a model that the runner calls; see `models.interface` for the whole contract."""
 
     vocab_size: int
 
@@ -54,22 +54,22 @@ class RunnableModel(Protocol):
         """Return logits float32 [R, V] of hidden rows [R, H]."""
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Say what each layer caches."""
+        """Return what each layer caches."""
 
 
 class StepGraphs:
     """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks.
 
     `kv_caches` are the layers', in order; their groups are numbered from 0. Of a model without logits (`PoolingModel`)
-    the hidden states are those of the rows to sample, unless all are asked for. `states` are those of the layers that
-    have some, see `worker.states`. `lora` are the slots that the model's layers have entered.
+    the hidden states are those of `logits_indices`, unless all are requested. `states` are those of `SequenceStates`.
+    `lora` are the slots in which the model's layers have registered.
     With an `offload` of the last layers, steps with layerwise blocks are computed op by op, since its copies cannot be
     recorded.
 
     Attributes:
-        last_tokens: int64 [max_num_seqs + max_tokens]: of each row of the batch, the token that was sampled last, where
-            the host may not know it yet; behind them, ids of a step on their way. See `StepInputs.sources`.
-        began: when the last step began to compute (`Backend.record_event`).
+        last_tokens: int64 [max_num_seqs + max_tokens]: the last sampled token of each row of the batch, which the host
+            may not know yet, then the ids of the step that is being staged. See `StepInputs.sources`.
+        started: when the device began the last step (`Backend.record_event`).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StepGraphs:
         offload: LayerwiseOffload | None = None,
     ) -> None:
         self._offload = offload
-        self.began = backend.record_event()
+        self.started = backend.record_event()
         self._model, self._backend, self._caches = model, backend, [*kv_caches, *states]
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
@@ -100,26 +100,18 @@ class StepGraphs:
         self._cu_query_lens = backend.zeros((max_num_seqs + 1,), "int32")
         self._seq_lens = backend.zeros((max_num_seqs,), "int32")
         self._block_tables = backend.zeros((self._num_groups, max_num_seqs, max_blocks), "int32")
-        self._sampled_rows = backend.zeros((max_num_seqs,), "int64")
+        self._logits_indices = backend.zeros((max_num_seqs,), "int64")
         self._state_rows = backend.zeros((max_num_seqs,), "int64") if states else None
         self._headless = hasattr(model, "project")
-        num_types = getattr(model, "num_token_types", 0)
-        self._token_types = backend.zeros((max_tokens,), "int64") if num_types else None
+        has_types = getattr(model, "num_token_types", 0) > 0
+        self._extra = {"token_types": backend.zeros((max_tokens,), "int64")} if has_types else {}
         self._graphs: OrderedDict[Shape, Callable[..., Arrays]] = OrderedDict()
         self._warm_up = GraphWarmUp(backend, max_num_seqs)
 
-    def run(
-        self,
-        inputs: StepInputs,
-        *,
-        all_hidden: bool = False,
-        token_types: np.ndarray | None = None,
-        adapter_slots: np.ndarray | None = None,
-    ) -> StepResult:
-        """Compute a step: logits of its `logits_indices`, and with `all_hidden` the hidden states of all tokens.
+    def run(self, inputs: StepInputs, *, all_hidden: bool = False) -> ForwardOutput:
+        """Compute the logits of `inputs.logits_indices`, and with `all_hidden` the hidden states of all tokens.
 
-        `token_types` int64 [T] where the model has them; `adapter_slots` int64 [S], -1 for none, with `lora`. The
-        result is overwritten by the next step.
+        The result is overwritten by the next step.
         """
         tokens, sequences, rows = len(inputs.input_ids), len(inputs.seq_lens), len(inputs.logits_indices)
         size = self._size(tokens, sequences, rows)
@@ -127,9 +119,9 @@ class StepGraphs:
             inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens
         ):
             size = StepShape(tokens, sequences, rows, "no")
-        adapted = self._stage(inputs, size, token_types, adapter_slots)
+        adapted = self._stage(inputs, size)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
-        self.began = self._backend.record_event()
+        self.started = self._backend.record_event()
         hidden, logits, finite = self._compute((size, all_hidden, adapted), sequences, lengths)
         self._warm_up.add(size)
         if size.tokens != tokens and all_hidden and hidden is not None:
@@ -140,47 +132,44 @@ class StepGraphs:
         return hidden, logits, finite
 
     def record_next(self) -> bool:
-        """Compute and record a step of nothing but padding, of a size that is likely to come; say whether it did.
+        """Compute and record one step of padding, of a size that is likely to occur; return whether there was any.
 
-        At most one, so that whoever arrives meanwhile does not wait for several. No sequence's memory changes.
+        No more than one, so that a request that arrives meanwhile does not wait for several. It writes no KV.
         """
         batch = self._warm_up.next_size() if self._recordable else None
         if batch is None:
             return False
         size = self._size(batch, batch, batch)
         inputs = dummy_inputs(self._num_groups, 0, 0, self._max_num_seqs)
-        self._stage(inputs, size, None, None if self._lora is None else inputs.rows)
+        self._stage(inputs, size)
         for _ in range(RECORDED_AFTER):
             self._compute((size, False, False), 0, None)
         self._warm_up.done(size)
         return True
 
     def compile_ahead(self) -> int:
-        """Have the model's kernels compiled side by side, for steps of every kind; return how many that were.
+        """Compile the model's kernels in parallel, for steps of every kind; return how many. Before the first step."""
+        return self._backend.compile_ahead(self.launch_all) if self._recordable else 0
 
-        To be called before the first step.
-        """
-        return self._backend.compile_ahead(self._name_kernels) if self._recordable else 0
-
-    def _name_kernels(self) -> None:
-        """Build a step of each kind, as they will be built; its values do not matter."""
+    def launch_all(self) -> None:
+        """Launch the kernels of a step of each kind, op by op, on dummy values."""
         most, limit = self._max_num_seqs, self._max_tokens
         decodes = [(batch, batch) for batch in (1, 2, 4, 16, 32, 64, most) if batch <= min(most, limit)]
         prompts = [(tokens, 1) for tokens in (WARM_UP_TOKENS, 100, 1000, limit) if 1 < tokens <= limit]
         for tokens, sequences in dict.fromkeys([*decodes, *prompts]):
             inputs = dummy_inputs(self._num_groups, tokens, sequences, self._max_num_seqs)
             size = self._size(tokens, sequences, sequences)
-            slots = None if self._lora is None else np.full(sequences, -1, np.int64)
-            self._stage(inputs, size, np.zeros(tokens, np.int64), slots)
+            inputs.extra = {name: np.zeros(tokens, np.int64) for name in self._extra}
+            self._stage(inputs, size)
             whole = size.recorded == "whole"
             lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
             shape = size, False, False
             _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
             if logits is not None:
-                self._name_choices(logits)
+                self._launch_sampling(logits)
 
-    def _name_choices(self, logits: Array) -> None:
-        """Do to logits what options ask for; the values do not matter."""
+    def _launch_sampling(self, logits: Array) -> None:
+        """Launch the ops of sampling options."""
         backend, size = self._backend, len(logits)
         place, one = np.zeros(1, np.int64), np.ones(1, np.float32)
         backend.add_bias(logits, place, place, one)
@@ -192,7 +181,7 @@ class StepGraphs:
         backend.sample(logits, chances, np.full(size, 2), chances, chances, chances)
 
     def stats(self) -> GraphStats:
-        """Say what recordings there are, and what they cost."""
+        """Return how many recordings there are, and their cost."""
         return self._backend.graph_stats()
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
@@ -200,23 +189,17 @@ class StepGraphs:
             return StepShape(tokens, sequences, rows, "no")
         return self._backend.step_shape(tokens, sequences, rows).within(self._max_tokens, self._max_num_seqs)
 
-    def _stage(
-        self,
-        inputs: StepInputs,
-        size: StepShape,
-        token_types: np.ndarray | None,
-        adapter_slots: np.ndarray | None,
-    ) -> bool:
-        """Bring a step's inputs, padded to `size`, to the device; return whether any row has an adapter."""
+    def _stage(self, inputs: StepInputs, size: StepShape) -> bool:
+        """Copy a step's inputs, padded to `size`, to the device; return whether any sequence has an adapter."""
         put, input_ids, adapted = self._stager.put, inputs.input_ids, False
         if self._lora is not None:
-            assert adapter_slots is not None
             slots = np.full(size.tokens, -1, np.int64)
-            slots[: len(input_ids)] = np.repeat(adapter_slots, inputs.num_scheduled)
+            if inputs.adapter_slots is not None:
+                slots[: len(input_ids)] = np.repeat(inputs.adapter_slots, inputs.num_scheduled)
             row_slots = np.full(size.rows, -1, np.int64)
             row_slots[: len(inputs.logits_indices)] = slots[inputs.logits_indices]
             input_ids = self._lora.write(input_ids, slots, row_slots, put)
-            adapted = bool((adapter_slots >= 0).any())
+            adapted = bool((slots >= 0).any())
         if inputs.sources is None:
             put(self._input_ids, input_ids, size.tokens)
         else:
@@ -227,9 +210,9 @@ class StepGraphs:
         put(self._cu_query_lens, inputs.cu_query_lens, size.sequences + 1, int(inputs.cu_query_lens[-1]))
         put(self._seq_lens, inputs.seq_lens, size.sequences)
         put(self._block_tables, inputs.block_tables)
-        put(self._sampled_rows, inputs.logits_indices, size.rows)
-        if self._token_types is not None and token_types is not None:
-            put(self._token_types, token_types, size.tokens)
+        put(self._logits_indices, inputs.logits_indices, size.rows)
+        for name, values in inputs.extra.items():
+            put(self._extra[name], values, size.tokens)
         if self._state_rows is not None:
             put(self._state_rows, inputs.rows, size.sequences, self._max_num_seqs)
         self._stager.send()
@@ -237,8 +220,8 @@ class StepGraphs:
             self._backend.take_tokens(self._input_ids[: size.tokens], self.last_tokens, self._sources[: size.tokens])
         return adapted
 
-    def _compute(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> StepResult:
-        """Compute what was staged; `sequences` and `lengths` are those that the step really has."""
+    def _compute(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> ForwardOutput:
+        """Compute what was staged; `sequences` and `lengths` are the step's own, without padding."""
         size, recorded = shape[0], shape[0].recorded
         if recorded == "whole":
             hidden, logits, finite = self._graph(shape)()
@@ -274,7 +257,7 @@ class StepGraphs:
             for group in range(self._num_groups)
         ]
         block_tables, slot_mapping = groups[0]
-        sampled = self._sampled_rows[:rows]
+        sampled = self._logits_indices[:rows]
         return AttentionMetadata(
             cu_query_lens=self._cu_query_lens[: sequences + 1],
             seq_lens=self._seq_lens[:sequences],
@@ -283,13 +266,13 @@ class StepGraphs:
             # Where all tokens are sampled they are so in order.
             logits_indices=None if all_hidden or rows == tokens else sampled,
             further=tuple(groups[1:]),
-            token_types=None if self._token_types is None else self._token_types[:tokens],
+            token_types=self._extra["token_types"][:tokens] if self._extra else None,
             state_rows=None if self._state_rows is None else self._state_rows[:sequences],
             lengths=lengths,
             single=tokens == sequences,
         )
 
-    def _build(self, shape: Shape, metadata: AttentionMetadata) -> StepResult:
+    def _build(self, shape: Shape, metadata: AttentionMetadata) -> ForwardOutput:
         (tokens, _, rows, _), all_hidden, adapted = shape
         if self._lora is not None:
             self._lora.begin(tokens, rows, adapted)
@@ -298,7 +281,7 @@ class StepGraphs:
             return hidden, None, None
         if rows == 0:
             return hidden if all_hidden else None, None, None
-        sampled = self._sampled_rows[:rows]
+        sampled = self._logits_indices[:rows]
         logits = self._model.compute_logits(self._backend.take_rows(hidden, sampled) if all_hidden else hidden)
         if self._lora is not None:
             logits = self._lora.limit(logits)
@@ -354,4 +337,50 @@ def dummy_inputs(num_groups: int, tokens: int, sequences: int, row: int) -> Step
         slot_mapping=np.full((num_groups, tokens), -1, np.int64),
         num_logits=np.ones(sequences, np.int64),
         logits_indices=np.cumsum(counts) - 1,
+    )
+
+
+class SequenceStates:
+    """The states of layers that keep one for each sequence instead of KV, in the sequence's row of the batch.
+
+    A sequence keeps its row as long as the worker has it, so that the control plane needs neither blocks nor tables for
+    states. A row's earlier contents do not matter: a sequence without computed tokens starts from zeros (see
+    `AttentionMetadata.state_rows`), and one that is new to the worker has no computed tokens, since states cannot be
+    reused.
+
+    Attributes:
+        arrays: for each layer with states, in order, its arrays [max_num_seqs, ...], with one row more for padding
+            sequences if the backend pads steps. Memory is touched where rows are used, if the system allows.
+    """
+
+    def __init__(self, spec: KVCacheSpec, backend: Backend, max_num_seqs: int) -> None:
+        self._backend = backend
+        rows = max_num_seqs + backend.pads
+        self.arrays: list[Arrays] = [
+            tuple(backend.zeros((rows, *shape)) for shape in layer.shapes) for layer in spec.states
+        ]
+
+    def fork(self, forks: Sequence[ForkData], row_of: Mapping[str, int], *, samples: bool) -> None:
+        """Copy parents' states to forks: before the step for forks of running sequences, after it for those that
+        sample in it.
+        """
+        pairs = [(row_of[fork.parent_id], row_of[fork.sequence_id]) for fork in forks if fork.samples == samples]
+        if pairs and self.arrays:
+            rows = np.array(pairs, np.int64)
+            for layer in self.arrays:
+                for state in layer:
+                    self._backend.copy_states(state, rows)
+
+
+def new_slots(config: EngineConfig, info: ModelInfo, backend: Backend) -> LoRASlots:
+    """Return the LoRA slots of a model that is about to be built."""
+    options, limits = config.lora, config.scheduler
+    return LoRASlots(
+        backend,
+        num_slots=options.max_loras,
+        max_rank=options.max_lora_rank,
+        vocab_size=info.vocab_size,
+        extra_vocab=options.lora_extra_vocab_size,
+        max_tokens=max(limits.max_num_batched_tokens, WARM_UP_TOKENS),
+        max_rows=max(limits.max_num_seqs, PROMPT_LOGPROB_ROWS),
     )

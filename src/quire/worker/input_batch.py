@@ -7,7 +7,7 @@ is vectorized numpy: the only Python loop is over the scheduled sequences, never
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,8 @@ class StepInputs:
         num_logits: int64 [S], rows of logits of each sequence: 0 unless its last token is computed in this step,
             otherwise 1 and one more for each draft token that is verified.
         logits_indices: int64 [R], the tokens whose logits are computed, in the order of the sequences.
+        adapter_slots: int64 [S], the LoRA slot of each sequence, -1 for none; None without LoRA.
+        extra: further inputs of the model by name, a value for each token [T]: "token_types" int64.
         sources: int64 [T]; None where the host knows all ids. Below the number of rows of the batch: the row whose last
             sampled token, on the device, is this id; from there on: that number plus the id's own index.
     """
@@ -46,6 +48,8 @@ class StepInputs:
     slot_mapping: np.ndarray
     num_logits: np.ndarray
     logits_indices: np.ndarray
+    adapter_slots: np.ndarray | None = None
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
     sources: np.ndarray | None = None
 
 

@@ -29,11 +29,10 @@ from quire.step import (
     TokenTopLogprobs,
 )
 from quire.worker.disk_store import DiskStore
-from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, StepGraphs
+from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, SequenceStates, StepGraphs
 from quire.worker.guidance import Guidance, masked_logprobs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
-from quire.worker.states import SequenceStates
 from quire.worker.transfers import BlockTransfers
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -276,16 +275,16 @@ class ModelRunner:
             self._pool(inputs, step.output)
         else:
             self._generate(step, inputs)
-        before, began, backend = self._ended, self.graphs.began, self.backend
+        before, started, backend = self._ended, self.graphs.started, self.backend
         self._ended = backend.record_event()
-        step.host_gap = lambda: max(0.0, backend.elapsed_seconds(before, began))
+        step.host_gap = lambda: max(0.0, backend.elapsed_seconds(before, started))
 
     def _pool(self, inputs: StepInputs, output: ModelOutput) -> None:
         """Compute hidden states instead of logits, and pool them."""
         assert self.pooler is not None
         inputs.logits_indices, everything = self.pooler.rows(inputs)
-        types = self.pooler.token_types(inputs)
-        hidden, _, _ = self.graphs.run(inputs, all_hidden=everything, token_types=types)
+        inputs.extra = self.pooler.extra_inputs(inputs)
+        hidden, _, _ = self.graphs.run(inputs, all_hidden=everything)
         self.pooler.take(inputs, hidden, output)
 
     def _generate(self, step: StepInFlight, inputs: StepInputs) -> None:
@@ -298,11 +297,12 @@ class ModelRunner:
         if batch.num_guided:
             forked = [batch.row_of[fork.sequence_id] for fork in forks]
             self.guidance.start([*inputs.rows[sampled].tolist(), *forked], batch)
-        slots = None if self.adapters is None else self.adapters.slots_of(batch.adapters[inputs.rows])
-        hidden, logits, finite = self.graphs.run(inputs, all_hidden=scores_prompts, adapter_slots=slots)
+        if self.adapters is not None:
+            inputs.adapter_slots = self.adapters.slots_of(batch.adapters[inputs.rows])
+        hidden, logits, finite = self.graphs.run(inputs, all_hidden=scores_prompts)
         self.states.fork(step.plan.forks, batch.row_of, samples=True)
         if scores_prompts:
-            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs, slots)
+            output.prompt_logprobs = self._prompt_logprobs(hidden, inputs)
         if logits is None:
             step.sample = PendingSample(self.backend.fetch(self.graphs.last_tokens[:1]))  # anything that comes after it
             return
@@ -461,9 +461,7 @@ class ModelRunner:
         self.transfers.close()
         self.guidance.close()
 
-    def _prompt_logprobs(
-        self, hidden: Array, inputs: StepInputs, slots: np.ndarray | None
-    ) -> dict[str, list[TokenTopLogprobs]]:
+    def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
         for index, row in enumerate(inputs.rows.tolist()):
             state = self.batch.sampling.sequences[row]
@@ -480,7 +478,7 @@ class ModelRunner:
                 hidden[first : first + stop - start],
                 predicted,
                 state.num_prompt_logprobs,
-                -1 if slots is None else int(slots[index]),
+                -1 if inputs.adapter_slots is None else int(inputs.adapter_slots[index]),
             )
         return result
 

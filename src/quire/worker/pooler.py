@@ -79,7 +79,7 @@ class _Text:
 
 
 class Pooler:
-    """Pools for one model; `apply` comes first in a step, then `rows` and `token_types`, then `take`."""
+    """Pools for one model; `apply` comes first in a step, then `rows` and `extra_inputs`, then `take`."""
 
     def __init__(self, model: PoolingModel, backend: Backend) -> None:
         self._model, self._backend = model, backend
@@ -110,10 +110,10 @@ class Pooler:
             return starts[inputs.seq_lens == inputs.num_scheduled], False
         return inputs.logits_indices, False
 
-    def token_types(self, inputs: StepInputs) -> np.ndarray | None:
-        """Return which text of a pair each token belongs to, int64 [T] of 0 and 1; None if the model has no use."""
+    def extra_inputs(self, inputs: StepInputs) -> dict[str, np.ndarray]:
+        """Return "token_types", the text of a pair (0 or 1) of each token, int64 [T], if the model has them."""
         if not self._model.num_token_types:
-            return None
+            return {}
         types = np.zeros(len(inputs.positions), np.int64)
         if self._model.num_token_types > 1:
             for index, name in enumerate(inputs.sequence_ids):
@@ -121,7 +121,7 @@ class Pooler:
                 if start is not None:
                     own = slice(inputs.cu_query_lens[index], inputs.cu_query_lens[index + 1])
                     types[own] = inputs.positions[own] >= start
-        return types
+        return {"token_types": types}
 
     def take(self, inputs: StepInputs, hidden: Array, output: ModelOutput) -> None:
         """Take in the hidden states of `rows`; put what has become of the texts that end in this step into `output`."""

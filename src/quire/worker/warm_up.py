@@ -1,4 +1,4 @@
-"""One step before the first request, with every sampling option there is, so that no request waits for a compiler."""
+"""Dummy steps before the first request: one that warms up all kernels, and the largest one, to measure its memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from quire.worker.graphs import WARM_UP_TOKENS
 from quire.worker.model_runner import ModelRunner
 
 _SEQUENCE_ID = "warm-up"
+PROFILE_BLOCKS = 1  # of the KV cache of the largest step: all sequences use the same block
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run a short prompt through `runner`, so that every kernel is compiled or loaded.
+    """Run a short prompt with every sampling option, so that each kernel is compiled or loaded.
 
-    On a GPU the model's are compiled side by side before, which no step has to wait for then.
-
-    It writes into block 0, which belongs to nobody yet, and leaves no trace in the batch.
+    It writes into block 0, which no sequence has yet, and leaves no trace in the batch.
     """
     runner.graphs.compile_ahead()
     params = SamplingParams(
@@ -46,24 +45,32 @@ def warm_up(runner: ModelRunner) -> None:
         request = EngineRequest(_SEQUENCE_ID, [0] * length, params, thinking=thinking)
     block_ids = [list(range(-(-length // runner.batch.block_size)))] * runner.batch.block_tables.shape[0]
     new = NewSequenceData(_SEQUENCE_ID, request, block_ids)
-    runner.execute(
-        SchedulerOutput(
-            new_sequences=[new],
-            continuing=[],
-            num_scheduled_tokens={_SEQUENCE_ID: length},
-            total_num_scheduled_tokens=length,
-            finished_sequence_ids=[],
-            preempted_sequence_ids=[],
-            transfers=[BlockTransfer(TransferOp.COPY, Tier.DEVICE)],
+    plan = SchedulerOutput([new], [], {_SEQUENCE_ID: length}, length, [], [])
+    plan.transfers = [BlockTransfer(TransferOp.COPY, Tier.DEVICE)]
+    runner.execute(plan)
+    runner.execute(SchedulerOutput([], [], {}, 0, [_SEQUENCE_ID], []))
+
+
+def largest_step(runner: ModelRunner, max_num_seqs: int, max_num_batched_tokens: int) -> SchedulerOutput:
+    """Return a step of `max_num_batched_tokens` tokens in as many prompts as can end in it, all of them sampled.
+
+    Options that take memory in every request are on; those of single requests (penalties, logprobs) are not.
+    """
+    most = runner.batch.token_ids.shape[1] - 1  # tokens of a prompt that leaves room for one
+    number = min(max_num_seqs, max_num_batched_tokens)
+    tokens = min(max_num_batched_tokens, number * most)
+    lengths = [tokens // number + (index < tokens % number) for index in range(number)]
+    pools = runner.pooler is not None
+    params = SamplingParams() if pools else SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01)
+    groups, size = runner.batch.block_tables.shape[0], runner.batch.block_size
+    new = [
+        NewSequenceData(
+            f"profile-{index}",
+            EngineRequest(f"profile-{index}", [0] * length, params, pooling=PoolingParams() if pools else None),
+            [[0] * -(-length // size)] * groups,
+            seed=index,
         )
-    )
-    runner.execute(
-        SchedulerOutput(
-            new_sequences=[],
-            continuing=[],
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
-            finished_sequence_ids=[_SEQUENCE_ID],
-            preempted_sequence_ids=[],
-        )
-    )
+        for index, length in enumerate(lengths)
+    ]
+    counts = {data.sequence_id: data.num_prompt_tokens for data in new}
+    return SchedulerOutput(new, [], counts, tokens, [], [])

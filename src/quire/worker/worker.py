@@ -12,6 +12,7 @@ from pathlib import Path
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.create import GPUOptions, create_backend
 from quire.kernels.memory import DeviceMemory, as_memory_error
@@ -23,13 +24,12 @@ from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
 from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 from quire.tokenizer.tokenizer import Tokenizer
-from quire.worker.adapters import check_adaptable, new_slots
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
 from quire.worker.footprint import graph_bytes
+from quire.worker.graphs import new_slots
 from quire.worker.model_runner import ModelRunner, new_cache
-from quire.worker.profile import PROFILE_BLOCKS, largest_step
-from quire.worker.warm_up import warm_up
+from quire.worker.warm_up import PROFILE_BLOCKS, largest_step, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Worker:
     def _load(self) -> Model:
         started, options = time.perf_counter(), self.config.model
         assert options.max_model_len is not None, "resolved by the engine"
-        slots = self._new_slots() if self.config.lora.enable_lora else None
+        slots = new_slots(self.config, self._info, self.backend) if self.config.lora.enable_lora else None
         model = load_model(
             self._info,
             self.backend,
@@ -102,13 +102,10 @@ class Worker:
             latent_cache=self.config.cache.latent_cache,
         )
         if slots is not None:
-            check_adaptable(self._info, model, slots)
+            _check_adaptable(self._info, model, slots)
             self.adapters = AdapterStore(slots, self.config.lora.max_cpu_loras or slots.num_slots)
         logger.info("loaded %s in %.2f s", self._info.path.name, time.perf_counter() - started)
         return model
-
-    def _new_slots(self) -> LoRASlots:
-        return new_slots(self.config, self._info, self.backend)
 
     def _load_tokenizer(self) -> Tokenizer:
         model = self.config.model
@@ -300,3 +297,15 @@ class Worker:
         store = DiskStore(folder, geometry, cache.kv_disk_space)
         logger.info("disk tier: %d blocks of %d bytes in %s", store.capacity, store.block_nbytes, store.folder)
         return store
+
+
+def _check_adaptable(info: ModelInfo, model: object, slots: LoRASlots) -> None:
+    """Raise `ConfigError` for a model that takes no LoRA adapters."""
+    if hasattr(model, "project"):
+        raise ConfigError(
+            f"enable_lora is for models that generate text, not for {info.architecture}", param="enable_lora"
+        )
+    if not slots.targets:
+        raise ConfigError(
+            f"enable_lora: {info.architecture} has no layers that adapters could change here", param="enable_lora"
+        )

@@ -235,7 +235,7 @@ with pretend_gpu() as compiled:
     runner = ModelRunner(model, backend, num_blocks=64, block_size=16, max_num_seqs=16, max_num_batched_tokens=128,
                          max_model_len=256)
     print(runner.graphs.compile_ahead(), runner.graphs.compile_ahead(), backend.compiled_before())
-    runner.graphs._name_kernels()
+    runner.graphs.launch_all()
     print(len(compiled))
 """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -52,13 +52,13 @@ with pretend_gpu() as compiled:
                          max_num_batched_tokens=512, max_model_len=1024)
     graphs, ladder = runner.graphs, Ladder(512)
     graphs.compile_ahead()
-    graphs._name_kernels()
+    graphs.launch_all()
     before = len(compiled)
     decodes = [(n, n) for n in (1, 2, 3, 5, 8, 12, 16, 24, 30, 40, 64, 72, 80)]
     for tokens, sequences in [*decodes, (5, 1), (7, 2), (17, 1), (33, 3), (100, 16), (130, 1), (300, 20), (512, 64)]:
         size = ladder.up(tokens, sequences, sequences).within(512, 80)
         inputs = dummy_inputs(graphs._num_groups, tokens, sequences, 80)
-        graphs._stage(inputs, size, np.zeros(tokens, np.int64), None)
+        graphs._stage(inputs, size)
         whole = size.recorded == "whole"
         lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
         shape = size, False, False
