@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLParserLimits
 
 from quire.engine_request import EngineRequest, ThinkingData
-from quire.sampling.grammars import MOST_SPELLED_BYTES
+from quire.sampling.grammars import MAX_FORCED_BYTES
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import SequenceOutput
 from quire.tokenizer.tokenizer import Tokenizer
@@ -204,7 +204,7 @@ def test_a_grammar_may_name_tokens_that_the_model_has_not(driver: EngineDriver) 
 def test_long_constants_are_spelled_piece_by_piece(folder: Path, tokenizer: Tokenizer) -> None:
     """As in one go, also around the places where they are cut, and inside characters."""
     text = "größer 日本語 words and-more 12345 " * 60
-    assert len(text.encode()) > 2 * MOST_SPELLED_BYTES
+    assert len(text.encode()) > 2 * MAX_FORCED_BYTES
     driver = EngineDriver(folder, max_model_len=2500, num_gpu_blocks_override=700, hf_overrides=LONG)
     told = driver.ask("a", Ask([5, 6], GREEDY, 2400, grammar=f'start: "{text}"'))
     assert told.tokens == ids(tokenizer, text)

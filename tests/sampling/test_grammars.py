@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from quire.errors import RequestError
-from quire.sampling.grammars import MOST_KEPT, GrammarStore, GrammarVocabulary
+from quire.sampling.grammars import MAX_UNUSED, GrammarStore, GrammarVocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 
@@ -201,12 +201,12 @@ def test_bad_grammars_are_told_in_one_line(grammar: str, error: str) -> None:
 class Compiled:
     """A store that counts what it compiles, and compiles only when it may."""
 
-    def __init__(self, kept_chars: int = 1000) -> None:
+    def __init__(self, max_unused_chars: int = 1000) -> None:
         self.number = 0
         self.may = threading.Event()
         self.may.set()
         tokenizer = tokenizer_of("byte_level")
-        self.store = GrammarStore(lambda: tokenizer, 425, kept_chars=kept_chars)
+        self.store = GrammarStore(lambda: tokenizer, 425, max_unused_chars=max_unused_chars)
         compiling = self.store._compile
 
         def compile_counted(grammar: str) -> LLMatcher | str:
@@ -244,7 +244,7 @@ def test_a_grammar_is_compiled_once_and_matchers_are_independent() -> None:
 
 
 def test_what_is_in_use_stays_and_the_longest_unused_goes() -> None:
-    counted = Compiled(kept_chars=40)
+    counted = Compiled(max_unused_chars=40)
     store = counted.store
     grammars = [f"start: /{letter * 8}/" for letter in "abcd"]  # 17 characters each: two are kept
     counted.use(grammars[0])
@@ -267,9 +267,9 @@ def test_what_is_in_use_stays_and_the_longest_unused_goes() -> None:
 
 
 def test_few_are_kept_however_short() -> None:
-    counted = Compiled(kept_chars=100_000)
+    counted = Compiled(max_unused_chars=100_000)
     store = counted.store
-    for number in range(MOST_KEPT + 5):
+    for number in range(MAX_UNUSED + 5):
         counted.use(f"start: /{number}/")
         store.release(f"start: /{number}/")
     number = counted.number

@@ -20,7 +20,7 @@ from quire.step import (
 
 @dataclass(slots=True)
 class _Known:
-    """What is remembered of a sequence: how many tokens it has, the last of them, whether it is a beam, or pooled."""
+    """State of a sequence: how many tokens it has, the last of them, whether it is a beam, or pooled."""
 
     count: int
     last: int

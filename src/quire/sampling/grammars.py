@@ -1,7 +1,7 @@
-"""`GrammarStore`: grammars compiled beside the step loop, and kept for requests that ask for the same.
+"""`GrammarStore`: grammars compiled beside the step loop, and cached for requests with the same one.
 
-A grammar is a text in the Lark dialect of llguidance. What it means to a row of the batch is `constraint.py`'s
-business; where grammars come from, the front's (`quire.structured`).
+A grammar is a text in the Lark dialect of llguidance. `worker/guidance.py` applies it to rows of the batch; the front
+end makes it from structured output options (`quire.structured`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.errors import QuireError, RequestError
 from quire.structured.lark import first_line, parser_limits
 from quire.tokenizer.tokenizer import Tokenizer
 
-# Of grammars that nobody uses: what they are compiled to is many times as long, and a short one may have grown to tens
-# of megabytes of lexer states by being followed, of which the library says nothing.
-KEPT_CHARS = 1 << 20
-MOST_KEPT = 32
-MOST_SPELLED_BYTES = 1024  # of forced text at a time; it is asked for again and again while it is followed
-LOOSE_TOKENS = 16  # so many before a cut might be others without it
-ANCHOR = "\x02"  # a character that no token joins with others: what stands behind it is in the middle of a text
+# Bounds on cached grammars without users: compiled ones are many times as long as their text, and a short one may have
+# grown to tens of megabytes of lexer states, which the library does not report.
+MAX_UNUSED_CHARS = 1 << 20
+MAX_UNUSED = 32
+MAX_FORCED_BYTES = 1024  # of forced text that is tokenized at a time; it is requested again after each token
+UNSTABLE_TOKENS = 16  # before a cut: they might differ without it
+ANCHOR = "\x02"  # a character that merges with no other: text behind it is tokenized as the middle of a text
 NO_BYTES = (
     "structured output needs a tokenizer in which every token stands for bytes of its own; the decoder of this model's "
     "tokenizer joins them in another way"
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarVocabulary:
-    """What llguidance asks of a tokenizer: the bytes of each token, which are special, how text becomes tokens.
+    """A tokenizer as llguidance needs it: the bytes of each token, the special tokens, and how text is tokenized.
 
     Args:
-        vocab_size: rows of the model's embedding table. Those that no token has are never allowed.
-        eos_token_ids: those that end a text, below `vocab_size`. Without any, a row beyond the vocabulary, which
-            nobody can choose, stands for the end.
+        vocab_size: rows of the model's embedding table. Those without a token are never allowed.
+        eos_token_ids: those that end a text, below `vocab_size`. Without any, an id beyond the vocabulary, which cannot
+            be sampled, stands for the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class GrammarVocabulary:
             for index in range(vocab_size)
         ]
         self.special_token_ids = sorted(index for index in special if index < vocab_size)
-        # In any case, so that masks are as wide for every model of this vocabulary.
+        # Always, so that masks have the same width for every model of this vocabulary.
         self.tokens.append(b"<end>")
         self.special_token_ids.append(vocab_size)
         self.eos_token_ids = list(eos_token_ids) or [vocab_size]
@@ -65,20 +65,20 @@ class GrammarVocabulary:
         self._longest = max(map(len, self._by_bytes))
 
     def compiled(self) -> LLTokenizer:
-        """Return it as llguidance has it."""
+        """Return the tokenizer of llguidance."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.eos_token_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text that goes on from another; what spells a control token is letters to it.
+        """Tokenize a text that continues another; the spelling of a control token is plain text.
 
-        Of a long text only the first are returned. It must not raise: Rust would make a panic of it.
+        Of a long text only the first tokens are returned. It must not raise: Rust would panic.
         """
-        if len(text) > MOST_SPELLED_BYTES:
-            end = MOST_SPELLED_BYTES
+        if len(text) > MAX_FORCED_BYTES:
+            end = MAX_FORCED_BYTES
             while text[end] & 0xC0 == 0x80:  # in the middle of a character
                 end -= 1
             ids = self._spell(text[:end])
-            return ids[: max(len(ids) - LOOSE_TOKENS, 1)]
+            return ids[: max(len(ids) - UNSTABLE_TOKENS, 1)]
         return self._spell(text)
 
     def _spell(self, text: bytes) -> list[int]:
@@ -89,11 +89,11 @@ class GrammarVocabulary:
         return self._longest_pieces(text)
 
     def _bytes_of(self, ids: list[int]) -> bytes | None:
-        """Return the bytes of tokens; None if the model has not all of them."""
+        """Return the bytes of tokens; None if the model lacks one of them."""
         return b"".join([self.tokens[index] for index in ids]) if max(ids, default=0) < len(self.tokens) else None
 
     def _longest_pieces(self, text: bytes) -> list[int]:
-        """Return the longest token that the text begins with, and so on: for tokenizers that change what they read."""
+        """Return the longest token at each place, from the left: for tokenizers that normalize text."""
         special = frozenset(self.special_token_ids)
         ids: list[int] = []
         while text:
@@ -110,7 +110,7 @@ class GrammarVocabulary:
 
 @dataclass(slots=True)
 class _Entry:
-    """A grammar's matcher before the first token, or what is wrong with it; neither while it is being compiled."""
+    """A grammar's matcher before the first token, or its error; neither while it is being compiled."""
 
     num_users: int = 0
     matcher: LLMatcher | None = None
@@ -122,10 +122,10 @@ class _Entry:
 
 
 class GrammarStore:
-    """Compiles grammars in a thread of its own, one after the other, and keeps them.
+    """Compiles grammars in a thread, one after the other, and caches them.
 
-    Every `prepare` is to be followed by a `release`: what is in use stays. The rest goes, the longest unused first,
-    when it is too much.
+    Every `prepare` must be followed by a `release`: grammars in use stay. The others are evicted, the least recently
+    used first, when they exceed the bounds.
 
     Args:
         load_tokenizer: called once, in the thread, when the first grammar comes; may raise `QuireError`.
@@ -138,16 +138,16 @@ class GrammarStore:
         load_tokenizer: Callable[[], Tokenizer],
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
-        kept_chars: int = KEPT_CHARS,
+        max_unused_chars: int = MAX_UNUSED_CHARS,
     ) -> None:
         self.vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
-        self._kept_chars = kept_chars
+        self._max_unused_chars = max_unused_chars
         self._lock = threading.Lock()  # of the entries
         self._loading = threading.Lock()  # of the tokenizer
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._vocabulary: GrammarVocabulary | None = None
@@ -161,12 +161,12 @@ class GrammarStore:
         return [index for index in ids if index < self.vocab_size]
 
     def prepare(self, grammar: str) -> None:
-        """Begin to use a grammar; `poll` says when it is ready."""
+        """Begin to use a grammar; `poll` returns it when it is ready."""
         with self._lock:
             entry = self._entries.get(grammar)
             if entry is None:
                 entry = self._entries[grammar] = _Entry()
-                self._asked.put(grammar)
+                self._queue.put(grammar)
             entry.num_users += 1
             self._entries.move_to_end(grammar)
             if entry.ready:
@@ -184,7 +184,7 @@ class GrammarStore:
                 self._shrink()
 
     def poll(self, wait: float = 0.0) -> dict[str, str | None]:
-        """Return what became ready, with what is wrong with it if it cannot be used; wait up to `wait` seconds."""
+        """Return the grammars that became ready, each with its error or None; with none, wait up to `wait` seconds."""
         finished: dict[str, str | None] = {}
         try:
             while True:
@@ -213,29 +213,29 @@ class GrammarStore:
         return matcher.deep_copy()
 
     def close(self) -> None:
-        """Let the thread end after what it is at."""
-        self._asked.put(None)
+        """End the thread after its current grammar."""
+        self._queue.put(None)
 
     def _shrink(self) -> None:
-        """Forget what nobody uses and is too much. The lock is held."""
+        """Evict grammars without users beyond the bounds. The lock is held."""
         idle = [(grammar, entry) for grammar, entry in self._entries.items() if entry.num_users <= 0 and entry.ready]
         total = sum(len(grammar) for grammar, _ in idle)
         for index, (grammar, entry) in enumerate(idle):
-            if total <= self._kept_chars and len(idle) - index <= MOST_KEPT and entry.error is None:
+            if total <= self._max_unused_chars and len(idle) - index <= MAX_UNUSED and entry.error is None:
                 continue
             total -= len(grammar)
             del self._entries[grammar]
 
     def _work(self) -> None:
-        """The thread's life."""
+        """Compile grammars of the queue, in the thread."""
         while True:
-            grammar = self._asked.get()
+            grammar = self._queue.get()
             if grammar is None:
                 return
             with self._lock:
                 entry = self._entries.get(grammar)
                 if entry is not None and entry.num_users <= 0:
-                    del self._entries[grammar]  # nobody waits for it any more
+                    del self._entries[grammar]  # its requests were aborted
                     entry = None
             if entry is None or entry.ready:
                 continue
@@ -243,7 +243,7 @@ class GrammarStore:
                 compiled = self._compile(grammar)
             except QuireError as error:
                 compiled = error.message
-            except BaseException as error:  # thread boundary, and panics of Rust are no Exception: nobody must wait on
+            except BaseException as error:  # thread boundary; panics of Rust are no Exception
                 compiled = f"the grammar could not be compiled: {type(error).__name__}"
             with self._lock:
                 if isinstance(compiled, str):
@@ -254,7 +254,7 @@ class GrammarStore:
             self._done.put(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher | str:
-        """Return a fresh matcher, or what is wrong with the grammar. Raises `QuireError` without a fit tokenizer."""
+        """Return a new matcher, or the grammar's error. Raises `QuireError` without a suitable tokenizer."""
         with self._loading:
             if self._tokenizer is None:
                 self._vocabulary = self._read_vocabulary()
@@ -262,7 +262,7 @@ class GrammarStore:
         source = LLMatcher.grammar_from_lark(grammar)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what this computes, all copies have; and it finds that no text is possible
+            matcher.compute_bitmask()  # shared by all copies, and finds grammars without any text
         return first_line(matcher.get_error()) if matcher.is_error() else matcher
 
     def _read_vocabulary(self) -> GrammarVocabulary:

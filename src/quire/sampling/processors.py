@@ -1,15 +1,15 @@
 """Logits processors: plug-ins, named in the model options, by which a request changes its own logits.
 
-A plug-in is a factory. It is called for each sequence with (args, prompt_ids, vocab_size): what the request said (its
-`extra_args`, and over them the arguments of this processor), the prompt as a list of ints, and the number of logits.
-It returns a callable, which is called before each token with
+A plug-in is a factory. It is called for each sequence with (args, prompt_ids, vocab_size): the request's `extra_args`,
+overridden by the arguments of this processor; the prompt as a list of ints; and the number of logits. It returns a
+callable, which is called before each token with
 
-    output_ids: int32 numpy [n], the tokens generated so far; not to be changed.
-    logits: float32 numpy [V], its own to change; biases and barred tokens are in it, penalties come after.
+    output_ids: int32 numpy [n], read-only, the tokens generated so far.
+    logits: float32 numpy [V], which it may change; biases and banned tokens are applied, penalties are not yet.
 
-and returns the logits to go on with, float32 numpy [V], -inf for what may not be drawn. What came in as -inf, because
-other options or a grammar bar it, stays barred whatever is returned. A sequence may be preempted or forked, and its
-callable then made anew: what it returns must follow from its arguments and these two alone.
+and returns the changed logits, float32 numpy [V], -inf for banned tokens. Logits that came in as -inf, banned by other
+options or a grammar, stay banned whatever is returned. A preempted or forked sequence gets a new callable, so that
+results must depend on these arguments alone.
 
 A processor that raises, or returns anything else, ends its own request with an error that names it.
 """
@@ -34,11 +34,11 @@ LogitsProcessorFactory = Callable[[dict[str, Any], list[int], int], LogitsProces
 
 
 class ProcessorError(Exception):
-    """What a logits processor did wrong; the message is for whoever sent the request."""
+    """The failure of a logits processor; the message is for the client."""
 
 
 def registered_names(plugins: Sequence[str]) -> list[str]:
-    """Return the names that requests may use. Raises `ConfigError` for plug-ins without a name, or of the same."""
+    """Return the names that requests may use. Raises `ConfigError` for empty and repeated names."""
     names = [plugin.partition("=")[0].strip() for plugin in plugins]
     for name, plugin in zip(names, plugins, strict=True):
         if not name:
@@ -78,7 +78,7 @@ def _import(name: str, target: str) -> Any:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever a plug-in does when it is imported
+    except Exception as error:  # importing a plug-in may raise anything
         raise ConfigError(
             f"logits processor {name} cannot be imported from {target}: {type(error).__name__}: {error}",
             param="logits_processors",
@@ -98,7 +98,7 @@ def _entry_point(name: str) -> Any:
     point = next(iter(points))
     try:
         return point.load()
-    except Exception as error:  # whatever a plug-in does when it is imported
+    except Exception as error:  # importing a plug-in may raise anything
         raise ConfigError(
             f"logits processor {name} cannot be imported from {point.value}: {type(error).__name__}: {error}",
             param="logits_processors",
@@ -106,46 +106,46 @@ def _entry_point(name: str) -> Any:
 
 
 class Processors:
-    """The logits processors of one sequence, in the order of the request. What goes wrong comes out in `apply`."""
+    """The logits processors of one sequence, in the order of the request. Errors of factories are raised by `apply`."""
 
     def __init__(
         self,
-        wanted: Sequence[tuple[str, Mapping[str, Any]]],
+        chosen: Sequence[tuple[str, Mapping[str, Any]]],
         factories: Mapping[str, LogitsProcessorFactory],
         prompt_ids: list[int],
         vocab_size: int,
     ) -> None:
-        self._wanted = wanted
+        self._chosen = chosen
         self._factories = factories
         self._prompt_ids = prompt_ids
         self._vocab_size = vocab_size
         self._made: list[LogitsProcessor] | None = None
 
     def copy(self) -> Processors:
-        """Return what a fork of the sequence begins with: processors of its own."""
-        return Processors(self._wanted, self._factories, self._prompt_ids, self._vocab_size)
+        """Return new processors, for a fork."""
+        return Processors(self._chosen, self._factories, self._prompt_ids, self._vocab_size)
 
     def apply(self, output_ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        """Return what becomes of `logits` float32 [V], which may be overwritten.
+        """Return the processed `logits` float32 [V], which may be overwritten.
 
         Raises:
-            ProcessorError: one failed, or returned something else than such logits.
+            ProcessorError: one failed, or returned anything but such logits.
         """
         if self._made is None:
-            self._made = [self._make(name, args) for name, args in self._wanted]
+            self._made = [self._make(name, args) for name, args in self._chosen]
         output_ids = output_ids.view()
         output_ids.flags.writeable = False
-        barred = logits == -np.inf
-        for (name, _), process in zip(self._wanted, self._made, strict=True):
+        banned = logits == -np.inf
+        for (name, _), process in zip(self._chosen, self._made, strict=True):
             try:
                 result = process(output_ids, logits)
-            except Exception as error:  # a plug-in of the operator's may raise anything
+            except Exception as error:  # plug-ins may raise anything
                 raise _failure(name, error) from error
             problem = _problem(result, self._vocab_size)
             if problem:
                 raise ProcessorError(f"logits processor {name} returned {problem}")
             logits = result
-        return np.where(barred, np.float32(-np.inf), logits)
+        return np.where(banned, np.float32(-np.inf), logits)
 
     def _make(self, name: str, args: Mapping[str, Any]) -> LogitsProcessor:
         factory = self._factories.get(name)
@@ -153,7 +153,7 @@ class Processors:
             raise ProcessorError(f"logits processor {name} is not registered")
         try:
             made = factory(dict(args), list(self._prompt_ids), self._vocab_size)
-        except Exception as error:  # a plug-in of the operator's may raise anything
+        except Exception as error:  # plug-ins may raise anything
             raise _failure(name, error) from error
         if not callable(made):
             raise ProcessorError(f"logits processor {name} made {echo(made)}, which cannot be called")

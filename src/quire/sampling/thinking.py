@@ -1,4 +1,4 @@
-"""`ThinkingBudget`: follows the reasoning of one sequence, and says when it has to end."""
+"""`ThinkingBudget`: follows the reasoning of one sequence, and returns the tokens that end it in time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.engine_request import ThinkingData
 
 
 class ThinkingBudget:
-    """Where a sequence stands in its first reasoning; see `ThinkingData`.
+    """The position of a sequence in its first reasoning; see `ThinkingData`.
 
     Attributes:
-        over: whether there is no more to watch: it has ended.
+        over: whether the reasoning has ended, or cannot begin.
         num_tokens: of reasoning so far, its end included.
     """
 
@@ -26,13 +26,13 @@ class ThinkingBudget:
             self.accept(token_id)
 
     def fork(self) -> ThinkingBudget:
-        """Return the same for a copy of the sequence."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         twin._recent = self._recent.copy()
         return twin
 
     def accept(self, token_id: int) -> None:
-        """Note a generated token."""
+        """Append a generated token."""
         if self.over:
             return
         data = self._data
@@ -46,9 +46,9 @@ class ThinkingBudget:
             self._recent.clear()
 
     def forced_tokens(self) -> list[int]:
-        """Return what must come next to end it, if the budget is used up; none otherwise.
+        """Return the tokens that must come next to end it, if the budget is used up; none otherwise.
 
-        What has been generated of its end counts as that.
+        The part of its end that was generated already is not among them.
         """
         if self.over or not self._open or self.num_tokens < self._data.budget:
             return []

@@ -1,7 +1,7 @@
 """What constrains sampling from outside: grammars (structured output) and budgets of reasoning.
 
 `Constraint` is one sequence's position in its grammar, `Guide` what one sequence must follow, `Guidance` the guides of
-a step. A guide masks the next token, is told each token that was sampled, and appends tokens that have no alternative
+a step. A guide masks the next token, accepts each sampled token, and appends tokens that have no alternative
 without asking the model (jump-forward, Zheng et al. 2023, "SGLang", section 4): they are computed together in the next
 step, like a chunk of a prompt.
 

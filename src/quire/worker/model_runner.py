@@ -285,7 +285,7 @@ class ModelRunner:
         inputs.logits_indices, everything = self.pooler.rows(inputs)
         inputs.extra = self.pooler.extra_inputs(inputs)
         hidden, _, _ = self.graphs.run(inputs, all_hidden=everything)
-        self.pooler.take(inputs, hidden, output)
+        self.pooler.pool(inputs, hidden, output)
 
     def _generate(self, step: StepInFlight, inputs: StepInputs) -> None:
         """Compute logits, and launch the samples of sequences whose last token is computed."""

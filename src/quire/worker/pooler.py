@@ -1,7 +1,7 @@
 """`Pooler`: from the hidden states of a text's tokens, which may come in several steps, to its vector or its scores.
 
-It says which rows of a step are needed, adds up what is to be added up, and when a prompt ends has the model's layers
-after pooling compute the rest. Sums are in float64, so that how a prompt is cut does not show in the result.
+It chooses the rows of a step whose hidden states are needed, accumulates them, and at the end of a prompt runs the
+model's layers after pooling. Sums are float64, so that chunks of a prompt do not show in the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST, LAST = ("cls",), ("lasttoken",)
 
 @dataclass(slots=True)
 class _Text:
-    """What is known of one text: its options, and of its tokens so far, sums and the like of hidden states [H]."""
+    """The pooling state of one text: its options, and what is accumulated of hidden states [H] so far."""
 
     params: PoolingParams
     first: np.ndarray | None = None
@@ -39,11 +39,11 @@ class _Text:
 
     @property
     def by_token(self) -> bool:
-        """Whether every token's vector is asked for."""
+        """Whether every token's vector is requested."""
         return self.params.task == "token_embed"
 
     def add(self, hidden: np.ndarray, kinds: tuple[str, ...]) -> None:
-        """Take in the hidden states [n, H] of the next tokens."""
+        """Accumulate the hidden states [n, H] of the next tokens."""
         if self.by_token:
             self.tokens.append(hidden.copy())
             return
@@ -79,7 +79,7 @@ class _Text:
 
 
 class Pooler:
-    """Pools for one model; `apply` comes first in a step, then `rows` and `extra_inputs`, then `take`."""
+    """Pools for one model; `apply` comes first in a step, then `rows` and `extra_inputs`, then `pool`."""
 
     def __init__(self, model: PoolingModel, backend: Backend) -> None:
         self._model, self._backend = model, backend
@@ -87,7 +87,7 @@ class Pooler:
         self._texts: dict[str, _Text] = {}
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Take note of sequences that came and left; one that comes back after a preemption begins anew."""
+        """Add new sequences and remove those that left; one that was preempted starts again."""
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             self._texts.pop(sequence_id, None)
         for new in step.new_sequences:
@@ -123,8 +123,8 @@ class Pooler:
                     types[own] = inputs.positions[own] >= start
         return {"token_types": types}
 
-    def take(self, inputs: StepInputs, hidden: Array, output: ModelOutput) -> None:
-        """Take in the hidden states of `rows`; put what has become of the texts that end in this step into `output`."""
+    def pool(self, inputs: StepInputs, hidden: Array, output: ModelOutput) -> None:
+        """Accumulate the hidden states of `rows`; put the results of texts that end in this step into `output`."""
         values = self._backend.to_numpy(hidden)
         ends = [inputs.sequence_ids[index] for index in np.flatnonzero(inputs.num_logits).tolist()]
         if self._needs_all(inputs):
@@ -157,7 +157,7 @@ class Pooler:
 
 
 def finish(values: np.ndarray, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:
-    """Return what a request gets of its vector, of its tokens' vectors, or of its logits: float32 [..., N]."""
+    """Return a request's result from its vector, its tokens' vectors, or its logits: float32 [..., N]."""
     numbers = values.astype(np.float64)
     if spec.task == "embed":
         if params.dimensions is not None:

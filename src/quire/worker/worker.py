@@ -60,7 +60,7 @@ class Worker:
         new_backend: returns the rank's backend, again after a `sleep`; that of one of several ranks has collectives.
 
     Raises:
-        ModelError: the checkpoint is broken. ConfigError: the device cannot do what is asked.
+        ModelError: the checkpoint is broken. ConfigError: the device does not support an option.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Worker:
     def allocate(
         self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
     ) -> None:
-        """Allocate KV cache and persistent batch, open the disk tier, compile what the first step would have to.
+        """Allocate KV cache and persistent batch, open the disk tier, and compile kernels.
 
         The last `num_layerwise_blocks` blocks are layerwise, see `kernels/backend.py`.
         Once, and after each `sleep`; one of level 2 has the weights read again.
@@ -211,11 +211,11 @@ class Worker:
         return 0 if self._store is None else self._store.capacity
 
     def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """Return (slot, header) of what the disk tier holds; to be called before the first step."""
+        """Return (slot, header) of the records of the disk tier; to be called before the first step."""
         return [] if self._store is None else self._store.scan()
 
     def hash_key(self) -> bytes | None:
-        """Return the key under which the disk tier's blocks are named; None without one."""
+        """Return the key of the disk tier's block hashes; None without a disk tier."""
         return None if self._store is None else self._store.hash_key
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -229,11 +229,11 @@ class Worker:
         return self.runner.submit(step)
 
     def idle(self) -> bool:
-        """Record a step that is likely to come; see `StepGraphs.record_next`."""
+        """See `StepGraphs.record_next`."""
         return self.runner is not None and self.runner.graphs.record_next()
 
     def sleep(self, level: int) -> int:
-        """Let go of the KV cache and all that steps use, and at level 2 of the weights; return how many bytes."""
+        """Free the KV cache and all buffers of steps, at level 2 also the weights; return how many bytes."""
         before = self.backend.used_memory()
         if self.runner is not None:
             self.runner.close()
@@ -241,18 +241,18 @@ class Worker:
         if level > 1:
             self.model = None
             self._close_adapters()
-            self.backend = self._new_backend(self.config)  # the one before may keep the memory of weights for others
+            self.backend = self._new_backend(self.config)  # the old one may cache the memory of weights
         self.backend.release_memory()
         return max(0, before - self.backend.used_memory())
 
     def close(self) -> None:
-        """Drop model and cache, so that their memory can be reused even if somebody keeps this object."""
+        """Free model and KV cache even if this object stays referenced."""
         self.grammars.close()
         self._close_adapters()
         if self.runner is not None:
             self.runner.close()
         self.runner = self.model = None
-        if self.backend.name == "cuda":  # PyTorch keeps memory for later that others wait for
+        if self.backend.name == "cuda":  # PyTorch caches memory that others need
             self.backend.release_memory()
 
     def _close_adapters(self) -> None:
@@ -261,7 +261,7 @@ class Worker:
         self.adapters = None
 
     def _groups(self) -> list[KVCacheGroup]:
-        """Return the groups of layers, as the engine counted them: by the context before memory was looked at."""
+        """Return the groups of layers, by the context length before it was fit to memory, as in the engine."""
         assert self.config.model.max_model_len is not None, "resolved by the engine"
         return self.kv_cache_spec().groups(self.config.model.max_model_len)
 
