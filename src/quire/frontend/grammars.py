@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import resource
 import select
 import signal
 import struct
@@ -299,6 +298,8 @@ def compile_job(job: Job) -> CompileResult:
 
 def main() -> None:
     """Compile jobs until standard input ends; an empty message says that the child is ready."""
+    import resource
+
     import quire.structured.compile  # noqa: F401 - loaded before the first job, whose time is limited
 
     logs.setup(*sys.argv[1:3], process="grammar")
