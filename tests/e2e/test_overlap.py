@@ -31,8 +31,8 @@ BIASED = SamplingParams(temperature=0.7, presence_penalty=1.5, logit_bias={3: 2.
 NAMED = SamplingParams(temperature=1.0, logprob_token_ids=[7, 2, 159], repetition_penalty=0.7)
 WHOLE = SamplingParams(temperature=0.0, logprobs=-1, frequency_penalty=0.5)
 SPELT = SamplingParams(temperature=0.9, allowed_token_ids=list(range(40, 46)))
-FLYING = {"fancy": FANCY, "narrow": NARROW, "biased": BIASED, "named": NAMED, "whole": WHOLE, "spelt": SPELT}
-WORDS: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(FLYING, ((9,), (40, 41)))
+OVERLAPPING = {"fancy": FANCY, "narrow": NARROW, "biased": BIASED, "named": NAMED, "whole": WHOLE, "spelt": SPELT}
+WORDS: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(OVERLAPPING, ((9,), (40, 41)))
 WORDS["spelt"] = ((40, 41), (42,), (43, 44, 40), (44, 44), (45, 40, 43, 43), (45, 45))
 DRY = SamplingParams(temperature=0.9, dry_multiplier=0.8, logprobs=1)
 MIROSTAT = SamplingParams(temperature=1.0, mirostat=2, presence_penalty=0.3)
@@ -90,12 +90,12 @@ def watch(core: EngineCore) -> Counting:
     return counting
 
 
-def make_asks(seed: int, count: int, *, flying: bool = False) -> list[Ask]:
-    """Requests of which many begin alike, and many end by a stop id; not `flying`: some that the host sees to."""
+def make_asks(seed: int, count: int, *, overlapping: bool = False) -> list[Ask]:
+    """Requests of which many begin alike, and many end by a stop id; not `overlapping`: some that the host sees to."""
     rng = random.Random(seed)
     common = [rng.randrange(3, VOCAB) for _ in range(60)]
     kinds = [GREEDY, SEEDED, FANCY, SHARP, NARROW, BIASED, NAMED, WHOLE]
-    if not flying:
+    if not overlapping:
         kinds += [SCORED, DRY, MIROSTAT]
     rng.shuffle(kinds)
     asks = []
@@ -109,10 +109,10 @@ def make_asks(seed: int, count: int, *, flying: bool = False) -> list[Ask]:
     return asks
 
 
-@pytest.mark.parametrize("flying", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("road", ROADS)
-def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, flying: bool) -> None:
-    asks = make_asks(3, 11, flying=flying)
+def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, overlapping: bool) -> None:
+    asks = make_asks(3, 11, overlapping=overlapping)
     expected = alone(folder, asks)
     options = {**ROADS[road], **({"kv_disk_dir": str(tmp_path)} if road == "disk" else {})}
     driver = EngineDriver(folder, async_scheduling=True, **options)
@@ -126,20 +126,20 @@ def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, f
     stats = driver.stats()
     driver.check_all_free()
     driver.close()
-    assert counting.num_ahead > (25 if flying else 5)
+    assert counting.num_ahead > (25 if overlapping else 5)
     assert stats.num_discarded_tokens > 0
     assert road != "swap" or stats.num_swapped_out
-    assert not flying or road not in ("recompute", "prompts first") or stats.num_preemptions
+    assert not overlapping or road not in ("recompute", "prompts first") or stats.num_preemptions
 
 
-@pytest.mark.parametrize("kind", FLYING)
+@pytest.mark.parametrize("kind", OVERLAPPING)
 def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, kind: str) -> None:
     """Each alone, so that its rows are all that steps have; some end by a stop id, and one is computed in chunks."""
     rng, asks = random.Random(kind), []
     for number, length in enumerate((2, 9, 25, 9)):
         prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
         stop_ids = tuple(range(2, 3 + 9 * (number % 2)))
-        asks.append(Ask(prompt, FLYING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind]))
+        asks.append(Ask(prompt, OVERLAPPING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind]))
     for device in ("cpu", "reference"):
         driver = EngineDriver(folder, device, async_scheduling=True, max_num_batched_tokens=20)
         counting = watch(driver.core)

@@ -222,7 +222,7 @@ def test_logits_that_are_not_finite_are_an_error_of_each_fork_alone(
     assert output.candidates == {}
 
 
-def test_logits_that_are_not_finite_are_told_when_a_step_lands(folders: dict[str, Path]) -> None:
+def test_logits_that_are_not_finite_are_told_with_the_result(folders: dict[str, Path]) -> None:
     """The step after it was begun with some token in its place, and disturbs nobody."""
     told = []
     for spoilt in (False, True):
@@ -242,7 +242,7 @@ def test_logits_that_are_not_finite_are_told_when_a_step_lands(folders: dict[str
     assert told[0] == told[1]
 
 
-def test_what_the_host_must_see_to_is_computed_after_what_flies(folders: dict[str, Path]) -> None:
+def test_what_the_host_must_see_to_is_computed_after_steps_in_flight(folders: dict[str, Path]) -> None:
     driver, other = make(folders["plain"]), make(folders["plain"])
     dry = SamplingParams(temperature=0.0, dry_multiplier=1.5)
     for one in (driver, other):
@@ -264,9 +264,9 @@ def test_a_third_step_knows_what_the_first_has_sampled(folders: dict[str, Path])
         one.add("b", PROMPT[:4], FANCY, seed=3)
         one.add("c", PROMPT[:4], PLAIN)
     steps = [{"a": 10, "b": 4}, *[{"a": 1, "b": 1}] * 2, {"a": 1, "c": 4}, *[{"b": 1, "a": 1, "c": 1}] * 5]
-    flying = [driver.submit(counts) for counts in steps]
-    assert all(pending.overlaps for pending in flying)
-    for pending, counts in zip(flying, steps, strict=True):
+    pending_steps = [driver.submit(counts) for counts in steps]
+    assert all(pending.overlaps for pending in pending_steps)
+    for pending, counts in zip(pending_steps, steps, strict=True):
         found, expected = pending.result(), other.step(counts)
         assert (found.sampled_token_ids, found.logprobs) == (expected.sampled_token_ids, expected.logprobs)
 

@@ -197,9 +197,14 @@ class ModelRunner:
             return None
         layer = self.model.kv_cache_spec().layers[indices[0]]
         return self.backend.layerwise_offload(
-            len(indices), num_blocks, num_layerwise_blocks, block_size, layer.num_kv_heads, layer.head_size,
+            len(indices),
+            num_blocks,
+            num_layerwise_blocks,
+            block_size,
+            layer.num_kv_heads,
+            layer.head_size,
             latent=layer.latent,
-        )  # fmt: skip
+        )
 
     def _caches_of_layers(self, groups: list[KVCacheGroup]) -> list[LayerCache]:
         """Say of each layer of the model, in order, where its keys and values go."""
