@@ -32,9 +32,12 @@ class PlanOptions:
         metavar="TOKENS",
     )
     memory: int | None = option(
-        None, "Plan for a machine, or GPU, with so much free memory, such as 16GiB; default: what is free here.", low=1,
-        size=True, metavar="SIZE",
-    )  # fmt: skip
+        None,
+        "Plan for a machine, or GPU, with so much free memory, such as 16GiB; default: what is free here.",
+        low=1,
+        size=True,
+        metavar="SIZE",
+    )
     json: bool = option(False, "Print JSON, sizes in bytes.")
 
 
