@@ -47,8 +47,13 @@ class Watched:
 
 def compare(folder: Path, turns: list[list[Ask]], *, streamed: int | None, **options: Any) -> Watched:
     """Have a CPU say it, and a GPU with layerwise blocks, of which a step loads so many; return what was seen."""
-    given = {**OPTIONS, "block_size": BLOCK, "num_gpu_blocks_override": NUM_BLOCKS,
-             "max_model_len": (NUM_BLOCKS - NUM_LAYERWISE) * BLOCK, **options}  # fmt: skip
+    given = {
+        **OPTIONS,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": NUM_BLOCKS,
+        "max_model_len": (NUM_BLOCKS - NUM_LAYERWISE) * BLOCK,
+        **options,
+    }
     drivers = {
         "cpu": EngineDriver(folder, "cpu", **given),
         "cuda": EngineDriver(folder, "cuda", **{**given, "kv_resident_layers": 1, "swap_space": None}),

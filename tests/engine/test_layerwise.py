@@ -50,8 +50,10 @@ def test_blocks_take_the_memory_that_there_is_and_no_more(folder: Path) -> None:
             whole = found.num_blocks - found.num_layerwise_blocks
             left = memory - whole * WHOLE - found.num_layerwise_blocks * LAYERWISE
             assert 0 <= left < WHOLE
-            assert found.num_layerwise_blocks * HOST <= resolve_config(asked_for(folder, swap_space=swap_space),
-                load_model_info(folder)).cache.swap_space  # fmt: skip
+            assert (
+                found.num_layerwise_blocks * HOST
+                <= resolve_config(asked_for(folder, swap_space=swap_space), load_model_info(folder)).cache.swap_space
+            )
             assert found.num_host_blocks == 0
 
 

@@ -28,11 +28,20 @@ from tests.simulate.test_cost import made_up_cost
 LAYERS, RESIDENT = 12, 3
 PARAMS = SamplingParams(temperature=0.0)
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 256,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 999,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "eos_token_id": 999,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 
 
 def new(name: str, computed: int, blocks: list[int]) -> NewSequenceData:
@@ -47,9 +56,11 @@ def step(scheduled: dict[str, int], news: Any = (), continuing: Any = (), **opti
     total = sum(scheduled.values())
     return SchedulerOutput(
         **{"finished_sequence_ids": [], "preempted_sequence_ids": [], **options},
-        new_sequences=list(news), continuing=list(continuing),
-        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=total,
-    )  # fmt: skip
+        new_sequences=list(news),
+        continuing=list(continuing),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=total,
+    )
 
 
 @pytest.fixture
@@ -88,9 +99,7 @@ def test_copies_are_counted_apart_and_tables_follow_them(reader: StepReader) -> 
     reader.read(step({"a": 7}, [new("a", 0, [10, 11])]))
     transfers = transfers_of([(COPY, 10, 1), (COPY, 11, 12), (COPY, 3, 4)])
     replaced = [(0, 0, 1), (0, 1, 12)]
-    moved, _ = reader.read(
-        step({"a": 1}, continuing=[going("a", 7, replaced_blocks=replaced)], transfers=transfers)
-    )  # fmt: skip
+    moved, _ = reader.read(step({"a": 1}, continuing=[going("a", 7, replaced_blocks=replaced)], transfers=transfers))
     assert counts(moved) == (2 + 1, 1 + 1), "two copies read, one written; then block 12 by the step itself"
     assert moved.exchanged == pytest.approx(3 * 0.75)
     assert moved.streamed == pytest.approx(2 * 0.75)
@@ -111,10 +120,20 @@ def roofline(**options: Any) -> RooflineCost:
     work = StepWork(Work(0, 1e9), Work(0, 0.0), 0.0)
     return RooflineCost(
         **{
-            "bandwidth": 1e12, "flops": 1e12, "overhead": 0.0, "host": 0.0, "link": 1e9, "disk": 1e9, "work": work,
-            "token_kv_bytes": 0.0, "block_bytes": 1e6, "num_layers": 12, "num_resident": 3, **options,
+            "bandwidth": 1e12,
+            "flops": 1e12,
+            "overhead": 0.0,
+            "host": 0.0,
+            "link": 1e9,
+            "disk": 1e9,
+            "work": work,
+            "token_kv_bytes": 0.0,
+            "block_bytes": 1e6,
+            "num_layers": 12,
+            "num_resident": 3,
+            **options,
         }
-    )  # fmt: skip
+    )
 
 
 def test_streaming_is_hidden_behind_as_much_computing() -> None:
@@ -152,9 +171,12 @@ def run(tmp_path: Path) -> Callable[..., SimulatedRun]:
     def simulated(observer: Any = None, **options: Any) -> SimulatedRun:
         requests = draw([Synthetic("burst", num=12, prompt=100, output=60)])
         config = EngineConfig.from_kwargs(
-            model=str(tmp_path), device="cuda", max_num_batched_tokens=128, max_model_len=160,
+            model=str(tmp_path),
+            device="cuda",
+            max_num_batched_tokens=128,
+            max_model_len=160,
             **{"num_gpu_blocks_override": 30, **options},
-        )  # fmt: skip
+        )
         info = long_enough(load_info(config), config, requests)
         cost, memory = make_cost("roofline:bandwidth=1,gflops=100,memory=1,link=1", config, info)
         return simulate(config, info, requests, cost, memory, observer)
@@ -170,8 +192,10 @@ def test_first_tokens_come_earlier_and_second_ones_later_with_layerwise_blocks(
     # As much memory on the device: 30 resident blocks, or 20 and 24 layerwise ones (of 3 layers and 2 staged, of 12).
     found = run(
         lambda plan, contents, seconds: seen.append(contents),
-        num_gpu_blocks_override=44, kv_resident_layers=RESIDENT, swap_space=24 * 9 * 16 * 2 * 256 * 2,
-    )  # fmt: skip
+        num_gpu_blocks_override=44,
+        kv_resident_layers=RESIDENT,
+        swap_space=24 * 9 * 16 * 2 * 256 * 2,
+    )
     result = summarize_run(found)
     assert found.log.stats.num_layerwise_blocks == found.log.stats.num_free_layerwise_blocks == 24
     assert sum(contents.num_layerwise_stores for contents in seen) > 0

@@ -40,13 +40,13 @@ def of(folder: Path, overrides: dict[str, Any] | None = None, **changes: Any) ->
     backend = changes.pop("backend", None) or CPUBackend("bfloat16", "bfloat16", 1)
     spec = changes.pop("spec", KVCacheSpec([LayerKVSpec(4, 8, "float32")] * 2))
     options = {"load_format": "auto", "seed": 0, "block_size": 16, "model_len": 256, "max_model_len": 256}
-    options["notes"] = folder.parent / "notes.json"
+    options["digest_cache"] = folder.parent / "notes.json"
     return fingerprint(load_model_info(folder, overrides), backend, spec, **{**options, **changes})
 
 
 def test_it_outlives_restarts_copies_and_downloads(folder: Path, tmp_path: Path) -> None:
     first = of(folder)
-    assert len(first) == 64 and first == of(folder) == of(folder, notes=tmp_path / "none.json")
+    assert len(first) == 64 and first == of(folder) == of(folder, digest_cache=tmp_path / "none.json")
     copied = Path(shutil.copytree(folder, tmp_path / "elsewhere" / "copy"))
     for path in copied.iterdir():
         os.utime(path, (1, 1))
@@ -147,7 +147,7 @@ def test_damaged_notes_are_written_anew(folder: Path, damage: bytes) -> None:
 
 def test_notes_that_cannot_be_written_are_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder.parent / "file").write_text("")
-    assert of(folder, notes=folder.parent / "file" / "notes.json") == of(folder)
+    assert of(folder, digest_cache=folder.parent / "file" / "notes.json") == of(folder)
     assert "digested at every start" in caplog.text
 
 
@@ -155,7 +155,7 @@ def test_notes_of_files_that_are_gone_are_dropped(folder: Path, original: Path) 
     notes = folder.parent / "notes.json"
     of(folder)
     (folder / WEIGHTS).unlink()
-    of(original, notes=notes)
+    of(original, digest_cache=notes)
     assert str(folder) not in notes.read_text() and str(original) in notes.read_text()
 
 

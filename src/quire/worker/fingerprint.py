@@ -1,10 +1,9 @@
 """A fingerprint of everything that the bits in a KV cache depend on, the tokens aside.
 
-Two engines may read each other's blocks if and only if their fingerprints agree. It is made of contents, never of times
-or paths, so that it outlives a restart, a copied or downloaded model folder, and another installation of the same code.
-Two models of one shape differ in their weights alone, perhaps in a few rows, so all of the weights count: samples would
-miss a few retrained embeddings. Digesting them takes about as long as reading them; what was found is therefore noted
-in a file, and holds for as long as the system reports the same size, times and inode.
+Two engines may read each other's blocks if and only if their fingerprints agree. It is a digest of contents, never of
+times or paths, so that it is the same after a restart, for a copied or downloaded model folder, and for another
+installation of the same code. All weights count: samples would miss a few retrained embeddings. Digesting them takes
+about as long as reading them, so digests are cached in a file, by the size, times and inode of each weight file.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def fingerprint(
     block_size: int,
     model_len: int,
     max_model_len: int,
-    notes: Path,
+    digest_cache: Path,
 ) -> str:
     """Return the fingerprint as 64 hexadecimal digits.
 
@@ -53,7 +52,7 @@ def fingerprint(
         load_format, seed: as given to `load_model`.
         model_len: the length that the model was built for; rotary frequencies may depend on it.
         max_model_len: the length that is served; the groups of layers depend on it.
-        notes: where digests of weight files are noted; the file need not exist, nor be writable.
+        digest_cache: file of the digests of weight files; it need not exist, nor be writable.
 
     Raises:
         ModelError: the weights cannot be read.
@@ -61,7 +60,7 @@ def fingerprint(
     rotary = [inverse_frequencies(rope, model_len).tobytes().hex() for rope in dict.fromkeys(info.layer_ropes)]
     parts = {
         "config": dict(info.raw),
-        "weights": seed if load_format == "dummy" else _weights(info, load_format, notes),
+        "weights": seed if load_format == "dummy" else _weights(info, load_format, digest_cache),
         "rotary": rotary,
         "backend": [backend.name, backend.dtype, backend.kv_dtype, backend.quantization, backend.arithmetic],
         "layers": msgspec.to_builtins(spec),
@@ -83,10 +82,10 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _weights(info: ModelInfo, load_format: str, notes: Path) -> list[list[str]]:
+def _weights(info: ModelInfo, load_format: str, digest_cache: Path) -> list[list[str]]:
     """Return name and digest of every file that holds weights."""
     paths = weight_files(info, load_format)
-    known = _read_notes(notes)
+    known = _read_digests(digest_cache)
     started, digested, found = time.perf_counter(), 0, {}
     for path in paths:
         place, stamp = str(path.resolve()), _stamp(path)
@@ -98,7 +97,7 @@ def _weights(info: ModelInfo, load_format: str, notes: Path) -> list[list[str]]:
     if digested:
         seconds = time.perf_counter() - started
         logger.info("digested %d MB of weights for the disk tier in %.1f s", digested // 10**6, seconds)
-        _write_notes(notes, {**known, **found})
+        _write_digests(digest_cache, {**known, **found})
     return [[path.name, found[str(path.resolve())][-1]] for path in paths]
 
 
@@ -121,21 +120,21 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _read_notes(path: Path) -> dict[str, list[Any]]:
-    """Return the notes, without those of files that are gone; none if they cannot be read."""
+def _read_digests(path: Path) -> dict[str, list[Any]]:
+    """Return the cached digests, without those of files that are gone; none if they cannot be read."""
     try:
-        notes = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int, int, int, str]])
+        digests = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int, int, int, str]])
     except (OSError, msgspec.DecodeError):
         return {}
-    return {place: list(note) for place, note in notes.items() if os.path.exists(place)}
+    return {place: list(note) for place, note in digests.items() if os.path.exists(place)}
 
 
-def _write_notes(path: Path, notes: dict[str, list[Any]]) -> None:
-    """Replace the notes as a whole; without them the next start only takes longer."""
+def _write_digests(path: Path, digests: dict[str, list[Any]]) -> None:
+    """Replace the cached digests as a whole; without them the next start only takes longer."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new.write_bytes(msgspec.json.encode(notes))
+        new.write_bytes(msgspec.json.encode(digests))
         new.replace(path)
     except OSError as error:
         logger.warning("%s cannot be written (%s); the weights are digested at every start", path, error)

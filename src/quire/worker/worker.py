@@ -283,7 +283,7 @@ class Worker:
             block_size=cache.block_size,
             model_len=model.max_model_len,
             max_model_len=model.max_model_len,
-            notes=folder / "weights.json",
+            digest_cache=folder / "weights.json",
         )
         largest = max(self._groups(), key=lambda group: len(group.layers))
         layers = [spec.layers[index] for index in largest.layers]
