@@ -10,7 +10,7 @@ Run = Callable[[int], object]  # given the number of the repetition, so that inp
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A stored choice (`kernels/gpu/choices.py`) that a case is measured with, and others to try."""
+    """A stored choice (`kernels/gpu/tuned_configs.py`) that a case is measured with, and others to try."""
 
     kernel: str
     key: str

@@ -24,7 +24,7 @@ from report import Table
 from running import run_limited
 
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = ("_compiled.py", "test_benchmark_scripts.py", "test_kernel_checks.py", "test_graphs_compile.py")  # no GPU's
+ELSEWHERE = ("_compiled.py", "test_benchmark_scripts.py", "test_kernel_checks.py", "test_compile_ahead.py")  # no GPU's
 SMALL = ["tests/kernels/gpu/test_host_blocks.py"]
 GROUPS = {  # what is run, and seconds for all of it
     "kernels": (["tests/kernels/gpu/test_*.py"], 210.0),

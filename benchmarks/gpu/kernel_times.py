@@ -14,7 +14,7 @@ from measure import Limits, on_gpu, seconds
 from report import Table
 
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.graphs_compile import Ahead
+from quire.kernels.gpu.compile_ahead import CompileAhead
 
 SMALL_SCALES = {"experts": 256, "lora": 128}  # what sizes are divided by without a GPU
 SMALL_SCALE = 4096  # of all others
@@ -44,7 +44,7 @@ def new_backend() -> GPUBackend:
 
 def compile_cases(topic: str, backend: GPUBackend) -> None:
     """Have the kernels of a topic compiled side by side, before they are measured one after the other."""
-    with Ahead():
+    with CompileAhead():
         for case in cases(topic, backend):
             for run in (case.run, *case.against.values()):
                 with suppress(Exception):  # boundary: who measures it is told again

@@ -13,9 +13,9 @@ from benchmarks.gpu.case import Case, Run, Tuning
 from torch.nn import functional as F
 
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.choices import Choices
 from quire.kernels.gpu.linear import TILE_ROWS, gemm_key, gemv_key
 from quire.kernels.gpu.linear_weights import GPULinear
+from quire.kernels.gpu.tuned_configs import TunedConfigs
 
 L2_BYTES = 60 << 20
 SHAPES = {
@@ -143,7 +143,7 @@ def cases(backend: GPUBackend, scale: int = 1) -> Iterator[Case]:
 def chain(backend: GPUBackend, name: str, model: str, scale: int, *, decides: bool = False) -> Case:
     """Return the case of one token's norms and products of a layer, one after the other, as they depend on each other.
 
-    Beside it the same with launches that overlap (`kernels/gpu/dependent.py`); `decides` whether the chip has them so.
+    Beside it the same with launches that overlap (`kernels/gpu/pdl.py`); `decides` whether the chip has them so.
     """
     form = FORMS[0]
     shapes = [(max(128, n // scale), max(128, k // scale)) for n, k in (SHAPES[f"{model} {part}"] for part in PARTS)]
@@ -153,7 +153,7 @@ def chain(backend: GPUBackend, name: str, model: str, scale: int, *, decides: bo
     residual = torch.zeros((1, hidden), device=backend.device, dtype=backend.act)
     start = torch.randn((1, hidden), device=backend.device).to(backend.act)
     overlapped = copy(backend)
-    overlapped.choices = Choices({"pdl": {"all": {"on": 1}}})
+    overlapped.tuned_configs = TunedConfigs({"pdl": {"all": {"on": 1}}})
 
     def step(own: GPUBackend, turn: int) -> object:
         x = own.linear(own.add_rms_norm(start, residual, weight, 1e-5), qkv[turn % len(qkv)])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.gpu.graphs_cuda import end_broken_capture
+from quire.kernels.gpu.graphs import end_broken_capture
 
 Run = Callable[[int], object]
 ROUNDS = 7  # medians are taken of so many

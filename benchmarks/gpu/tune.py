@@ -1,4 +1,4 @@
-"""Tries the candidates of every kernel that has some, and stores the fastest for this chip (`kernels/gpu/choices.py`).
+"""Tries the candidates of every kernel that has some, and stores the fastest (`kernels/gpu/tuned_configs.py`).
 
     PYTHONPATH=src python benchmarks/gpu/tune.py [--only attention] [--out FOLDER]
 
@@ -21,26 +21,26 @@ from case import Case
 from kernel_times import cases, new_backend, topics
 from measure import seconds
 
-from quire.kernels.gpu.choices import CHIPS, Choices, chip_file
-from quire.kernels.gpu.graphs_compile import Ahead
+from quire.kernels.gpu.compile_ahead import CompileAhead
+from quire.kernels.gpu.tuned_configs import CHIPS, TunedConfigs, chip_file
 
 
 def best_choice(case: Case, backend: object) -> tuple[dict[str, int], float, float]:
     """Return the fastest candidate, its time, and that of the slowest that ran [seconds]."""
     assert case.tuning is not None
     times = []
-    choices = [Choices({case.tuning.kernel: {case.tuning.key: candidate}}) for candidate in case.tuning.candidates]
-    with Ahead():  # compiled side by side
-        for backend.choices in choices:  # type: ignore[attr-defined]
+    choices = [TunedConfigs({case.tuning.kernel: {case.tuning.key: candidate}}) for candidate in case.tuning.candidates]
+    with CompileAhead():  # compiled side by side
+        for backend.tuned_configs in choices:  # type: ignore[attr-defined]
             with suppress(Exception):  # boundary: it is told again below
                 case.run(0)
-    for candidate, backend.choices in zip(case.tuning.candidates, choices, strict=True):  # type: ignore[attr-defined]
+    for candidate, backend.tuned_configs in zip(case.tuning.candidates, choices, strict=True):  # type: ignore[attr-defined]
         try:
             times.append((seconds(case.run, recorded=case.recorded), dict(candidate)))
         except Exception as error:  # boundary: too much shared memory, say; the others may do
             print(f"  {candidate}: {type(error).__name__}")
             torch.cuda.synchronize()
-    backend.choices = Choices()  # type: ignore[attr-defined]
+    backend.tuned_configs = TunedConfigs()  # type: ignore[attr-defined]
     times.sort(key=lambda pair: pair[0])
     return times[0][1], times[0][0], times[-1][0]
 

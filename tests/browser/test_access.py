@@ -26,7 +26,7 @@ UNNAMED = """() => [...document.querySelectorAll(
   .filter((item) => !item.matches('[role=log], [role=status], [role=alert]'))
   .map((item) => item.outerHTML.slice(0, 120))"""
 
-FAINT = """() => {
+NEGLIGIBLE = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const rgba = (color) => {
     canvas.clearRect(0, 0, 1, 1);
@@ -88,7 +88,7 @@ def test_it_fits_and_can_be_read(open_page: OpenPage, width: int, height: int, t
     assert page.evaluate("() => document.documentElement.dataset.theme") == theme
     for _ in range(2):
         assert page.evaluate(UNNAMED) == []
-        assert page.evaluate(FAINT) == []
+        assert page.evaluate(NEGLIGIBLE) == []
         assert page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
         wide = """() => [...document.querySelectorAll('body *')].filter((item) => item.checkVisibility()
           && !item.closest('pre, .sr, .skip') && item.getBoundingClientRect().right > innerWidth + 1)

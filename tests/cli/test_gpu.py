@@ -19,7 +19,7 @@ from quire.engine import resolve as resolving
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.kernels.create import create_backend
-from quire.kernels.gpu import driver, probe
+from quire.kernels.gpu import probe
 from quire.kernels.gpu.probe import GPU
 from tests.helpers.checkpoints import write_plain
 
@@ -39,9 +39,8 @@ def folder(tmp_path: Path) -> Path:
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[GPU]:
     """The GPUs of this machine: none, until a test adds some; and no interpreter in their place."""
     gpus: list[GPU] = []
-    for module in (probe, driver):
-        monkeypatch.setattr(module, "find_gpus", lambda: gpus)
-        monkeypatch.setattr(module, "interpreted", lambda: False)
+    monkeypatch.setattr(probe, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(probe, "interpreted", lambda: False)
     monkeypatch.setattr(serve, "has_driver", lambda: bool(gpus))
     return gpus
 

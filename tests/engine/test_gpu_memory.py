@@ -18,7 +18,7 @@ from quire.engine.plan import GPU_RUNTIME_BYTES, check_before_loading, make_plan
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
-from quire.kernels.gpu import driver
+from quire.kernels.gpu import probe
 from quire.kernels.gpu.probe import GPU
 from quire.kernels.memory import DeviceMemory
 from quire.step import KVCacheSpec, LayerKVSpec
@@ -167,22 +167,22 @@ def test_a_gpu_that_is_not_here_is_planned_for_by_its_size(
     assert main(["plan", str(folder), "--device", "cuda", "--memory", "24GiB", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["available"], planned["settings"]["device"]) == (24 * GIB, "cuda")
-    monkeypatch.setattr(driver, "interpreted", lambda: False)
+    monkeypatch.setattr(probe, "interpreted", lambda: False)
     monkeypatch.setattr("quire.kernels.gpu.probe.interpreted", lambda: False)
-    monkeypatch.setattr(driver, "find_gpus", list)
+    monkeypatch.setattr(probe, "find_gpus", list)
     monkeypatch.setattr("quire.kernels.gpu.probe.find_gpus", list)
     assert main(["plan", str(folder), "--device", "cuda"]) != 0
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_a_gpus_memory_is_what_it_has_and_what_all_have_taken_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "interpreted", lambda: False)
-    monkeypatch.setattr(driver, "find_gpus", lambda: [GPU(0, "a card", 80 * GIB, (9, 0))])
-    monkeypatch.setattr(driver, "used_memory", lambda index: 3 * GIB)
-    assert driver.gpu_memory() == DeviceMemory(80 * GIB, 3 * GIB)
-    assert driver.gpu_memory().free == 77 * GIB
-    monkeypatch.setattr(driver, "used_memory", lambda index: None)
-    assert driver.gpu_memory() == DeviceMemory(80 * GIB)
+    monkeypatch.setattr(probe, "interpreted", lambda: False)
+    monkeypatch.setattr(probe, "find_gpus", lambda: [GPU(0, "a card", 80 * GIB, (9, 0))])
+    monkeypatch.setattr(probe, "used_memory", lambda index: 3 * GIB)
+    assert probe.gpu_memory() == DeviceMemory(80 * GIB, 3 * GIB)
+    assert probe.gpu_memory().free == 77 * GIB
+    monkeypatch.setattr(probe, "used_memory", lambda index: None)
+    assert probe.gpu_memory() == DeviceMemory(80 * GIB)
     with pytest.raises(ConfigError, match="there is no GPU 1; 1 can be used"):
-        monkeypatch.setattr(driver, "check_gpu", lambda: None)
-        driver.gpu_memory(1)
+        monkeypatch.setattr(probe, "check_gpu", lambda: None)
+        probe.gpu_memory(1)

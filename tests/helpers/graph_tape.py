@@ -1,6 +1,6 @@
 """CUDA graphs without CUDA: launches are noted on a tape, and run again without the Python that led to them.
 
-`TapeRecorder` takes the place of `kernels.gpu.graphs_cuda.CudaRecorder` on tensors in host memory. As on a device,
+`TapeRecorder` takes the place of `kernels.gpu.graphs.CudaRecorder` on tensors in host memory. As on a device,
 nothing is computed while a graph is recorded, memory of other tensors included; what would wait for a device, or copy
 from the host, is an error; what was written into a graph by mistake stays there. Beyond that the tape is stricter than
 a device: before a graph runs, all memory that its pool gave out holds NaN, which whoever reads what was not computed

@@ -11,8 +11,7 @@ import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.graphs import GraphOps
-from quire.kernels.gpu.graphs_pieces import follows_step
+from quire.kernels.gpu.graphs import GraphOps, splitting_op
 from quire.kernels.reference.attention import visible
 from quire.kernels.reference.backend import ReferenceBackend
 from tests.helpers.graph_tape import TapeRecorder
@@ -48,7 +47,7 @@ class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
         """See `Backend.new_kv_cache`; one block more, where slots of -1 are written."""
         return super().new_kv_cache(num_blocks + 1, *args, **kwargs)
 
-    @follows_step(lambda self, q, cache, metadata, params, fresh=None: (len(q), params.num_heads * params.out_size))
+    @splitting_op(lambda self, q, cache, metadata, params, fresh=None: (len(q), params.num_heads * params.out_size))
     def paged_attention(
         self,
         q: torch.Tensor,
@@ -78,7 +77,7 @@ class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
         result = torch.einsum("thp,tphd->thd", weights, values).flatten(1).float()
         return result if out is None else out.copy_(result)
 
-    @follows_step(lambda self, x, *args, **kwargs: tuple(x.shape))
+    @splitting_op(lambda self, x, *args, **kwargs: tuple(x.shape))
     def causal_conv(
         self,
         x: torch.Tensor,
@@ -100,7 +99,7 @@ class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
         out = (total if bias is None else total + bias).float()
         return out if activation is None else self.activation(out, activation)
 
-    @follows_step(lambda self, q, k, v, *args: tuple(v.shape))
+    @splitting_op(lambda self, q, k, v, *args: tuple(v.shape))
     def gated_delta(
         self,
         q: torch.Tensor,

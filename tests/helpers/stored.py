@@ -8,8 +8,7 @@ import numpy as np
 
 from quire.checkpoint.quantization.tensors import CodeTensor, IntegerTensor, code_layout, integer_layout
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.cpu.linear_int import IntLinear
-from quire.kernels.cpu.stored_int import pack_integers
+from quire.kernels.cpu.linear_int import IntLinear, pack_integers
 from quire.kernels.cpu.threads import Launcher
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
+from quire.kernels.cpu.attention import paged_attention
 from quire.kernels.cpu.cache import KV_STORAGE, CPUKVCache
 from quire.kernels.cpu.kv_write import write_kv
-from quire.kernels.cpu.paged import paged_attention
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.threads import Launcher
 from tests.kernels.both_ways import new_launcher

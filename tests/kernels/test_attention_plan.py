@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
-from quire.kernels.cpu.paged_plan import (
+from quire.kernels.cpu.attention import (
     ATTEND_ALONE,
     ATTEND_SHARED,
     MERGE_ALONE,
@@ -18,7 +18,7 @@ from quire.kernels.cpu.paged_plan import (
     Plan,
     make_plan,
 )
-from quire.kernels.cpu.paged_softmax import COST, COUNT, FIRST, LAST, POSITION, ROW, SEQUENCE, SLOT, SLOTS
+from quire.kernels.cpu.attention_softmax import COST, COUNT, FIRST, LAST, POSITION, ROW, SEQUENCE, SLOT, SLOTS
 from quire.kernels.cpu.threads import Launcher
 
 SEGMENT, BLOCK = 128, 16

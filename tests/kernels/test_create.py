@@ -14,12 +14,12 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import linear, linear_int
+from quire.kernels.cpu.attention import plan
+from quire.kernels.cpu.attention_float import ATTEND
+from quire.kernels.cpu.attention_softmax import merge
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.kv_write import WRITE
-from quire.kernels.cpu.paged_floats import ATTEND
-from quire.kernels.cpu.paged_plan import plan
-from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.create import create_backend
 from quire.kernels.memory import available_memory
 

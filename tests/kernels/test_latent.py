@@ -11,8 +11,8 @@ from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.heads import head_linear, pack_heads
-from quire.kernels.cpu.paged_tiles import SEGMENT
 from quire.kernels.cpu.simd import HAS_BF16_DOT
+from quire.kernels.cpu.simd_bf16 import SEGMENT
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.reference.invariant import InvariantReferenceBackend
 from quire.step import DTYPE_BYTES, LayerKVSpec

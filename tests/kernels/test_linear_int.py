@@ -12,7 +12,7 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.cpu import activations, linear_int, stored_int
+from quire.kernels.cpu import activations, linear_int
 from quire.kernels.cpu.linear_int import IntLinear, embed, linear, pack_int4, pack_int8
 from quire.kernels.cpu.simd_int import HAS_VNNI
 from quire.kernels.reference.quantize import fake_quantize_linear, quantize_rows, quantize_weight
@@ -34,8 +34,8 @@ TOUR = """
 import sys
 import numpy as np
 from tests.kernels.test_linear_int import ONE, everything
-from quire.kernels.cpu.linear_int import settle_level
-print(settle_level(None))
+from quire.kernels.cpu.linear_int import resolve_level
+print(resolve_level(None))
 np.savez(sys.argv[1], *everything())
 """
 
@@ -281,11 +281,11 @@ def test_no_rows_are_no_obstacle() -> None:
 
 def test_a_level_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'sse5'.*generic"):
-        linear_int.settle_level("sse5")
+        linear_int.resolve_level("sse5")
     monkeypatch.setattr(linear_int, "HAS_VNNI", False)
-    assert linear_int.settle_level(None) == "generic"
+    assert linear_int.resolve_level(None) == "generic"
     with pytest.raises(ConfigError, match=r"'avx512_vnni'.*: generic"):
-        linear_int.settle_level("avx512_vnni")
+        linear_int.resolve_level("avx512_vnni")
 
 
 # Activations in the same step
@@ -418,11 +418,11 @@ def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool
         layout = tensor.whole_layout._replace(ordered=True)
         tensor = dataclasses.replace(tensor, group_of=rng.permutation(inputs) // group, whole_layout=layout)
     parts = [tensor.rows(0, 32), tensor.rows(32, 64)]
-    weight = stored_int.pack_integers(parts, None, ONE, True)
+    weight = linear_int.pack_integers(parts, None, ONE, True)
     assert weight is not None
     values = tensor.to_float32()
     np.testing.assert_array_equal(weight.rows(np.arange(64)), values)
-    whole = stored_int.pack_integers([tensor], None, ONE)
+    whole = linear_int.pack_integers([tensor], None, ONE)
     assert whole is not None
     np.testing.assert_array_equal(embed(ONE, np.arange(64), whole), values)
     for level in linear_int.LEVELS if HAS_VNNI else linear_int.LEVELS[1:]:
@@ -442,4 +442,4 @@ def test_parts_with_orders_of_their_own_are_not_packed_as_they_are() -> None:
         )
         for _ in range(2)
     ]
-    assert stored_int.pack_integers(parts, None, ONE) is None
+    assert linear_int.pack_integers(parts, None, ONE) is None

@@ -184,7 +184,7 @@ def test_the_same_program_in_a_batch_has_seeds_of_its_own(backend: LocalBackend)
     assert [state.text() for state in first] == [state.text() for state in again]
 
 
-# Choices
+# TunedConfigs
 
 
 @pytest.mark.parametrize("before", ["What is", "What is ", "The answer: ", "JULIET:\n", ""])

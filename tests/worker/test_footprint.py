@@ -16,14 +16,14 @@ from quire.kernels import meta
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu import (
     arrays,
+    attention,
+    attention_softmax,
     formats,
     interleave,
     linear_int,
-    paged_plan,
-    paged_softmax,
-    paged_tiles,
     row_maxima,
     simd,
+    simd_bf16,
     team,
     threads,
 )
@@ -266,10 +266,10 @@ def test_constants_of_kernels_are_repeated_correctly() -> None:
     assert meta.INT_DEPTH == linear_int.DEPTH_UNIT
     assert meta.DOT_ROWS == interleave.DOT_ROWS
     assert (meta.CHUNK, meta.LANES) == (row_maxima.CHUNK, formats.LANES)
-    assert (meta.SPLIT_ROWS, meta.SHARES) == (paged_plan.SPLIT_ROWS, paged_plan.PIECES)
-    assert meta.UNIT_ROWS == paged_plan.UNIT_ROWS
-    assert (meta.RECORD, meta.WORD_COUNT) == (paged_softmax.RECORD, paged_plan.WORD_COUNT)
-    assert (meta.PARTIAL_BYTES, meta.SEGMENT) == (paged_plan.PARTIAL_BYTES, paged_tiles.SEGMENT)
+    assert (meta.SPLIT_ROWS, meta.SHARES) == (attention.SPLIT_ROWS, attention.PIECES)
+    assert meta.UNIT_ROWS == attention.UNIT_ROWS
+    assert (meta.RECORD, meta.WORD_COUNT) == (attention_softmax.RECORD, attention.WORD_COUNT)
+    assert (meta.PARTIAL_BYTES, meta.SEGMENT) == (attention.PARTIAL_BYTES, simd_bf16.SEGMENT)
     assert meta.SCRATCH_BYTES == threads.SCRATCH_BYTES
     assert meta.INSTRUCTION_BYTES == 8 * team.ROW
     for rows in range(1, 70):

@@ -31,7 +31,7 @@ from quire.engine.kv_cache_size import (
 from quire.engine.layerwise import layer_split
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
-from quire.kernels.gpu.driver import gpu_memory
+from quire.kernels.gpu.probe import gpu_memory
 from quire.kernels.memory import DeviceMemory, available_memory
 from quire.step import KVCacheSpec
 from quire.worker.footprint import Footprint, StepBytes, graph_bytes

@@ -16,7 +16,7 @@ from quire.engine.kv_cache_size import HOST_PART, fit_kv_cache
 from quire.engine.plan import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from quire.engine.resolve import load_info, resolve_config
 from quire.errors import ConfigError, QuireError
-from quire.kernels.gpu.driver import gpu_memory
+from quire.kernels.gpu.probe import gpu_memory
 from quire.kernels.memory import available_memory
 from quire.worker.footprint import Footprint, graph_bytes
 

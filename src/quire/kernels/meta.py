@@ -38,9 +38,9 @@ INT_DEPTH = 16  # and the inputs of 8-bit ones
 INT4_GROUP = 64  # and of 4-bit ones
 DOT_ROWS = 8  # rows of a tile of pairs
 CHUNK = 1024  # of `row_maxima.py`
-UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `paged_plan.py`, as are those below
+UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `attention.py`, as are those below
 RECORD, WORD_COUNT, PARTIAL_BYTES = 10, 4, 1 << 26
-SEGMENT = 128  # of `paged_tiles.py`
+SEGMENT = 128  # of `simd_bf16.py`
 SCRATCH_BYTES = 1 << 20  # of a thread
 INSTRUCTION_BYTES = 8 * 32
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -504,7 +504,7 @@ class MetaBackend(CollectiveOps):
     def _plan(
         self, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
     ) -> tuple[np.ndarray, ...]:
-        """See `paged_plan.make_plan`."""
+        """See `attention.make_plan`."""
         group = params.num_heads // params.num_kv_heads
         shares = SHARES * self.num_threads if self.num_threads > 1 else 0
         slot_rows = _up(max(group, SPLIT_ROWS), LANES)

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.backend import AttentionMetadata, LayerCache
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.choices import Choices
+from quire.kernels.gpu.tuned_configs import TunedConfigs
 from quire.models.loader import load_model
 from tests.helpers.pretend_gpu import pretend_gpu
 
@@ -69,7 +69,7 @@ def backend_for(capability: tuple[int, int], *, pdl: bool) -> GPUBackend:
     backend = GPUBackend("bfloat16", "bfloat16", "cpu")
     backend.capability, backend.num_sms = capability, 132
     if pdl:
-        backend.choices = Choices({"pdl": {"all": {"on": 1}}})
+        backend.tuned_configs = TunedConfigs({"pdl": {"all": {"on": 1}}})
     return backend
 
 

@@ -16,7 +16,7 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams, StepLength
 from quire.kernels.gpu import attention_kernels, attention_plan
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import STORAGE, KVCache
-from quire.kernels.gpu.choices import Choice, Choices
+from quire.kernels.gpu.tuned_configs import KernelConfig, TunedConfigs
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.gpu.common import ACTS, DEVICE, mostly_slow
 from tests.kernels.scenes import Paged
@@ -26,10 +26,10 @@ TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 MIXED = [(0, 5, 27), (1, 39, 40), (2, 0, 1)]
 
 
-class SmallTiles(Choices):
+class SmallTiles(TunedConfigs):
     """Tiles so small that short sequences have several."""
 
-    def choose(self, kernel: str, key: str, default: Choice) -> Choice:
+    def get(self, kernel: str, key: str, default: KernelConfig) -> KernelConfig:
         small = {"rows": 16, "keys": 16, "stages": 1, "warps": 4}
         return {name: small.get(name, value) for name, value in default.items()}
 
@@ -43,7 +43,7 @@ def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backend_of(act: str = "float32", kv_dtype: str = "float32", **options: object) -> GPUBackend:
     backend = GPUBackend(act, kv_dtype, DEVICE, **options)  # type: ignore[arg-type]
-    backend.choices = SmallTiles()
+    backend.tuned_configs = SmallTiles()
     backend.num_sms = 3  # so that keys are split, but not into many shares
     return backend
 

@@ -14,7 +14,7 @@ from quire.errors import ModelError
 from quire.kernels.experts import Expert
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.experts import few_pairs
-from quire.kernels.gpu.experts_sort import sort_pairs
+from quire.kernels.gpu.experts_kernels import sort_pairs
 from quire.kernels.reference.backend import ReferenceBackend
 from tests.kernels.gpu.common import ACTS, DEVICE, mostly_slow
 from tests.kernels.scenes import host

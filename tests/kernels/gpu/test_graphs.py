@@ -14,10 +14,8 @@ import torch
 
 from quire.kernels.backend import AttentionMetadata, StepLengths
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.graphs import GraphOps
-from quire.kernels.gpu.graphs_pieces import follows_step
-from quire.kernels.gpu.graphs_shapes import Ladder, decode_sizes, token_sizes
-from quire.kernels.gpu.graphs_staging import PackedStager
+from quire.kernels.gpu.graphs import CaptureSizes, GraphOps, decode_sizes, splitting_op, token_sizes
+from quire.kernels.gpu.step_staging import PackedStager
 from quire.kernels.steps import DirectStager
 from tests.helpers.graph_tape import NotCapturable, TapeRecorder
 from tests.kernels.gpu.common import DEVICE
@@ -32,7 +30,7 @@ def test_decode_sizes_are_close_where_rows_count() -> None:
 
 @pytest.mark.parametrize("most", [1, 7, 64, 512, 1000])
 def test_shapes_have_room_for_the_step_and_tell_kinds_apart(most: int) -> None:
-    ladder, rng = Ladder(most), np.random.default_rng(most)
+    ladder, rng = CaptureSizes(most), np.random.default_rng(most)
     for tokens in range(1, most + 3):
         for sequences, rows in [(tokens, tokens), (1, 0), (1, 1), (int(rng.integers(1, tokens + 1)),) * 2]:
             shape = ladder.up(tokens, sequences, rows)
@@ -77,7 +75,7 @@ class Toy(GraphOps, ArrayOps):
     def new_recorder(self) -> Any:
         return self._given
 
-    @follows_step(lambda self, x, state, metadata: tuple(x.shape))
+    @splitting_op(lambda self, x, state, metadata: tuple(x.shape))
     def sums(self, x: torch.Tensor, state: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         self.calls += 1
         assert metadata.lengths is not None
@@ -101,7 +99,7 @@ def metadata(*counts: int) -> AttentionMetadata:
 def new_recorder() -> Any:
     if DEVICE == "cpu":
         return TapeRecorder()
-    from quire.kernels.gpu.graphs_cuda import CudaRecorder
+    from quire.kernels.gpu.graphs import CudaRecorder
 
     return CudaRecorder(torch.device(DEVICE))
 

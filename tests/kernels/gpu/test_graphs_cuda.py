@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.gpu.graphs_cuda import CudaRecorder
+from quire.kernels.gpu.graphs import CudaRecorder
 
 
 class FakeCuda:

@@ -18,10 +18,10 @@ from quire.checkpoint.weights import DummyWeights
 from quire.errors import ConfigError
 from quire.kernels.gpu.activations import KINDS
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.choices import Choices
 from quire.kernels.gpu.linear import gemv_key
-from quire.kernels.gpu.linear_weights import GPULinear, weave
+from quire.kernels.gpu.linear_weights import GPULinear, pack_nibbles
 from quire.kernels.gpu.quantize import quantize_rows
+from quire.kernels.gpu.tuned_configs import TunedConfigs
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.reference.quantize import quantize_rows as plain_rows
 from quire.kernels.reference.quantize import round_rows_fp8
@@ -51,10 +51,10 @@ FORMS = [
 SOMETIMES = () if DEVICE == "cuda" else pytest.mark.slow  # what the interpreter takes long for
 
 
-class EveryRow(Choices):
-    """Choices that send up to four rows of every weight through the kernel for a few rows."""
+class EveryRow(TunedConfigs):
+    """TunedConfigs that send up to four rows of every weight through the kernel for a few rows."""
 
-    def choose(self, kernel: str, key: str, default: dict[str, int]) -> dict[str, int]:
+    def get(self, kernel: str, key: str, default: dict[str, int]) -> dict[str, int]:
         return {"rows": 4} if kernel == "gemv_rows" else default
 
 
@@ -62,7 +62,7 @@ def pair(
     dtype: str, quantization: str | None = None, *, invariant: bool = False
 ) -> tuple[GPUBackend, ReferenceBackend]:
     gpu = GPUBackend(dtype, dtype, DEVICE, quantization, batch_invariant=invariant)
-    gpu.choices = EveryRow()
+    gpu.tuned_configs = EveryRow()
     return gpu, ReferenceBackend(dtype, dtype, quantization=quantization)
 
 
@@ -327,7 +327,7 @@ def test_long_rows_are_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nibbles_are_woven_by_sixteen() -> None:
     nibbles = torch.arange(32, dtype=torch.uint8)[None] % 16
     nibbles[0, 16:] = 15 - nibbles[0, 16:]
-    assert weave(nibbles).tolist() == [[i | (15 - i) << 4 for i in range(16)]]
+    assert pack_nibbles(nibbles).tolist() == [[i | (15 - i) << 4 for i in range(16)]]
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (1200, 1000)])
@@ -342,7 +342,7 @@ def test_invented_weights_are_those_of_the_host(shape: tuple[int, int]) -> None:
 
 
 def test_weights_pass_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.kernels.gpu.linear_staging.PIECE_BYTES", 1000)
+    monkeypatch.setattr("quire.kernels.gpu.linear_weights.PIECE_BYTES", 1000)
     rng = np.random.default_rng(0)
     for quantization in (None, "int8", "int4"):
         gpu, oracle = pair("float16", quantization)
@@ -400,12 +400,12 @@ def test_stored_choices_are_heeded() -> None:
     asked: list[tuple[str, str]] = []
 
     class Noting(EveryRow):
-        def choose(self, kernel: str, key: str, default: dict[str, int]) -> dict[str, int]:
+        def get(self, kernel: str, key: str, default: dict[str, int]) -> dict[str, int]:
             asked.append((kernel, key))
-            return {**default, "BN": 2} if kernel == "gemv" else super().choose(kernel, key, default)
+            return {**default, "BN": 2} if kernel == "gemv" else super().get(kernel, key, default)
 
-    gpu.choices = Noting()
+    gpu.tuned_configs = Noting()
     for _ in range(2):
         torch.testing.assert_close(gpu.linear(x, weight), before)
-    asked = [one for one in asked if one[0] != "pdl"]  # of the whole chip, see `dependent.py`
+    asked = [one for one in asked if one[0] != "pdl"]  # of the whole chip, see `pdl.py`
     assert asked == [("gemv_rows", "int8:8x64"), ("gemv", gemv_key(weight, 2, gated=False))], "asked once"

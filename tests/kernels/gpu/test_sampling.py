@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.gpu import sampling, sampling_draw
+from quire.kernels.gpu import sampling, sampling_kernels
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.sampling import sample_rows
 from tests.kernels.gpu.common import DEVICE
@@ -78,7 +78,7 @@ def compare_pieces(seed: int, rows: int, size: int, scale: float, part: int, rou
     options = [np.array(x)[rng.permutation(4)[:rows]] for x in values]
     uniforms = rng.random(rows)
     given = np.stack([*options[:3], np.log(np.maximum(options[3], 1e-300)), uniforms])
-    got = sampling_draw.draw(BACKEND.from_numpy(logits), BACKEND.from_numpy(given), part, rounds, 4, part // 2, part)
+    got = sampling_kernels.draw(BACKEND.from_numpy(logits), BACKEND.from_numpy(given), part, rounds, 4, part // 2, part)
     types = np.float32, np.int64, np.float32, np.float32, np.float64
     kinds = [np.asarray(x, t) for x, t in zip([*options, uniforms], types, strict=True)]
     np.testing.assert_array_equal(BACKEND.to_numpy(got), sample_rows(torch.from_numpy(logits), *kinds))
@@ -86,7 +86,7 @@ def compare_pieces(seed: int, rows: int, size: int, scale: float, part: int, rou
 
 @pytest.mark.parametrize(("rounds", "most"), [(0, 4096), (1, 4096), (3, 32)])
 def test_rows_that_are_cut(rounds: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_draw, "LIST", most)
+    monkeypatch.setattr(sampling_kernels, "LIST", most)
     compare_pieces(rounds, 2, 300, 2.0, 128, rounds)
 
 
@@ -101,7 +101,7 @@ def test_rows_that_are_cut(rounds: int, most: int, monkeypatch: pytest.MonkeyPat
 )
 def test_rows_that_are_cut_many_times(seed: int, size: int, scale: float, rounds: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_draw, "LIST", most)
+        patch.setattr(sampling_kernels, "LIST", most)
         compare_pieces(seed, 4, size, scale, 128, rounds)
 
 
@@ -120,7 +120,7 @@ def test_few_rows_are_cut_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_lists_that_overflow_and_lists_that_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_draw, "LIST", 16)
+    monkeypatch.setattr(sampling_kernels, "LIST", 16)
     rng = np.random.default_rng(5)
     logits = 2 * normal(rng, 2, 300)
     options = [1, 0.7], [0, 40], [0.9, 0.95], 0.0, rng.random(2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import states_chunks, states_delta
+from quire.kernels.gpu import states
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
 from tests.kernels.gpu.common import ACTS, DEVICE, mostly_slow
@@ -152,7 +152,7 @@ def test_single_tokens_change_their_matrices(case: tuple[str, tuple[int, int, in
     check_delta(GPUBackend(act, act, DEVICE), step, draw_delta(step.tokens, *shape), shape[1:], None)
 
 
-@pytest.mark.parametrize("compute", [states_delta.scan, states_chunks.advance], ids=["scan", "chunks"])
+@pytest.mark.parametrize("compute", [states.scan, states.advance], ids=["scan", "chunks"])
 @pytest.mark.parametrize("shape", [(1, 2, 5, 3), pytest.param((2, 4, 8, 40), marks=pytest.mark.slow)])
 def test_prompts_and_tokens_go_together(shape: tuple[int, int, int, int], compute: object) -> None:
     step = step_of(MIXED, padded=2, rows=3)
@@ -175,7 +175,7 @@ def test_a_token_that_forgets_nearly_all_does_not_blur_those_after_it() -> None:
     decay[3::8] = -3000.3
     GPUBackend("float32", "float32", DEVICE)  # mends the interpreter, if this test is the first
     outs = []
-    for compute in (states_delta.scan, states_chunks.advance):
+    for compute in (states.scan, states.advance):
         outs.append(torch.empty(step.tokens, 8, device=DEVICE))
         state = torch.zeros(ROWS, 1, 8, 8, device=DEVICE)
         compute(*(x.to(DEVICE) for x in (q, k, v, decay, beta)), state, step.metadata, outs[-1])

@@ -28,7 +28,7 @@ CALLED = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "x", "content": "1"},
 ]
-NOBODY = {"type": "function", "function": {"name": "b"}}
+NO_EXPERT = {"type": "function", "function": {"name": "b"}}
 
 ROWS = [
     bad("D1", "no messages", {"messages": ...}, MISSING, "messages"),
@@ -75,7 +75,7 @@ ROWS = [
     bad(
         "D21",
         "a choice of nobody",
-        {**tool(name="a"), "tool_choice": NOBODY},
+        {**tool(name="a"), "tool_choice": NO_EXPERT},
         VALUE,
         "tool_choice.function.name",
         "'b'",

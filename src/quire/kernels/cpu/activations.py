@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, real
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits
 from quire.kernels.cpu.simd import (
     add,
     div,
     exp,
     load,
-    load_some,
+    load_partial,
     maximum,
     mul,
     multiply_add,
     splat,
     store,
-    store_some,
+    store_partial,
     sub,
 )
 from quire.kernels.cpu.threads import Launcher
@@ -28,13 +28,13 @@ PIECE = 1024  # elements of a row that make one work item
 COST = 16  # multiply-adds that take about as long as one activation
 
 
-@part
+@jit
 def zero():
     """Sixteen zeros."""
     return splat(np.float32(0))
 
 
-@part
+@jit
 def error_function(x):
     """erf(x) to 2e-7: Abramowitz and Stegun 7.1.26 on |x|, erf being odd."""
     size = maximum(x, sub(zero(), x))
@@ -51,20 +51,20 @@ def error_function(x):
     return mul(sign, positive)
 
 
-@part
+@jit
 def tanh(x):
     """tanh in every lane, as 1 - 2 / (e^2x + 1): absolute error 1e-7."""
     one = splat(np.float32(1))
     return sub(one, div(splat(np.float32(2)), add(exp(add(x, x)), one)))
 
 
-@part
+@jit
 def capped(x, cap):
     """cap * tanh(x / cap) in every lane."""
     return mul(cap, tanh(div(x, cap)))
 
 
-@part
+@jit
 def softplus(x):
     """log(1 + e^x), as max(x, 0) + log(1 + y) with y = e^-|x|.
 
@@ -85,7 +85,7 @@ def softplus(x):
     return add(maximum(x, zero()), mul(mul(two, z), series))
 
 
-@part
+@jit
 def activate(x, kind):
     """Apply one of the activations but SWIGLU_OAI; three of them are x * sigmoid(f(x))."""
     one = splat(np.float32(1))
@@ -107,7 +107,7 @@ def activate(x, kind):
     return div(one if kind == SIGMOID else x, add(one, exp(sub(zero(), argument))))
 
 
-@part
+@jit
 def gated(x, up, kind):
     """Return activation(x) * up, or what SWIGLU_OAI makes of the two."""
     if kind == SWIGLU_OAI:
@@ -122,7 +122,7 @@ def gated(x, up, kind):
 @op
 def activate_rows(args, first, last, scratch):
     """Items are pieces of rows. x, elements between its rows, out, out's width, kind, gated, pieces of a row."""
-    x, stride, out, width, kind = floats(args[0]), args[1], floats(args[2]), args[3], args[4]
+    x, stride, out, width, kind = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3], args[4]
     halves, pieces = args[5] != 0, args[6]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
@@ -134,9 +134,9 @@ def activate_rows(args, first, last, scratch):
                 v = gated(v, load(x, source + width + i), kind) if halves else activate(v, kind)
                 store(out, target + i, v)
             else:
-                v = load_some(x, source + i, rest)
-                v = gated(v, load_some(x, source + width + i, rest), kind) if halves else activate(v, kind)
-                store_some(out, target + i, v, rest)
+                v = load_partial(x, source + i, rest)
+                v = gated(v, load_partial(x, source + width + i, rest), kind) if halves else activate(v, kind)
+                store_partial(out, target + i, v, rest)
 
 
 def activation(launcher: Launcher, x: np.ndarray, kind: int, gated: bool) -> np.ndarray:
@@ -153,8 +153,8 @@ def activation(launcher: Launcher, x: np.ndarray, kind: int, gated: bool) -> np.
 @op
 def softcap_rows(args, first, last, scratch):
     """Items are pieces of rows. x, elements between its rows, width, cap, pieces of a row."""
-    x, stride, width, pieces = floats(args[0]), args[1], args[2], args[4]
-    cap = splat(np.float32(real(args[3])))
+    x, stride, width, pieces = f32_ptr(args[0]), args[1], args[2], args[4]
+    cap = splat(np.float32(float64_from_bits(args[3])))
     for item in range(first, last):
         start, begin = item // pieces * stride, item % pieces * PIECE
         for i in range(begin, min(begin + PIECE, width), 16):
@@ -162,7 +162,7 @@ def softcap_rows(args, first, last, scratch):
             if rest == 16:
                 store(x, start + i, capped(load(x, start + i), cap))
             else:
-                store_some(x, start + i, capped(load_some(x, start + i, rest), cap), rest)
+                store_partial(x, start + i, capped(load_partial(x, start + i, rest), cap), rest)
 
 
 def softcap(launcher: Launcher, x: np.ndarray, cap: float) -> None:

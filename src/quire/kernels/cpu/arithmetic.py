@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats
-from quire.kernels.cpu.simd import add, load, load_some, mul, splat, store, store_some, sub
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr
+from quire.kernels.cpu.simd import add, load, load_partial, mul, splat, store, store_partial, sub
 from quire.kernels.cpu.threads import Launcher, address_of
 
 ADD, SUBTRACT, MULTIPLY, COPY = range(4)
 DIMENSIONS = 3  # of an array, at most
 
 
-@part
+@jit
 def apply(kind, x, y):
     """Return x + y, x - y, x * y or x."""
     if kind == ADD:
@@ -28,19 +28,19 @@ def apply(kind, x, y):
     return x
 
 
-@part
+@jit
 def lanes(x, at, step, count):
     """Return x[at], x[at + step], ...: step is 0 or 1, the first `count` lanes count."""
     if step == 0:
         return splat(x[at])
-    return load(x, at) if count == 16 else load_some(x, at, count)
+    return load(x, at) if count == 16 else load_partial(x, at, count)
 
 
 @op
 def combine_rows(args, first, last, scratch):
     """Items are rows of [A, B, N]. kind, B, N; then x, y and out: address and the three strides of each."""
     kind, inner, width = args[0], args[1], args[2]
-    x, y, out = floats(args[3]), floats(args[7]), floats(args[11])
+    x, y, out = f32_ptr(args[3]), f32_ptr(args[7]), f32_ptr(args[11])
     x_step, y_step, out_step = args[6], args[10], args[14]
     plain = (x_step == 0 or x_step == 1) and (y_step == 0 or y_step == 1) and out_step == 1
     for item in range(first, last):
@@ -54,11 +54,11 @@ def combine_rows(args, first, last, scratch):
             if whole < width:
                 i, rest = whole, width - whole
                 v = apply(kind, lanes(x, x_at + x_step * i, x_step, rest), lanes(y, y_at + y_step * i, y_step, rest))
-                store_some(out, at + i, v, rest)
+                store_partial(out, at + i, v, rest)
         else:
             for i in range(width):
                 v = apply(kind, splat(x[x_at + x_step * i]), splat(y[y_at + y_step * i]))
-                store_some(out, at + out_step * i, v, 1)
+                store_partial(out, at + out_step * i, v, 1)
 
 
 def combine(launcher: Launcher, kind: int, x: Any, y: Any, out: np.ndarray | None = None) -> np.ndarray:

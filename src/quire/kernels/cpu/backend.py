@@ -39,6 +39,8 @@ from quire.kernels.cpu import (
     rows,
 )
 from quire.kernels.cpu import lora as adapters
+from quire.kernels.cpu.attention import attend_op, paged_attention, plan
+from quire.kernels.cpu.attention_softmax import merge
 from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache, CPULatentCache
 from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
 from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
@@ -46,14 +48,11 @@ from quire.kernels.cpu.heads import CPUHeads
 from quire.kernels.cpu.jit import Op, refresh_cache
 from quire.kernels.cpu.kv_write import WRITE, write_kv, write_latent
 from quire.kernels.cpu.levels import current_level
+from quire.kernels.cpu.linear_int import pack_integers
 from quire.kernels.cpu.logprobs import logprobs_of
-from quire.kernels.cpu.paged import attend_op, paged_attention
-from quire.kernels.cpu.paged_plan import plan
-from quire.kernels.cpu.paged_softmax import merge
 from quire.kernels.cpu.row_maxima import RowMaxima, row_maxima
 from quire.kernels.cpu.short_conv import causal_conv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
-from quire.kernels.cpu.stored_int import pack_integers
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
 from quire.kernels.host_blocks import HostMemory
@@ -138,7 +137,7 @@ class CPUBackend(HostMemory, Backend):
         self.quantization = quantization
         self.simd_level = _resolve_simd_level(simd_level)
         self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
-        self._int_level = linear_int.settle_level("generic" if simd_level == "generic" else None)
+        self._int_level = linear_int.resolve_level("generic" if simd_level == "generic" else None)
         self._launcher = Launcher(num_threads)
         self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()

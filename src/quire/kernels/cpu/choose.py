@@ -15,8 +15,8 @@ import numpy as np
 from numba import literal_unroll
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part, share
-from quire.kernels.cpu.pointers import doubles, floats, ints, longs, octets
+from quire.kernels.cpu.jit import jit, op, share
+from quire.kernels.cpu.pointers import f32_ptr, f64_ptr, float64_from_bits, i32_ptr, i64_ptr, u8_ptr
 from quire.kernels.cpu.row_maxima import (
     BINS,
     BINS_PER_UNIT,
@@ -29,7 +29,7 @@ from quire.kernels.cpu.row_maxima import (
     key_token,
     sort_keys,
 )
-from quire.kernels.cpu.simd import float64_bits, float64_from_bits
+from quire.kernels.cpu.simd import float64_bits
 from quire.kernels.cpu.threads import Launcher
 
 PIECE = 8192  # logits of one work item of `keep_bits`, tokens of one of `penalize`
@@ -47,9 +47,9 @@ MASS, OTHER_MASS, COUNTS, WEIGHTS, PLACES = 0, BINS, 2 * BINS, 3 * BINS, 3 * BIN
 @op
 def penalize_pieces(args, first, last, scratch):
     """Items are pieces of the list. logits, elements between rows, tokens, then as `penalize` has them."""
-    logits, stride, total, rows = floats(args[0]), args[1], args[2], longs(args[3])
-    starts, ids, counts = longs(args[4]), ints(args[5]), ints(args[6])
-    repetition, presence, frequency = floats(args[7]), floats(args[8]), floats(args[9])
+    logits, stride, total, rows = f32_ptr(args[0]), args[1], args[2], i64_ptr(args[3])
+    starts, ids, counts = i64_ptr(args[4]), i32_ptr(args[5]), i32_ptr(args[6])
+    repetition, presence, frequency = f32_ptr(args[7]), f32_ptr(args[8]), f32_ptr(args[9])
     for item in range(first, last):
         p = 0
         for e in range(item * PIECE, min((item + 1) * PIECE, total)):
@@ -93,8 +93,8 @@ def penalize(
 @op
 def keep_bits_pieces(args, first, last, scratch):
     """Items are pieces of rows. logits, elements between rows, V, pieces of a row, rows, words, words of a row."""
-    logits, stride, size, pieces, rows = floats(args[0]), args[1], args[2], args[3], longs(args[4])
-    words, width = ints(args[5]), args[6]
+    logits, stride, size, pieces, rows = f32_ptr(args[0]), args[1], args[2], args[3], i64_ptr(args[4])
+    words, width = i32_ptr(args[5]), args[6]
     for item in range(first, last):
         p, begin = item // pieces, item % pieces * PIECE
         at = rows[p] * stride
@@ -128,7 +128,7 @@ LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e42feep-1"), 1.9082149292705877e-10
 TAYLOR = tuple(1 / math.factorial(n) for n in range(13, -1, -1))
 
 
-@part
+@jit
 def exp_minus(x):
     """e^-x for x >= 0 in float64, 0 beyond 700: plain arithmetic, so that a loop of it becomes vector code.
 
@@ -144,7 +144,7 @@ def exp_minus(x):
     return series * power if x < 700 else 0.0
 
 
-@part
+@jit
 def weight_of(logit, top, inverse, threshold, min_p):
     """Return e^((logit - top) / temperature), 0 for logits below the threshold and weights below min_p."""
     weight = exp_minus((np.float64(top) - np.float64(logit)) * inverse)
@@ -154,7 +154,7 @@ def weight_of(logit, top, inverse, threshold, min_p):
 # The draw from a short list
 
 
-@part
+@jit
 def draw_listed(logits, at, keys, count, top, options):
     """Choose among the tokens of keys[:count], in order, of which top-k takes the first; the very first weighs 1."""
     inverse, top_k, top_p, min_p, uniform = options
@@ -179,7 +179,7 @@ def draw_listed(logits, at, keys, count, top, options):
     return key_token(keys[number - 1])
 
 
-@part
+@jit
 def goal_of(uniform, kept):
     """Return where in the kept mass the draw falls; rounding must not push it past the last token."""
     return min(uniform * kept, kept * (1 - 2.0**-53))
@@ -188,10 +188,10 @@ def goal_of(uniform, kept):
 # The draw from bins
 
 
-@part
+@jit
 def fill_bins(logits, at, size, top, inverse, threshold, min_p, work):
     """Set the weight of each bin."""
-    mass, weights, places = doubles(work), doubles(work + 8 * WEIGHTS), longs(work + 8 * PLACES)
+    mass, weights, places = f64_ptr(work), f64_ptr(work + 8 * WEIGHTS), i64_ptr(work + 8 * PLACES)
     for b in range(2 * BINS):
         mass[b] = 0.0
     for start in range(0, size, TILE):
@@ -207,18 +207,18 @@ def fill_bins(logits, at, size, top, inverse, threshold, min_p, work):
         mass[b] += mass[OTHER_MASS + b]
 
 
-@part
+@jit
 def slice_of(logit, top, inverse, b):
     """Return which of BINS slices of bin b a logit falls into."""
     within = (np.float64(top) - np.float64(logit)) * inverse * BINS_PER_UNIT - b
     return min(np.int64(within * BINS), BINS - 1) if within < 1 else np.int64(BINS - 1)
 
 
-@part
+@jit
 def narrow(logits, at, top, threshold, options, b, before, goal, inclusive, work, keys, count):
     """Keep only the keys of that slice of bin b in which the walk ends; return how many, and the weight before them."""
     inverse, _, _, min_p, _ = options
-    mass, last = doubles(work + 8 * WEIGHTS), 0
+    mass, last = f64_ptr(work + 8 * WEIGHTS), 0
     for s in range(BINS):
         mass[s] = 0.0
     for i in range(count):
@@ -239,11 +239,11 @@ def narrow(logits, at, top, threshold, options, b, before, goal, inclusive, work
     return kept, before
 
 
-@part
+@jit
 def draw_binned(bits, logits, at, size, maxima, groups_at, chunks, top, threshold, options, work, keys):
     """Choose among all tokens with logits of at least the threshold."""
     inverse, _, top_p, min_p, uniform = options
-    mass = doubles(work)
+    mass = f64_ptr(work)
     fill_bins(logits, at, size, top, inverse, threshold, min_p, work)
     kept, lowest, token = 0.0, 0, np.int64(0)
     for b in range(BINS):
@@ -275,11 +275,11 @@ def draw_binned(bits, logits, at, size, maxima, groups_at, chunks, top, threshol
     return token
 
 
-@part
+@jit
 def draw(bits, logits, at, size, maxima, groups_at, chunks, top, options, work, keys):
     """Choose a token of one row with temperature > 0, see `Backend.sample`."""
     top_k = options[1]
-    counts = longs(work + 8 * COUNTS)
+    counts = i64_ptr(work + 8 * COUNTS)
     if 0 < top_k <= SHORT_LIST and top_k < size:
         count = collect_largest(bits, logits, at, size, maxima, groups_at, chunks, top, top_k, counts, keys)
         return draw_listed(logits, at, keys, count, top, options)
@@ -299,19 +299,25 @@ def draw_rows(args, first, last, scratch):
     logits, elements between rows, V; maxima, chunks, tops, tokens, finite, as `RowMaxima` has them; temperature, top_k,
     top_p, min_p, uniforms; chosen tokens; keys; the number of rows and of shares.
     """
-    bits, logits, stride, size = ints(args[0]), floats(args[0]), args[1], args[2]
-    maxima, chunks, tops, largest, finite = floats(args[3]), args[4], floats(args[5]), longs(args[6]), octets(args[7])
-    temperature, top_k, top_p, min_p, uniforms = (
-        doubles(args[8]),
-        longs(args[9]),
-        doubles(args[10]),
-        doubles(args[11]),
-        doubles(args[12]),
+    bits, logits, stride, size = i32_ptr(args[0]), f32_ptr(args[0]), args[1], args[2]
+    maxima, chunks, tops, largest, finite = (
+        f32_ptr(args[3]),
+        args[4],
+        f32_ptr(args[5]),
+        i64_ptr(args[6]),
+        u8_ptr(args[7]),
     )
-    tokens = longs(args[13])
+    temperature, top_k, top_p, min_p, uniforms = (
+        f64_ptr(args[8]),
+        i64_ptr(args[9]),
+        f64_ptr(args[10]),
+        f64_ptr(args[11]),
+        f64_ptr(args[12]),
+    )
+    tokens = i64_ptr(args[13])
     for item in range(first, last):
         begin, end = share(args[15], item, args[16])
-        keys = longs(args[14] + 8 * item * size)
+        keys = i64_ptr(args[14] + 8 * item * size)
         for r in range(begin, end):
             tokens[r] = largest[r]
             if temperature[r] > 0 and finite[r] != 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -23,24 +24,25 @@ from quire.kernels.cpu.grouped import (
     ROWS,
     TILES,
     WHOLE,
+    ExpertArray,
+    ExpertRowCount,
+    ExpertRows,
     Groups,
-    NumRows,
-    OwnOf,
-    RowsOf,
     Unit,
     emit_grouped,
     group,
 )
-from quire.kernels.cpu.interleave import round_tiles, weave_tiles
-from quire.kernels.cpu.jit import op
-from quire.kernels.cpu.pointers import floats, longs
-from quire.kernels.cpu.simd import load, load_some, mul, multiply_add, splat, store, store_some
+from quire.kernels.cpu.interleave import interleave_tiles_f32, pack_bf16_tiles
+from quire.kernels.cpu.jit import Op, op
+from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
+from quire.kernels.cpu.rows import copy_row
+from quire.kernels.cpu.simd import load, mul, multiply_add, splat, store, store_partial
 from quire.kernels.cpu.threads import Launcher, address_of
 from quire.kernels.experts import Expert
 
 COLUMNS = 32  # of an item of every product
 NO_ACTIVATION = -1
-NUM_ROWS = NumRows()
+ROW_COUNT = ExpertRowCount()
 Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 
@@ -60,16 +62,16 @@ class Stack:
         """What the items of a product are."""
         return Unit(BLOCKS, self.one.padded // COLUMNS)
 
-    def own(self, name: str) -> OwnOf | None:
-        """Return where each expert's array of this name lies, None where they have none."""
-        return None if getattr(self.one, name) is None else OwnOf(self._tables[name])
+    def own(self, name: str) -> ExpertArray | None:
+        """Return the addresses of every expert's array of this name, None where they have none."""
+        return None if getattr(self.one, name) is None else ExpertArray(self._tables[name])
 
     @property
-    def coding(self) -> tuple[int | OwnOf | None, ...]:
+    def code_args(self) -> tuple[int | ExpertArray | None, ...]:
         """What ops of products with codes have among their arguments besides; nothing for other weights."""
         if not isinstance(self.one, linear_coded.CodedLinear):
             return ()
-        depth, group, _, short, _, kind = linear_coded.coding(self.one)
+        depth, group, _, short, _, kind = linear_coded.code_args(self.one)
         return depth, group, self.own("scales"), short, self.own("table"), kind
 
     @cached_property
@@ -112,23 +114,18 @@ def _kind(weight: Weight) -> tuple[object, ...]:
 
 
 @op
-def spread_rows(args, first, last, scratch):
+def gather_rows(args, first, last, scratch):
     """Items are pairs. x, elements between its rows, width, places of the pairs, pairs of a row, out."""
-    x, stride, width, places, times, out = floats(args[0]), args[1], args[2], longs(args[3]), args[4], floats(args[5])
-    whole = width // 16 * 16
+    x, stride, width, places, out = f32_ptr(args[0]), args[1], args[2], i64_ptr(args[3]), f32_ptr(args[5])
     for pair in range(first, last):
-        source, target = pair // times * stride, places[pair] * width
-        for i in range(0, whole, 16):
-            store(out, target + i, load(x, source + i))
-        if whole < width:
-            store_some(out, target + whole, load_some(x, source + whole, width - whole), width - whole)
+        copy_row(x, pair // args[4] * stride, out, places[pair] * width, width)
 
 
 @op
-def mix_rows(args, first, last, scratch):
+def combine_expert_rows(args, first, last, scratch):
     """Items are pieces of rows. y, elements between its rows, places, weights, pairs of a row, out, width, pieces."""
-    y, stride, places, weights, times = floats(args[0]), args[1], longs(args[2]), floats(args[3]), args[4]
-    out, width, pieces = floats(args[5]), args[6], args[7]
+    y, stride, places, weights, times = f32_ptr(args[0]), args[1], i64_ptr(args[2]), f32_ptr(args[3]), args[4]
+    out, width, pieces = f32_ptr(args[5]), args[6], args[7]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
         for i in range(begin, min(begin + PIECE, width), 16):
@@ -138,7 +135,7 @@ def mix_rows(args, first, last, scratch):
             if width - i >= 16:
                 store(out, row * width + i, total)
             else:
-                store_some(out, row * width + i, total, width - i)
+                store_partial(out, row * width + i, total, width - i)
 
 
 # What a backend calls
@@ -163,10 +160,8 @@ def experts(
         return launcher.empty((0, packed.last.one.outputs))
     groups = group(launcher, ids, len(packed.first.weights), packed.units)
     spread = launcher.empty((groups.capacity, x.shape[1]))
-    launcher.emit(
-        spread_rows, x, step, x.shape[1], groups.places, chosen, spread, items=groups.pairs,
-        work=3 * groups.pairs * x.shape[1],
-    )  # fmt: skip
+    args = x, step, x.shape[1], groups.places, chosen, spread
+    launcher.emit(gather_rows, *args, items=groups.pairs, work=3 * groups.pairs * x.shape[1])
     products = Products(launcher, groups, int_level, round_inputs)
     inner = products.gated(spread, packed.first, kind)
     del spread
@@ -175,10 +170,8 @@ def experts(
     width = packed.last.one.outputs
     out = launcher.empty((tokens, width))
     pieces = -(-width // PIECE)
-    launcher.emit(
-        mix_rows, results, results.shape[1], groups.places, weights, chosen, out, width, pieces, items=tokens * pieces,
-        work=2 * groups.pairs * width,
-    )  # fmt: skip
+    summed = results, results.shape[1], groups.places, weights, chosen, out, width, pieces
+    launcher.emit(combine_expert_rows, *summed, items=tokens * pieces, work=2 * groups.pairs * width)
     return out
 
 
@@ -195,10 +188,8 @@ class Products:
             return self.product(x, stack, kind)
         both, width = self.product(x, stack, None), stack.one.outputs // 2
         out, pieces = self.launcher.empty((self.groups.capacity, width)), _pieces_unit(width)
-        emit_grouped(
-            self.launcher, self.groups, activate_rows, RowsOf(both, 4 * both.shape[1]), both.shape[1],
-            RowsOf(out, 4 * width), width, kind, 1, pieces.factor, unit=pieces, work=COST * self.groups.pairs * width,
-        )  # fmt: skip
+        rows = ExpertRows(both, 4 * both.shape[1]), both.shape[1], ExpertRows(out, 4 * width), width
+        self._emit(activate_rows, *rows, kind, 1, pieces.factor, unit=pieces, work=COST * self.groups.pairs * width)
         return out
 
     def product(self, x: np.ndarray, stack: Stack, kind: int | None) -> np.ndarray:
@@ -211,26 +202,28 @@ class Products:
             return self._pairs(x, stack, width, activation)
         return self._floats(x, stack, stack.one, width, activation)
 
-    def _work(self, stack: Stack) -> int:
-        return self.groups.pairs * stack.one.padded * stack.one.depth
+    def _emit(self, inner: Op, *args: Any, unit: Unit, work: int) -> None:
+        """Run or record `inner` for the rows of every expert."""
+        emit_grouped(self.launcher, self.groups, inner, *args, unit=unit, work=work)
+
+    def _emit_product(self, inner: Op, stack: Stack, *args: Any) -> None:
+        """Run or record a product with each expert's matrix of the stack."""
+        work = self.groups.pairs * stack.one.padded * stack.one.depth
+        emit_grouped(self.launcher, self.groups, inner, *args, unit=stack.unit, work=work, holds=stack)
 
     def _pairs(self, x: np.ndarray, stack: Stack, width: int, activation: int) -> np.ndarray:
         """See `linear.linear` with paired weights."""
         launcher, groups, depth, step = self.launcher, self.groups, stack.one.inputs, x.shape[1]
         pairs = (depth + 1) // 2
-        packed = launcher.empty((groups.capacity * pairs,), np.uint32)
-        emit_grouped(
-            launcher, groups, round_tiles, RowsOf(x, 4 * step), step, RowsOf(packed, 4 * pairs), NUM_ROWS, depth,
-            unit=Unit(TILES, 1), work=groups.pairs * depth,
-        )  # fmt: skip
+        packed = ExpertRows(launcher.empty((groups.capacity * pairs,), np.uint32), 4 * pairs)
+        source = ExpertRows(x, 4 * step), step
+        self._emit(pack_bf16_tiles, *source, packed, ROW_COUNT, depth, unit=Unit(TILES, 1), work=groups.pairs * depth)
         out, product = launcher.empty((groups.capacity, width)), linear.linear_pairs
         if isinstance(stack.one, linear_coded.CodedLinear):
             product = linear_coded.pair_op(stack.one)
-        emit_grouped(
-            launcher, groups, product, stack.own("data"), stack.own("bias"), RowsOf(packed, 4 * pairs),
-            RowsOf(out, 4 * width), width, NUM_ROWS, pairs, activation, *stack.coding, unit=stack.unit,
-            work=self._work(stack), holds=stack,
-        )  # fmt: skip
+        weights, target = (stack.own("data"), stack.own("bias")), ExpertRows(out, 4 * width)
+        numbers = width, ROW_COUNT, pairs, activation, *stack.code_args
+        self._emit_product(product, stack, *weights, packed, target, *numbers)
         return out
 
     def _floats(
@@ -239,17 +232,13 @@ class Products:
         """See `linear.linear`."""
         launcher, groups, depth, step = self.launcher, self.groups, one.inputs, x.shape[1]
         product = linear.FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
-        packed = launcher.empty((groups.capacity * depth,))
-        emit_grouped(
-            launcher, groups, weave_tiles, RowsOf(x, 4 * step), step, RowsOf(packed, 4 * depth), depth,
-            unit=Unit(WHOLE, 1), work=4 * groups.pairs * depth,
-        )  # fmt: skip
+        packed = ExpertRows(launcher.empty((groups.capacity * depth,)), 4 * depth)
+        source, work = (ExpertRows(x, 4 * step), step), 4 * groups.pairs * depth
+        self._emit(interleave_tiles_f32, *source, packed, depth, unit=Unit(WHOLE, 1), work=work)
         out = launcher.empty((groups.capacity, width))
-        emit_grouped(
-            launcher, groups, product, stack.own("data"), stack.own("bias"), RowsOf(x, 4 * step), step,
-            RowsOf(packed, 4 * depth), RowsOf(out, 4 * width), width, NUM_ROWS, depth, activation, *stack.coding,
-            unit=stack.unit, work=self._work(stack), holds=stack,
-        )  # fmt: skip
+        weights, target = (stack.own("data"), stack.own("bias")), ExpertRows(out, 4 * width)
+        numbers = width, ROW_COUNT, depth, activation, *stack.code_args
+        self._emit_product(product, stack, *weights, *source, packed, target, *numbers)
         return out
 
     def _integers(
@@ -257,29 +246,24 @@ class Products:
     ) -> np.ndarray:
         """See `linear_int.linear`."""
         launcher, groups, step, starts, scales = self.launcher, self.groups, x.shape[1], None, None
-        source = RowsOf(x, 4 * step), step, NUM_ROWS, one.inputs, one.depth
+        source = ExpertRows(x, 4 * step), step, ROW_COUNT, one.inputs, one.depth
         tiles, work = Unit(TILES, 1), groups.pairs * one.depth
         if self.round_inputs:
             product, parts = linear_int.OPS[one.bits, self.int_level], one.depth // one.group
-            packed = RowsOf(launcher.empty((groups.capacity * one.depth // 4,), np.uint32), one.depth)
-            starts = RowsOf(launcher.empty((groups.capacity * parts,), np.int32), 4 * parts)
-            scales = RowsOf(launcher.empty((groups.capacity,)), 4)
-            offset = 1 << (one.bits - 1)
-            emit_grouped(
-                launcher, groups, quantize.quantize_tiles, *source, one.group, offset, packed, starts, scales,
-                stack.own("order"), unit=tiles, work=work,
-            )  # fmt: skip
+            packed = ExpertRows(launcher.empty((groups.capacity * one.depth // 4,), np.uint32), one.depth)
+            starts = ExpertRows(launcher.empty((groups.capacity * parts,), np.int32), 4 * parts)
+            scales = ExpertRows(launcher.empty((groups.capacity,)), 4)
+            made = one.group, 1 << (one.bits - 1), packed, starts, scales, stack.own("order")
+            self._emit(quantize.quantize_tiles, *source, *made, unit=tiles, work=work)
         else:
             product = linear_int.FLOAT_OP
-            packed = RowsOf(launcher.empty((groups.capacity * one.depth,)), 4 * one.depth)
-            emit_grouped(launcher, groups, quantize.interleave_tiles, *source, packed, unit=tiles, work=work)
+            packed = ExpertRows(launcher.empty((groups.capacity * one.depth,)), 4 * one.depth)
+            self._emit(quantize.interleave_tiles, *source, packed, unit=tiles, work=work)
         out = launcher.empty((groups.capacity, width))
-        emit_grouped(
-            launcher, groups, product, stack.own("data"), one.depth, one.group, stack.own("scales"),
-            stack.own("group_scales"), stack.own("zeros"), stack.own("bias"), packed, starts, scales,
-            RowsOf(out, 4 * width), width, NUM_ROWS, activation, int(one.gated), unit=stack.unit,
-            work=self._work(stack), holds=stack,
-        )  # fmt: skip
+        scaling = stack.own("scales"), stack.own("group_scales"), stack.own("zeros"), stack.own("bias")
+        target = ExpertRows(out, 4 * width), width, ROW_COUNT, activation, int(one.gated)
+        weights = stack.own("data"), one.depth, one.group, *scaling
+        self._emit_product(product, stack, *weights, packed, starts, scales, *target)
         return out
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Tensor
-from quire.kernels.cpu.interleave import weave_weights_16, weave_weights_32
+from quire.kernels.cpu.interleave import interleave_weights_16, interleave_weights_32
 from quire.kernels.cpu.threads import Launcher, address_of
 
 # Signed or unsigned says which 16-bit float the bits are: see simd.py.
@@ -118,14 +118,13 @@ def pack(
     data = launcher.weights.empty(padded * depth, STORAGE[dtype])
     data[outputs // LANES * LANES * depth :] = 0
     words = depth // 2 if paired else depth
-    weave = weave_weights_32 if paired or dtype == "float32" else weave_weights_16
+    interleave = interleave_weights_32 if paired or dtype == "float32" else interleave_weights_16
     block, spread, halfway = 0, 2 if gated else 1, outputs // LANES // 2
     for staged in _staged(parts, depth, dtype):
         count = staged.shape[0] // LANES
         place = 2 * block + 1 - 2 * halfway if gated and block >= halfway else spread * block
-        launcher.emit(
-            weave, address_of(staged), staged.strides[0], data, words, spread, place, items=count, work=4 * staged.size
-        )
+        args = (address_of(staged), staged.strides[0], data, words, spread, place)
+        launcher.emit(interleave, *args, items=count, work=4 * staged.size)
         block += count
     return CPULinear(data, _stack_biases(biases, padded, gated), outputs, inputs, paired, gated)
 

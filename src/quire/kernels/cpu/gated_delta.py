@@ -12,8 +12,8 @@ import numpy as np
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, ints, longs
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, i32_ptr, i64_ptr
 from quire.kernels.cpu.short_conv import lanes, put_lanes
 from quire.kernels.cpu.simd import exp, load, mul, multiply_add, splat, store, sub
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
@@ -23,7 +23,7 @@ DEPTH = SCRATCH_BYTES // (4 * COLUMNS)  # rows of them that a thread's own memor
 COST = 4  # multiply-adds of a token for each element of the matrix
 
 
-@part
+@jit
 def advance(state, at, step, rows, q, k, decay, v, beta, count):
     """Take up to 16 columns at state[at + row * step] through a token, and return what its query finds."""
     found = splat(np.float32(0))
@@ -39,7 +39,7 @@ def advance(state, at, step, rows, q, k, decay, v, beta, count):
     return result
 
 
-@part
+@jit
 def advance_four(state, at, step, rows, q, k, decay, v, v_at, beta, out, out_at):
     """`advance` for 64 columns, sixteen by sixteen: sums that do not wait for each other. Writes to out[out_at]."""
     a = b = c = d = splat(np.float32(0))
@@ -74,7 +74,7 @@ def advance_four(state, at, step, rows, q, k, decay, v, v_at, beta, out, out_at)
     store(out, out_at + 48, h)
 
 
-@part
+@jit
 def move_columns(source, at, step, target, target_at, target_step, rows, columns, fresh):
     """Copy `columns` neighbours of each row, or zeros if `fresh`."""
     for row in range(rows):
@@ -89,10 +89,10 @@ def delta_rule(args, first, last, scratch):
     """Items are pieces of columns of a sequence's heads. q, k, v, decay, beta: address and elements between rows of
     each; state, out; value heads, heads of a key, rows and columns of a matrix, pieces; starts of the sequences, their
     lengths, their rows in the state."""
-    v, decay, beta = floats(args[4]), floats(args[6]), floats(args[8])
-    state, out, heads, shared = floats(args[10]), floats(args[11]), args[12], args[13]
+    v, decay, beta = f32_ptr(args[4]), f32_ptr(args[6]), f32_ptr(args[8])
+    state, out, heads, shared = f32_ptr(args[10]), f32_ptr(args[11]), args[12], args[13]
     depth, width, pieces = args[14], args[15], args[16]
-    starts, lengths, rows = ints(args[17]), ints(args[18]), longs(args[19])
+    starts, lengths, rows = i32_ptr(args[17]), i32_ptr(args[18]), i64_ptr(args[19])
     for item in range(first, last):
         sequence, head, begin = item // (heads * pieces), item // pieces % heads, item % pieces * COLUMNS
         columns = min(COLUMNS, width - begin)
@@ -102,12 +102,12 @@ def delta_rule(args, first, last, scratch):
         apart = stop - start > 1 and depth <= DEPTH
         matrix, matrix_at, step = state, at, width
         if apart:
-            matrix, matrix_at, step = floats(scratch), 0, COLUMNS
+            matrix, matrix_at, step = f32_ptr(scratch), 0, COLUMNS
         if fresh or apart:
             move_columns(state, at, width, matrix, matrix_at, step, depth, columns, fresh)
         for token in range(start, stop):
-            query = floats(args[0] + 4 * (token * args[1] + head // shared * depth))
-            key = floats(args[2] + 4 * (token * args[3] + head // shared * depth))
+            query = f32_ptr(args[0] + 4 * (token * args[1] + head // shared * depth))
+            key = f32_ptr(args[2] + 4 * (token * args[3] + head // shared * depth))
             factor = exp(splat(decay[token * args[7] + head]))
             rate = splat(beta[token * args[9] + head])
             v_at, out_at = token * args[5] + head * width + begin, (token * heads + head) * width + begin

@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 
 from quire.kernels.cpu import team, threads
 from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, tile_height
-from quire.kernels.cpu.jit import Op, op, part
-from quire.kernels.cpu.pointers import longs
+from quire.kernels.cpu.jit import Op, jit, op
+from quire.kernels.cpu.pointers import i64_ptr
 from quire.kernels.cpu.simd import TILE_ROWS
 from quire.kernels.cpu.team import call_op, offset
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher, address_of, float_bits
@@ -37,20 +37,20 @@ ADVANCE, LOOK_UP, PUT_COUNT = range(3)  # what becomes of an argument
 PATCH = 3  # int64 of one: which argument, what becomes of it, with what
 
 
-class RowsOf(NamedTuple):
+class ExpertRows(NamedTuple):
     """An argument: where an expert's rows begin in `array`, with `step` bytes from a row to the next."""
 
     array: np.ndarray
     step: int
 
 
-class OwnOf(NamedTuple):
+class ExpertArray(NamedTuple):
     """An argument: the expert's own of int64 [E]."""
 
     table: np.ndarray
 
 
-class NumRows:
+class ExpertRowCount:
     """An argument: the number of rows of an expert."""
 
 
@@ -82,9 +82,9 @@ class Groups:
 @op
 def group_pairs(args, first, last, scratch):
     """ids, pairs, experts, records, words, places, number of units, then the kind and the factor of each unit."""
-    ids, pairs, experts = longs(args[0]), args[1], args[2]
-    records, words, places = longs(args[3]), longs(args[4]), longs(args[5])
-    counts = longs(scratch)
+    ids, pairs, experts = i64_ptr(args[0]), args[1], args[2]
+    records, words, places = i64_ptr(args[3]), i64_ptr(args[4]), i64_ptr(args[5])
+    counts = i64_ptr(scratch)
     for e in range(experts):
         counts[e] = 0
     for p in range(pairs):
@@ -123,7 +123,7 @@ def own_arguments(ty):
     return types.CPointer(types.int64)(), code
 
 
-@part
+@jit
 def record_of(records, count, kind, before):
     """Return the record of the unit of a `kind` that has `before` others before it."""
     low, high = 0, count
@@ -139,10 +139,10 @@ def record_of(records, count, kind, before):
 @op
 def each_group(args, first, last, scratch):
     """records, words, kind and factor of the unit, inner op, its arguments, number of patches, patches."""
-    records, kind, factor = longs(args[0]), args[2], args[3]
-    arguments, patches = longs(args[5]), longs(args[7])
+    records, kind, factor = i64_ptr(args[0]), args[2], args[3]
+    arguments, patches = i64_ptr(args[5]), i64_ptr(args[7])
     own = own_arguments()
-    place = record_of(records, longs(args[1])[0], kind, first // factor)
+    place = record_of(records, i64_ptr(args[1])[0], kind, first // factor)
     while first < last:
         record = offset(records, place * RECORD)
         begin, end = record[kind] * factor, record[RECORD + kind] * factor
@@ -153,7 +153,7 @@ def each_group(args, first, last, scratch):
             if what == ADVANCE:
                 own[which] += record[FIRST] * value
             elif what == LOOK_UP:
-                own[which] = longs(value)[record[EXPERT]]
+                own[which] = i64_ptr(value)[record[EXPERT]]
             else:
                 own[which] = record[COUNT]
         stop = min(last, end)
@@ -177,10 +177,8 @@ def group(launcher: Launcher, ids: np.ndarray, experts: int, units: tuple[Unit, 
     records = launcher.empty(((active + 1) * RECORD,), np.int64)
     words, places = launcher.empty((1 + len(units),), np.int64), launcher.empty((pairs,), np.int64)
     settings = [number for unit in units for number in unit]
-    launcher.emit(
-        group_pairs, ids, pairs, experts, records, words, places, len(units), *settings, items=1,
-        work=4 * (pairs + experts), alone_below=2,
-    )  # fmt: skip
+    args = ids, pairs, experts, records, words, places, len(units), *settings
+    launcher.emit(group_pairs, *args, items=1, work=4 * (pairs + experts), alone_below=2)
     return Groups(records, words, places, units, pairs, row_capacity(pairs, experts))
 
 
@@ -190,19 +188,19 @@ def emit_grouped(
     """Run or note `inner` for the rows of every expert.
 
     Args:
-        args: as for `Launcher.emit`, or `RowsOf`, `OwnOf`, `NumRows()`.
+        args: as for `Launcher.emit`, or `ExpertRows`, `ExpertArray`, `ExpertRowCount()`.
         unit: what its items are, one of `groups.units`. work: multiply-adds of all rows together.
         holds: what owns the memory at the addresses in tables.
     """
     assert len(args) <= INNER_ARGS, f"{inner.name} has too many arguments"
     words, patches = np.zeros(INNER_ARGS, np.int64), []
     for place, arg in enumerate(args):
-        if isinstance(arg, RowsOf):
+        if isinstance(arg, ExpertRows):
             words[place] = address_of(arg.array)
             patches += [place, ADVANCE, arg.step]
-        elif isinstance(arg, OwnOf):
+        elif isinstance(arg, ExpertArray):
             patches += [place, LOOK_UP, address_of(arg.table)]
-        elif isinstance(arg, NumRows):
+        elif isinstance(arg, ExpertRowCount):
             patches += [place, PUT_COUNT, 0]
         elif arg is not None:
             words[place] = float_bits(arg) if isinstance(arg, float) else int(arg)
@@ -210,9 +208,14 @@ def emit_grouped(
     # All pairs may have the same expert, or as many as there are.
     most = unit.factor * groups.pairs
     fewest = unit.factor * -(-groups.pairs // ROWS_IN[unit.kind])
+    patched = inner.address, words, len(patches) // PATCH, np.array(patches, np.int64)
     launcher.emit(
-        each_group, groups.records, groups.words, unit.kind, unit.factor, inner.address, words, len(patches) // PATCH,
-        np.array(patches, np.int64), items=most, work=work, items_at=groups.words[at : at + 1],
-        alone_below=1 + threads.SMALL_WORK * most // max(1, work), holds=holds,
+        each_group,
+        *(groups.records, groups.words, unit.kind, unit.factor, *patched),
+        items=most,
+        work=work,
+        items_at=groups.words[at : at + 1],
+        alone_below=1 + threads.SMALL_WORK * most // max(1, work),
         grain=max(1, fewest // (launcher.num_threads * threads.PIECES)),
-    )  # fmt: skip
+        holds=holds,
+    )

@@ -1,10 +1,10 @@
-"""Products of each head with a matrix of its own: what brings queries to the latent cache, and its values back.
+"""Per-head matrix products: the absorbed projections of MLA, from queries to the latent space and back to values.
 
-A matrix [B, A] lies as [B/32][A][32] in a storage dtype, one head after the other. An item is one head, 32 columns of
-its result, and up to 64 tokens. Sums are float32, over A in order.
+A matrix [B, A] is stored as [B/32][A][32] in a storage dtype, one head after the other. An item is one head, 32 columns
+of its result, and up to 64 tokens. Sums are float32, over A in order.
 
-On CPUs that multiply pairs of bfloat16 it lies as [B/32][A/2][32][2], A padded to an even number with a zero, and the
-rows of x are rounded to bfloat16 as well, by each item for itself: it takes 128 columns, to do so less often.
+On CPUs with bfloat16 dot products it is stored as [B/32][A/2][32][2], A padded to an even number with a zero, and the
+rows of x are rounded to bfloat16 too, by each item for itself; an item has 128 columns to do so less often.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.attention_float import product
 from quire.kernels.cpu.formats import COLUMNS, STORAGE, to_storage
-from quire.kernels.cpu.interleave import DOT_ROWS, ROUND_BYTES, round_tile, tile_height
-from quire.kernels.cpu.jit import Op, op, ops_by_dtype, part
-from quire.kernels.cpu.paged_floats import product
-from quire.kernels.cpu.pointers import floats, uints, words
+from quire.kernels.cpu.interleave import DOT_ROWS, PACK_BYTES, pack_bf16_tile, tile_height
+from quire.kernels.cpu.jit import Op, jit, op, ops_by_dtype
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
 from quire.kernels.cpu.simd import LANES, panel_four, panel_many, panel_one
 from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
 
@@ -48,11 +48,11 @@ class CPUHeads:
         return heads_pairs if self.paired else MULTIPLY[self.data.dtype]
 
 
-@part
+@jit
 def multiply(args, weight, item, scratch):
     """Do one item of `multiply_floats`."""
     heads, inputs, outputs, tokens = args[HEADS], args[INPUTS], args[OUTPUTS], args[H_TOKENS]
-    x, out, stage = floats(args[X]), floats(args[OUT]), floats(scratch)
+    x, out, stage = f32_ptr(args[X]), f32_ptr(args[OUT]), f32_ptr(scratch)
     tiles = (outputs + COLUMNS - 1) // COLUMNS
     first, tile = item % args[CHUNKS] * TOKENS, item // args[CHUNKS]
     head, column = tile // tiles, tile % tiles * COLUMNS
@@ -68,7 +68,7 @@ def multiply(args, weight, item, scratch):
             out[to + row * out_next + c] = stage[row * COLUMNS + c]
 
 
-@part
+@jit
 def multiply_floats(elements, args, first, last, scratch):
     """Multiply with float matrices. Of the items token chunks run fastest, then columns, then heads."""
     for item in range(first, last):
@@ -81,7 +81,7 @@ MULTIPLY = ops_by_dtype("heads", multiply_floats)
 # Pairs of bfloat16
 
 
-@part
+@jit
 def dot_tile(weight, at, pairs, packed, row, rows, out, to, out_next):
     """Multiply a tile of `rows` rounded rows with 32 columns; it writes `tile_height(rows)` rows."""
     beside, x_at, height = 2 * LANES, row * pairs, tile_height(rows)
@@ -93,11 +93,12 @@ def dot_tile(weight, at, pairs, packed, row, rows, out, to, out_next):
         panel_one(weight, at, beside, packed, x_at, pairs, out, to, out_next, 0, at, at)
 
 
-@part
+@jit
 def multiply_pairs(args, item, scratch):
     """Do one item: token chunks run fastest, then groups of columns, then heads."""
     heads, inputs, outputs, tokens = args[HEADS], args[INPUTS], args[OUTPUTS], args[H_TOKENS]
-    weight, out, stage, packed = words(args[WEIGHT]), floats(args[OUT]), floats(scratch), uints(scratch + STAGE_BYTES)
+    weight, out = bf16_ptr(args[WEIGHT]), f32_ptr(args[OUT])
+    stage, packed = f32_ptr(scratch), u32_ptr(scratch + STAGE_BYTES)
     pairs, groups, tiles = (inputs + 1) // 2, (outputs + WIDTH - 1) // WIDTH, (outputs + COLUMNS - 1) // COLUMNS
     first, place = item % args[CHUNKS] * TOKENS, item // args[CHUNKS]
     head, begin = place // groups, place % groups * WIDTH
@@ -105,7 +106,7 @@ def multiply_pairs(args, item, scratch):
     room = scratch + STAGE_BYTES + 4 * TOKENS * pairs
     for row in range(0, rows, DOT_ROWS):
         x_at = ((first + row) * heads + head) * args[X_STRIDE]
-        round_tile(floats(args[X]), x_at, x_next, min(DOT_ROWS, rows - row), inputs, packed, row * pairs, room)
+        pack_bf16_tile(f32_ptr(args[X]), x_at, x_next, min(DOT_ROWS, rows - row), inputs, packed, row * pairs, room)
     for column in range(begin, min(begin + WIDTH, outputs), COLUMNS):
         w_at = (head * tiles * COLUMNS + column) * 2 * pairs
         for row in range(0, rows, DOT_ROWS):
@@ -152,6 +153,6 @@ def head_linear(launcher: Launcher, x: np.ndarray, weight: CPUHeads) -> np.ndarr
     sizes = (tokens, weight.heads, weight.inputs, weight.outputs, chunks)
     items = weight.heads * -(-weight.outputs // (WIDTH if weight.paired else COLUMNS)) * chunks
     work = x.shape[0] * weight.inputs * weight.outputs
-    assert STAGE_BYTES + 2 * TOKENS * (weight.inputs + 1) + ROUND_BYTES <= SCRATCH_BYTES, f"{weight.inputs} inputs"
+    assert STAGE_BYTES + 2 * TOKENS * (weight.inputs + 1) + PACK_BYTES <= SCRATCH_BYTES, f"{weight.inputs} inputs"
     launcher.emit(weight.op, x, stride, weight.data, out, *sizes, items=items, work=work)
     return out

@@ -12,13 +12,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, uints, words
-from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, round_pairs
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
+from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, _to_bf16_pairs
 from quire.kernels.cpu.threads import Launcher
 
 DOT_ROWS = 8  # rows of the largest tile of pairs
-ROUND_BYTES = DOT_ROWS * (4 * 32 + 4 * 16)  # of scratch that rounding a tile takes
+PACK_BYTES = DOT_ROWS * (4 * 32 + 4 * 16)  # of scratch that rounding a tile takes
 ROW_GROUP = 64  # rows that one work item of a product computes, so that wide machines find enough items
 
 
@@ -28,19 +28,19 @@ def _zip(b, first, second, start):
     return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, LANES), lanes))
 
 
-def _woven(b, rows):
-    """Return a power of two of vectors woven together: lane 0 of all, then lane 1 of all, and so on."""
+def _interleaved_lanes(b, rows):
+    """Return a power of two of vectors interleaved: lane 0 of all, then lane 1 of all, and so on."""
     if len(rows) == 1:
         return rows
-    even, odd = _woven(b, rows[0::2]), _woven(b, rows[1::2])
+    even, odd = _interleaved_lanes(b, rows[0::2]), _interleaved_lanes(b, rows[1::2])
     return [_zip(b, *pair, start) for pair in zip(even, odd, strict=True) for start in (0, LANES // 2)]
 
 
-def _weave(rows, convert):
-    """Make the intrinsic that weaves sixteen 32-bit values of `rows` rows each, or 32 floats as pairs if `convert`."""
+def _interleave(rows, convert):
+    """Make the intrinsic that interleaves 16 32-bit values of each of `rows` rows, or 32 floats as pairs."""
 
     @intrinsic
-    def weave(ty, source, at, step, last, target, to):
+    def interleave(ty, source, at, step, last, target, to):
         def code(ctx, b, sig, a):
             index = a[1].type
             vectors = []
@@ -49,12 +49,12 @@ def _weave(rows, convert):
                 place = b.add(a[1], b.mul(row, a[2]))
                 if convert:
                     low, high = (_load(b, "f32", a[0], b.add(place, index(shift))) for shift in (0, LANES))
-                    vectors.append(round_pairs(b, low, high))
+                    vectors.append(_to_bf16_pairs(b, low, high))
                 else:
                     value = b.load(b.bitcast(b.gep(a[0], [place]), I32V.as_pointer()))
                     value.align = 2
                     vectors.append(value)
-            for r, vector in enumerate(_woven(b, vectors)):
+            for r, vector in enumerate(_interleaved_lanes(b, vectors)):
                 place = b.gep(a[4], [b.add(a[5], index(LANES * r))])
                 b.store(vector, b.bitcast(place, I32V.as_pointer())).align = 4
             return ctx.get_dummy_value()
@@ -62,26 +62,26 @@ def _weave(rows, convert):
         n = types.int64
         return types.void(source, n, n, n, target, n), code
 
-    weave.__doc__ = (
-        f"""target[to + k * {rows} + r] = value k < 16 of row min(r, last), which begins at source[at + r * step]."""
+    interleave.__doc__ = (
+        f"target[to + k * {rows} + r] = value k < 16 of row min(r, last), which begins at source[at + r * step]."
     )
-    return weave
+    return interleave
 
 
-weave_16, weave_8, weave_4, weave_1 = (_weave(rows, False) for rows in (16, 8, 4, 1))
-round_8, round_4, round_1 = (_weave(rows, True) for rows in (8, 4, 1))
+interleave_16 = _interleave(16, False)
+pack_8, pack_4, pack_1 = (_interleave(rows, True) for rows in (8, 4, 1))
 
 
 # Activations in bfloat16
 
 
-@part
+@jit
 def tile_height(rows):
     """Rows of the tile of pairs that computes the next of `rows` rows; the tile may have more than are left."""
     return 8 if rows > 4 else 4 if rows > 1 else 1
 
 
-@part
+@jit
 def next_panel(at, next_vector, row, rows):
     """Return what to fetch ahead while a tile multiplies: the next 32 columns, half of them if there are more tiles.
 
@@ -110,49 +110,49 @@ def padded_rows(rows: int) -> int:
     return whole if whole == rows else whole + tile_height.py_func(rows - whole)
 
 
-@part
-def round_some(x, at, step, last, height, target, to):
-    """Round 32 elements of each row of a tile and weave their pairs."""
+@jit
+def _pack_bf16_columns(x, at, step, last, height, target, to):
+    """Round 32 elements of each row of a tile and interleave their pairs."""
     if height == 8:
-        round_8(x, at, step, last, target, to)
+        pack_8(x, at, step, last, target, to)
     elif height == 4:
-        round_4(x, at, step, last, target, to)
+        pack_4(x, at, step, last, target, to)
     else:
-        round_1(x, at, step, last, target, to)
+        pack_1(x, at, step, last, target, to)
 
 
-@part
-def round_tile(x, at, step, count, depth, packed, to, scratch):
-    """Round the `count` <= 8 rows of a tile, from x[at] on, as [K/2][height][2]; `scratch`: ROUND_BYTES."""
+@jit
+def pack_bf16_tile(x, at, step, count, depth, packed, to, scratch):
+    """Round the `count` <= 8 rows of a tile, from x[at] on, as [K/2][height][2]; `scratch`: PACK_BYTES."""
     height, pairs, whole = tile_height(count), (depth + 1) // 2, depth // 32 * 32
-    rest, woven = floats(scratch), uints(scratch + 4 * DOT_ROWS * 32)
+    rest, staged = f32_ptr(scratch), u32_ptr(scratch + 4 * DOT_ROWS * 32)
     for k in range(0, whole, 32):
-        round_some(x, at + k, step, count - 1, height, packed, to + k // 2 * height)
+        _pack_bf16_columns(x, at + k, step, count - 1, height, packed, to + k // 2 * height)
     if whole < depth:
         for r in range(count):
             for k in range(32):
                 rest[r * 32 + k] = x[at + r * step + whole + k] if whole + k < depth else np.float32(0)
-        round_some(rest, 0, 32, count - 1, height, woven, 0)
+        _pack_bf16_columns(rest, 0, 32, count - 1, height, staged, 0)
         for i in range((pairs - whole // 2) * height):
-            packed[to + whole // 2 * height + i] = woven[i]
+            packed[to + whole // 2 * height + i] = staged[i]
 
 
 @op
-def round_tiles(args, first, last, scratch):
+def pack_bf16_tiles(args, first, last, scratch):
     """Tiles of x float32 rounded to bfloat16, as [K/2][height][2] each. args: x, its row step, packed, rows, depth."""
-    x, step, packed, rows, depth = floats(args[0]), args[1], uints(args[2]), args[3], args[4]
+    x, step, packed, rows, depth = f32_ptr(args[0]), args[1], u32_ptr(args[2]), args[3], args[4]
     for tile in range(first, last):
         row = tile * DOT_ROWS
         count = min(rows - row, DOT_ROWS)
-        round_tile(x, row * step, step, count, depth, packed, row * ((depth + 1) // 2), scratch)
+        pack_bf16_tile(x, row * step, step, count, depth, packed, row * ((depth + 1) // 2), scratch)
 
 
-def rounded(launcher: Launcher, x: np.ndarray) -> np.ndarray:
+def pack_bf16_rows(launcher: Launcher, x: np.ndarray) -> np.ndarray:
     """Return x [T, K] in bfloat16 as tiles of pairs read it: flat uint32, see `simd.dot_many`."""
     x, step = as_rows(x)
     rows, depth = x.shape
     packed = launcher.empty((padded_rows(rows) * ((depth + 1) // 2),), np.uint32)
-    launcher.emit(round_tiles, x, step, packed, rows, depth, items=-(-rows // DOT_ROWS), work=x.size)
+    launcher.emit(pack_bf16_tiles, x, step, packed, rows, depth, items=-(-rows // DOT_ROWS), work=x.size)
     return packed
 
 
@@ -160,9 +160,9 @@ def rounded(launcher: Launcher, x: np.ndarray) -> np.ndarray:
 
 
 @op
-def weave_tiles(args, first, last, scratch):
+def interleave_tiles_f32(args, first, last, scratch):
     """Whole tiles of x float32 as [K][TILE_ROWS] each. args: x, its row step, packed, depth."""
-    x, step, packed, depth = floats(args[0]), args[1], floats(args[2]), args[3]
+    x, step, packed, depth = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3]
     for tile in range(first, last):
         row = tile * TILE_ROWS
         for k in range(depth):
@@ -170,12 +170,12 @@ def weave_tiles(args, first, last, scratch):
                 packed[(row * depth) + k * TILE_ROWS + r] = x[(row + r) * step + k]
 
 
-def woven(launcher: Launcher, x: np.ndarray) -> np.ndarray:
+def pack_f32_rows(launcher: Launcher, x: np.ndarray) -> np.ndarray:
     """Return the rows of x [T, K] that fill whole tiles as `simd.tile_many` reads them: flat float32."""
     x, step = as_rows(x)
     tiles, depth = x.shape[0] // TILE_ROWS, x.shape[1]
     packed = launcher.empty((tiles * TILE_ROWS * depth,), np.float32)
-    launcher.emit(weave_tiles, x, step, packed, depth, items=tiles, work=4 * packed.size)
+    launcher.emit(interleave_tiles_f32, x, step, packed, depth, items=tiles, work=4 * packed.size)
     return packed
 
 
@@ -183,32 +183,32 @@ def woven(launcher: Launcher, x: np.ndarray) -> np.ndarray:
 
 
 @op
-def weave_weights_32(args, first, last, scratch):
+def interleave_weights_32(args, first, last, scratch):
     """Blocks of sixteen rows as [K][16] each, in 32 bits. args: source, row step, target, depth, block step, shift.
 
     Block i of the source becomes block i * step + shift of the target. The step between rows is in bytes, for mapped
     files; rows begin at multiples of two.
     """
-    step, target, depth = args[1], uints(args[2]), args[3]
+    step, target, depth = args[1], u32_ptr(args[2]), args[3]
     whole = depth // LANES * LANES
     for block in range(first, last):
         start = args[0] + block * LANES * step
         to = (block * args[4] + args[5]) * depth * LANES
         for k in range(0, whole, LANES):
-            weave_16(words(start), 2 * k, step // 2, LANES - 1, target, to + k * LANES)
+            interleave_16(bf16_ptr(start), 2 * k, step // 2, LANES - 1, target, to + k * LANES)
         for k in range(whole, depth):
             for r in range(LANES):
-                low, high = words(start + r * step)[2 * k], words(start + r * step)[2 * k + 1]
+                low, high = bf16_ptr(start + r * step)[2 * k], bf16_ptr(start + r * step)[2 * k + 1]
                 target[to + k * LANES + r] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
 
 
 @op
-def weave_weights_16(args, first, last, scratch):
-    """Like `weave_weights_32` for elements of 16 bits."""
-    step, target, depth = args[1], words(args[2]), args[3]
+def interleave_weights_16(args, first, last, scratch):
+    """Like `interleave_weights_32` for elements of 16 bits."""
+    step, target, depth = args[1], bf16_ptr(args[2]), args[3]
     for block in range(first, last):
         start = args[0] + block * LANES * step
         to = (block * args[4] + args[5]) * depth * LANES
         for k in range(depth):
             for r in range(LANES):
-                target[to + k * LANES + r] = words(start + r * step)[k]
+                target[to + k * LANES + r] = bf16_ptr(start + r * step)[k]

@@ -1,11 +1,11 @@
 """How kernels are compiled and cached on disk.
 
 An `op` is a compiled function with one fixed C signature, so that a program is a list of addresses and arguments that
-compiled code can walk without Python (team.py). A `part` is what ops are made of.
+compiled code can walk without Python (team.py). Functions that ops call are decorated with `jit`.
 
-Numba keys a function's cache by the file it stands in, not by the files of the parts it calls, and it writes its index
-before the code. So two rules hold here: everything cached has one signature only, so that whoever wins a race between
-two processes writes the same thing; and `refresh_cache` drops all of it when any file of this folder has changed.
+Numba keys a function's cache by the file it stands in, not by the files of the functions it calls, and it writes its
+index before the code. So two rules hold here: everything cached has one signature only, so that whoever wins a race
+between two processes writes the same thing; and `refresh_cache` drops all of it when any file of this folder changes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from quire.kernels.cpu.pointers import FLOAT_FORMATS, FORMATS
 STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
-part = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorates what ops are made of. No fastmath anywhere: the order of every sum is fixed."""
+jit = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorates functions that ops call. No fastmath anywhere: the order of every sum is fixed."""
 
 
 class Op:
     """A function (args, first, last, scratch) that does items first .. last - 1 of one instruction.
 
-    `args` points to int64 values: addresses (`pointers.floats(args[0])` and so on), sizes, and the bits of float64
-    values (`pointers.real`). Items are independent of one another and may be done in any order by any thread.
-    `scratch` is the address of SCRATCH_BYTES of the thread's own, with whatever the last user left in it.
+    `args` points to int64 values: addresses (`pointers.f32_ptr(args[0])` and so on), sizes, and the bits of float64
+    values (`pointers.float64_from_bits`). Items are independent of one another and may be done in any order by any
+    thread. `scratch` is the address of SCRATCH_BYTES of the thread's own, uninitialized.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -60,11 +60,11 @@ class Op:
 
     @cached_property
     def address(self) -> int:
-        """Where the compiled function lies; compiles it, or loads it from disk, when asked for the first time."""
+        """Address of the compiled function; compiles it, or loads it from disk, when asked for the first time."""
         return int(self._compiled.address)
 
     def is_cached(self) -> bool:
-        """Say whether it lies compiled on disk, from the source files as they are now."""
+        """Say whether it is cached on disk, compiled, from the source files as they are now."""
         folder = cache_folder(self.function)
         if folder is None:
             return False
@@ -78,7 +78,7 @@ def op(function: Callable[..., None]) -> Op:
 
 
 def op_of(name: str, body: Any, *constant: Any) -> Op:
-    """Return the op `name` that calls a part: body(args, first, last, scratch), with `constant` before them if given.
+    """Return the op `name` that calls a `jit` function: body(args, first, last, scratch), with `constant` before them.
 
     A constant is something that Numba knows while it compiles, such as one of pointers.py's functions. The op has
     globals of its own and no closure: Numba caches no function whose closure holds another compiled one.
@@ -114,7 +114,7 @@ def entry(function: Callable[..., Any]) -> Any:
         return njit(**options)(function)
 
 
-@part
+@jit
 def share(count, chunk, chunks):
     """Return first and last + 1 of the `count` things that fall to number `chunk` of `chunks`."""
     return count * chunk // chunks, count * (chunk + 1) // chunks

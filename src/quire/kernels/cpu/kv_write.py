@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
-from quire.kernels.cpu.jit import op, ops_by_dtype, part
-from quire.kernels.cpu.pointers import floats, longs, signed_octets, uints, words
+from quire.kernels.cpu.jit import jit, op, ops_by_dtype
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i8_ptr, i64_ptr, u32_ptr
 from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
 from quire.kernels.cpu.simd import I16, I32, I32V, LANES, _call, _integers, _load, get, put
 from quire.kernels.cpu.threads import Launcher
@@ -31,7 +31,7 @@ TOKENS = 16  # of an item in bfloat16: their keys fill whole cache lines while t
 I16_PAIRS, MASK = (ir.VectorType(kind, 2 * LANES) for kind in (I16, ir.IntType(1)))
 
 
-@part
+@jit
 def places(args, slot, head):
     """Return where a key and a value start, and how far apart neighbours in a key pair and in a value lie.
 
@@ -45,12 +45,12 @@ def places(args, slot, head):
     return base + offset, block_size, base + offset * size, np.int64(1)
 
 
-@part
+@jit
 def write_one(args, keys, values, t, h):
     """Store one token and head, rounded to the nearest; a negative slot is none."""
     size, block_size = args[SIZE], args[BLOCK_SIZE]
-    k, v = floats(args[K]), floats(args[V])
-    slot = longs(args[SLOTS])[t]
+    k, v = f32_ptr(args[K]), f32_ptr(args[V])
+    slot = i64_ptr(args[SLOTS])[t]
     if slot < 0:
         return
     k_at, v_at = t * args[K_STRIDE] + h * size, t * args[V_STRIDE] + h * size
@@ -61,7 +61,7 @@ def write_one(args, keys, values, t, h):
         put(values, value + d * apart, get(v, v_at + d))
 
 
-@part
+@jit
 def write_floats(elements, args, first, last, scratch):
     """Store keys and values in float32 or float16."""
     keys, values = elements(args[KEYS]), elements(args[VALUES])
@@ -137,17 +137,17 @@ def put_halves(ty, floats, at, words, to, half):
     return types.void(floats, n, words, n, n), code
 
 
-@part
+@jit
 def write_paired_keys(args, t, h, slot, count):
     """Store the keys of `count` tokens, at most sixteen, in slots that follow one another in one block."""
     size, block_size, step = args[SIZE], args[BLOCK_SIZE], args[K_STRIDE]
-    k, keys = floats(args[K]), uints(args[KEYS])
+    k, keys = f32_ptr(args[K]), u32_ptr(args[KEYS])
     at = t * step + h * size
     key = (slot // block_size * args[HEADS] + h) * (size // 2) * block_size + slot % block_size
     if size < 2 * LANES:
         for r in range(count):
             for d in range(size):
-                put(words(args[KEYS]), 2 * (key + d // 2 * block_size + r) + d % 2, get(k, at + r * step + d))
+                put(bf16_ptr(args[KEYS]), 2 * (key + d // 2 * block_size + r) + d % 2, get(k, at + r * step + d))
         return
     for start in range(0, size, 2 * LANES):
         d = min(start, size - 2 * LANES)  # the last ones may be written twice
@@ -156,11 +156,11 @@ def write_paired_keys(args, t, h, slot, count):
             spread_key(k, at + r * step + d, keys, to + r, block_size)
 
 
-@part
+@jit
 def write_paired_values(args, t, h, slot, count):
     """Store the values of tokens as of `write_paired_keys`: two of a pair at once, others by halves."""
     size, block_size, step = args[SIZE], args[BLOCK_SIZE], args[V_STRIDE]
-    v, values = floats(args[V]), uints(args[VALUES])
+    v, values = f32_ptr(args[V]), u32_ptr(args[VALUES])
     base = (slot // block_size * args[HEADS] + h) * (block_size // 2) * size
     r = 0
     while r < count:
@@ -170,9 +170,9 @@ def write_paired_values(args, t, h, slot, count):
         r += 2 if whole else 1
         if size < LANES:
             for d in range(size):
-                put(words(args[VALUES]), 2 * (value + d) + half, get(v, at + d))
+                put(bf16_ptr(args[VALUES]), 2 * (value + d) + half, get(v, at + d))
                 if whole:
-                    put(words(args[VALUES]), 2 * (value + d) + 1, get(v, at + step + d))
+                    put(bf16_ptr(args[VALUES]), 2 * (value + d) + 1, get(v, at + step + d))
             continue
         for start in range(0, size, LANES):
             d = min(start, size - LANES)
@@ -182,10 +182,10 @@ def write_paired_values(args, t, h, slot, count):
                 put_halves(v, at + d, values, value + d, half)
 
 
-@part
+@jit
 def write_paired(args, first, last, h):
     """Store head h of tokens first .. last - 1, at most sixteen, run by run of slots that follow one another."""
-    slots, block_size = longs(args[SLOTS]), args[BLOCK_SIZE]
+    slots, block_size = i64_ptr(args[SLOTS]), args[BLOCK_SIZE]
     t = first
     while t < last:
         slot = slots[t]
@@ -211,13 +211,13 @@ def write_bfloat16(args, first, last, scratch):
             write_paired(args, token, end, h)
         else:
             for t in range(token, end):
-                write_one(args, words(args[KEYS]), words(args[VALUES]), t, h)
+                write_one(args, bf16_ptr(args[KEYS]), bf16_ptr(args[VALUES]), t, h)
 
 
 # int8
 
 
-@part
+@jit
 def quantize(x, at, size, octets, to, pair_step, beside):
     """Store x[at : at + size] as int8, element d at to + d // 2 * pair_step + d % 2 * beside; return their scale.
 
@@ -237,27 +237,27 @@ def write_int8(args, first, last, scratch):
     heads, size, block_size = args[HEADS], args[SIZE], args[BLOCK_SIZE]
     for item in range(first, last):
         t, h = item // heads, item % heads
-        slot = longs(args[SLOTS])[t]
+        slot = i64_ptr(args[SLOTS])[t]
         if slot < 0:
             continue
         key, beside, value, apart = places(args, slot, h)
         at = (slot // block_size * heads + h) * block_size + slot % block_size
-        k, v = floats(args[K]), floats(args[V])
-        key_octets, value_octets = signed_octets(args[KEYS]), signed_octets(args[VALUES])
+        k, v = f32_ptr(args[K]), f32_ptr(args[V])
+        key_octets, value_octets = i8_ptr(args[KEYS]), i8_ptr(args[VALUES])
         k_at, v_at = t * args[K_STRIDE] + h * size, t * args[V_STRIDE] + h * size
-        floats(args[KEY_SCALES])[at] = quantize(k, k_at, size, key_octets, key, 2 * block_size, beside)
-        floats(args[VALUE_SCALES])[at] = quantize(v, v_at, size, value_octets, value, 2 * apart, apart)
+        f32_ptr(args[KEY_SCALES])[at] = quantize(k, k_at, size, key_octets, key, 2 * block_size, beside)
+        f32_ptr(args[VALUE_SCALES])[at] = quantize(v, v_at, size, value_octets, value, 2 * apart, apart)
 
 
 # Latent vectors: one for all heads of a token
 
 
-@part
+@jit
 def write_vectors(elements, args, first, last, scratch):
     """Items are tokens. x, elements between its rows, the cache, slots, elements of a vector."""
-    x, latents, size = floats(args[0]), elements(args[2]), args[4]
+    x, latents, size = f32_ptr(args[0]), elements(args[2]), args[4]
     for t in range(first, last):
-        slot = longs(args[3])[t]
+        slot = i64_ptr(args[3])[t]
         if slot >= 0:
             for d in range(size):
                 put(latents, slot * size + d, get(x, t * args[1] + d))
@@ -271,10 +271,8 @@ def write_latent(launcher: Launcher, x: np.ndarray, cache: CPULatentCache, slot_
     assert slot_mapping.dtype == np.int64 and slot_mapping.flags.c_contiguous
     assert x.shape[1] == cache.latents.shape[2]
     x, stride = as_rows(x)
-    launcher.emit(
-        WRITE_LATENT[cache.flat_keys.dtype], x, stride, cache.flat_keys, slot_mapping, x.shape[1],
-        items=x.shape[0], work=8 * x.size,
-    )  # fmt: skip
+    args = x, stride, cache.flat_keys, slot_mapping, x.shape[1]
+    launcher.emit(WRITE_LATENT[cache.flat_keys.dtype], *args, items=x.shape[0], work=8 * x.size)
 
 
 WRITE = {
@@ -293,7 +291,6 @@ def write_kv(launcher: Launcher, k: np.ndarray, v: np.ndarray, cache: CPUKVCache
     sizes = (cache.heads, cache.head_size, cache.block_size, int(cache.paired), count)
     items = (-(-count // TOKENS) if storage == np.uint16 else count) * cache.heads
     work = (4 if storage == np.uint16 and cache.paired else 24) * k.size
-    launcher.emit(
-        WRITE[storage], k, k_stride, v, v_stride, cache.flat_keys, cache.flat_values, cache.key_scales,
-        cache.value_scales, slot_mapping, *sizes, items=items, work=work,
-    )  # fmt: skip
+    target = cache.flat_keys, cache.flat_values, cache.key_scales, cache.value_scales
+    args = k, k_stride, v, v_stride, *target, slot_mapping, *sizes
+    launcher.emit(WRITE[storage], *args, items=items, work=work)

@@ -13,14 +13,16 @@ activation(gate) * up. Products of integers are in linear_int.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import CPULinear
-from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, padded_rows, rounded, tile_height, woven
-from quire.kernels.cpu.jit import op, ops_by_dtype, part
-from quire.kernels.cpu.pointers import floats, uints, words
+from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, pack_bf16_rows, pack_f32_rows, padded_rows, tile_height
+from quire.kernels.cpu.jit import Op, jit, op, ops_by_dtype
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
     dot_four,
@@ -38,7 +40,7 @@ COLUMNS = 32  # columns of a tile: two vectors
 NO_GATE = -1
 
 
-@part
+@jit
 def fill_bias(bias, column, out, at, stride, rows):
     """Start `rows` rows of a tile with the bias."""
     low, high = load(bias, column), load(bias, column + 16)
@@ -47,7 +49,7 @@ def fill_bias(bias, column, out, at, stride, rows):
         store(out, at + r * stride + 16, high)
 
 
-@part
+@jit
 def finish_gated(tile, out, at, stride, rows, kind):
     """Write activation(gate) * up of a tile [rows][32] to out."""
     for r in range(rows):
@@ -55,32 +57,32 @@ def finish_gated(tile, out, at, stride, rows, kind):
         store(out, at + r * stride, gated(left, right, kind))
 
 
-@part
-def place_of(item, groups, rows):
+@jit
+def item_range(item, groups, rows):
     """Return column, first row and last row + 1 of an item."""
     column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
     return column, row, min(row + ROW_GROUP, rows)
 
 
-@part
+@jit
 def linear_floats(elements, args, first, last, scratch):
-    """x times w in float32: full tiles from the woven rows, then fours and ones from x itself.
+    """x times w in float32: full tiles from the packed rows, then fours and ones from x itself.
 
-    args: w, bias or 0, x, its row step, woven x, out, its row step, rows, depth, gate's kind or -1.
+    args: w, bias or 0, x, its row step, packed x, out, its row step, rows, depth, gate's kind or -1.
     """
     w = elements(args[0])
-    x, x_step, packed, out, stride = floats(args[2]), args[3], floats(args[4]), floats(args[5]), args[6]
+    x, x_step, packed, out, stride = f32_ptr(args[2]), args[3], f32_ptr(args[4]), f32_ptr(args[5]), args[6]
     rows, depth, kind = args[7], args[8], args[9]
     groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile = floats(scratch)
+    tile = f32_ptr(scratch)
     for item in range(first, last):
-        column, start, stop = place_of(item, groups, rows)
+        column, start, stop = item_range(item, groups, rows)
         at, next_vector, row = column * depth, 16 * depth, start
         target, to, step = out, start * stride + column, stride
         if kind >= 0:
             target, to, step = tile, 0, COLUMNS
         if args[1] != 0:
-            fill_bias(floats(args[1]), column, target, to, step, stop - start)
+            fill_bias(f32_ptr(args[1]), column, target, to, step, stop - start)
         resume = np.int64(args[1] != 0)
         while row + TILE_ROWS <= stop:
             place = to + (row - start) * step
@@ -101,13 +103,13 @@ def linear_floats(elements, args, first, last, scratch):
 @op
 def linear_pairs(args, first, last, scratch):
     """x times w, both bfloat16. args: w, bias or 0, rounded x, out, its row step, rows, pairs, gate's kind or -1."""
-    w, packed, out, stride = words(args[0]), uints(args[2]), floats(args[3]), args[4]
+    w, packed, out, stride = bf16_ptr(args[0]), u32_ptr(args[2]), f32_ptr(args[3]), args[4]
     rows, pairs, kind = args[5], args[6], args[7]
     groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile = floats(scratch)
+    tile = f32_ptr(scratch)
     resume = np.int64(args[1] != 0)
     for item in range(first, last):
-        column, start, stop = place_of(item, groups, rows)
+        column, start, stop = item_range(item, groups, rows)
         at, next_vector, row = column * 2 * pairs, 32 * pairs, start
         target, to, step = out, start * stride + column, stride
         if kind >= 0:
@@ -116,7 +118,7 @@ def linear_pairs(args, first, last, scratch):
             height, place = tile_height(rows - row), to + (row - start) * step
             ahead, ahead_too = next_panel(at, next_vector, row, rows)
             if args[1] != 0:
-                fill_bias(floats(args[1]), column, target, place, step, height)
+                fill_bias(f32_ptr(args[1]), column, target, place, step, height)
             if height == 8:
                 dot_many(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume, ahead, ahead_too)
             elif height == 4:
@@ -133,27 +135,33 @@ FLOAT_OPS = ops_by_dtype("linear", linear_floats)
 
 def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int | None = None) -> np.ndarray:
     """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
+    product = linear_pairs if weight.paired else FLOAT_OPS[weight.data.dtype]
+    return emit_product(launcher, product, x, weight, gate, weight.depth * weight.data.itemsize)
+
+
+def emit_product(
+    launcher: Launcher, product: Op, x: np.ndarray, weight: Any, gate: int | None, row_bytes: int, *coding: Any
+) -> np.ndarray:
+    """Emit `linear` with an op of this module or linear_coded.py: pack the rows of x, multiply.
+
+    row_bytes: of one row of the weight as stored. coding: further arguments of the op.
+    """
     assert (gate is not None) == weight.gated
     kind = NO_GATE if gate is None else gate
-    rows, width = x.shape[0], weight.padded
-    outputs = weight.outputs // 2 if weight.gated else weight.outputs
-    stride = width // 2 if weight.gated else width
+    rows, halves = x.shape[0], 2 if weight.gated else 1
+    outputs, stride = weight.outputs // halves, weight.padded // halves
     if rows == 0:
         return launcher.empty((0, outputs))
     groups = -(-rows // ROW_GROUP)
-    sharing = {"items": width // COLUMNS * groups, "work": rows * width * weight.depth}
+    sharing = {"items": weight.padded // COLUMNS * groups, "work": rows * weight.padded * weight.depth}
     if groups == 1:
-        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.data.itemsize}
+        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * row_bytes}
     if weight.paired:
-        packed = rounded(launcher, x)
-        out = launcher.empty((padded_rows(rows), stride))
-        launcher.emit(
-            linear_pairs, weight.data, weight.bias, packed, out, stride, rows, weight.depth // 2, kind, **sharing
-        )
+        source: tuple[Any, ...] = (pack_bf16_rows(launcher, x),)
+        out, depth = launcher.empty((padded_rows(rows), stride)), (weight.inputs + 1) // 2
     else:
         x, step = as_rows(x)
-        packed = woven(launcher, x)
-        out = launcher.empty((rows, stride))
-        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.depth, kind)
-        launcher.emit(FLOAT_OPS[weight.data.dtype], *args, **sharing)
+        source = x, step, pack_f32_rows(launcher, x)
+        out, depth = launcher.empty((rows, stride)), weight.inputs
+    launcher.emit(product, weight.data, weight.bias, *source, out, stride, rows, depth, kind, *coding, **sharing)
     return out[:rows, :outputs]

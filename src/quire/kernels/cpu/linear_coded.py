@@ -1,7 +1,7 @@
 """Matrix products with weights held as codes of small floats, with scales: 4 bits that look up a table, or FP8.
 
-A weight [N, K] lies as uint32 of eight nibbles or four bytes, [N/16][K/8 or K/4][16]: k of even number in the lower
-half of a word, odd ones in the upper half. An item, 32 columns, turns some depth of its codes into numbers in scratch
+A weight [N, K] is stored as uint32 of eight nibbles or four bytes, [N/16][K/8 or K/4][16]: even k in the lower half of
+a word, odd ones in the upper half. An item, 32 columns, turns some depth of its codes into numbers in scratch
 memory, in the layout of float weights, and has tiles of rows multiply them; then the next. Where the CPU multiplies
 pairs, the first tile unpacks codes as it goes and leaves the numbers to the others.
 
@@ -20,12 +20,16 @@ import numpy as np
 
 from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
-from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, _stack_biases, to_storage
-from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, padded_rows, rounded, tile_height, woven
-from quire.kernels.cpu.jit import Op, op, part
-from quire.kernels.cpu.linear import NO_GATE, fill_bias, finish_gated, place_of
-from quire.kernels.cpu.pointers import floats, ints, octets, uints, words
+from quire.kernels.cpu.interleave import (
+    ROW_GROUP,
+    gated_columns,
+    tile_height,
+)
+from quire.kernels.cpu.jit import Op, jit, op
+from quire.kernels.cpu.linear import emit_product, fill_bias, finish_gated, item_range
+from quire.kernels.cpu.linear_int import fill_by_rows, put_packed
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i32_ptr, u8_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
     load,
@@ -40,12 +44,11 @@ from quire.kernels.cpu.simd_codes import (
     coded_four,
     coded_many,
     coded_one,
+    decode_fp8,
     load_codes,
     look_up,
-    small_floats,
     unpack_word,
 )
-from quire.kernels.cpu.stored_int import fill_by_rows, put_words
 from quire.kernels.cpu.threads import Launcher
 
 DEPTH_UNIT = 16  # K as stored is a multiple of it
@@ -56,26 +59,26 @@ PANEL_LINES = PANEL // 2  # cache lines of sixteen columns of pairs
 TABLE, E4M3_CODES, E5M2_CODES, POWERS = range(4)
 KINDS = {"table": TABLE, "e4m3": E4M3_CODES, "e5m2": E5M2_CODES}
 ONE_BITS = 0x3F80  # 1 in bfloat16
-SHORT = np.float32(256)  # what `small_floats` leaves out of E4M3
+SHORT = np.float32(256)  # what `decode_fp8` leaves out of E4M3
 
 
 # Unpacking
 
 
-@part
+@jit
 def scale_of(scales, short, at, kind):
     """Return the scales of sixteen columns; `short` ones are bfloat16."""
-    found = load(words(scales), at) if short else load(floats(scales), at)
+    found = load(bf16_ptr(scales), at) if short else load(f32_ptr(scales), at)
     return mul(found, splat(SHORT)) if kind == E4M3_CODES else found
 
 
-@part
+@jit
 def shift_of(k, bits):
     """Return where code k of a uint32 begins."""
     return k // 2 * bits + k % 2 * 16
 
 
-@part
+@jit
 def unpack_floats(w, at, count, table, kind, scale, panel, to):
     """Write `count` k of sixteen columns as float32: panel[to + k * 16 + column]."""
     if kind == TABLE:
@@ -89,16 +92,16 @@ def unpack_floats(w, at, count, table, kind, scale, panel, to):
         for step in range((count + 3) // 4):
             codes = load_codes(w, at + step * 16)
             for k in range(4):
-                store(panel, to + (step * 4 + k) * 16, mul(small_floats(codes, shift_of(k, 8), other), scale))
+                store(panel, to + (step * 4 + k) * 16, mul(decode_fp8(codes, shift_of(k, 8), other), scale))
 
 
-@part
+@jit
 def run_end(k, stop, group):
     """Return where the group of k, or `stop`, ends."""
     return min(stop, (k // group + 1) * group)
 
 
-@part
+@jit
 def clear(target, place, step, height):
     """Set `height` rows of 32 to 0."""
     for r in range(height):
@@ -106,10 +109,10 @@ def clear(target, place, step, height):
         store(target, place + r * step + 16, splat(np.float32(0)))
 
 
-@part
+@jit
 def panel_of_floats(args, at, column, start, stop, panel):
     """Like `panel_of_pairs` to float32."""
-    w, depth, group, kind = uints(args[0]), args[at], args[at + 1], args[at + 5]
+    w, depth, group, kind = u32_ptr(args[0]), args[at], args[at + 1], args[at + 5]
     in_word, groups = 8 if kind == TABLE else 4, (depth + group - 1) // group
     for half in range(2):
         block = column // 16 + half
@@ -119,39 +122,32 @@ def panel_of_floats(args, at, column, start, stop, panel):
             scale = scale_of(args[at + 2], args[at + 3], (block * groups + k // group) * 16, kind)
             from_w = (block * (depth // in_word) + k // in_word) * 16
             to = half * PANEL * 16 + (k - start) * 16
-            unpack_floats(w, from_w, end - k, floats(args[at + 4]), kind, scale, panel, to)
+            unpack_floats(w, from_w, end - k, f32_ptr(args[at + 4]), kind, scale, panel, to)
             k = end
 
 
 # Products
 
 
-@part
-def run_tile(
-    height, w, args, shift, scale_at, w_at, w_next, steps, x_at, panel, panel_at, sums, at, resume, out, place, step,
-    finish, groups,
-):  # fmt: skip
-    """Call `coded_many`, or its neighbour of this height."""
-    look, second, scales, x = uints(args[12]), np.int64(args[13] == E5M2_CODES), words(args[10]), uints(args[2])
-    scale_next, factors = (args[8] + args[9] - 1) // args[9] * 16, 2 if args[13] == POWERS else args[11]
+@jit
+def run_tile(height, w, args, scale_at, shift, lines, x_at, panel, panel_at, target, groups):
+    """Call `coded_many`, or its neighbour of this height.
+
+    `lines`: where w begins, from one sixteen columns to the next, and steps. `target`: from `sums` to `finish`.
+    """
+    second, factors = np.int64(args[13] == E5M2_CODES), 2 if args[13] == POWERS else args[11]
+    scale_next = (args[8] + args[9] - 1) // args[9] * 16
+    codes = w, u32_ptr(args[12]), second, bf16_ptr(args[10]), scale_at, scale_next, shift
+    operands = u32_ptr(args[2]), x_at, panel, panel_at, PANEL_LINES
     if height == 8:
-        coded_many(
-            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
-            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
-        )  # fmt: skip
+        coded_many(*codes, *lines, *operands, *target, factors, groups)
     elif height == 4:
-        coded_four(
-            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
-            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
-        )  # fmt: skip
+        coded_four(*codes, *lines, *operands, *target, factors, groups)
     else:
-        coded_one(
-            w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
-            PANEL_LINES, sums, at, resume, out, place, step, finish, factors, groups,
-        )  # fmt: skip
+        coded_one(*codes, *lines, *operands, *target, factors, groups)
 
 
-@part
+@jit
 def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at, out, place, step):
     """Add the products of k begin .. stop - 1 to a tile, group after group; the `fresh` one, the first, unpacks w."""
     depth, own, pairs, kind = args[8], args[9], args[6], args[13]
@@ -171,37 +167,33 @@ def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at,
         if fresh:
             steps, w_at = (until - k) // in_word, block * w_next + k // in_word
             from_k = k + steps * in_word
-            run_tile(
-                height, w, args, shift, s_at, w_at, w_next, steps, row * pairs + k // 2 * height, panel,
-                (k - begin) // 2, sums, at, resume, out, place, step, finish * (from_k == until), groups,
-            )  # fmt: skip
+            target = sums, at, resume, out, place, step, finish * (from_k == until)
+            x_at, panel_at = row * pairs + k // 2 * height, (k - begin) // 2
+            run_tile(height, w, args, s_at, shift, (w_at, w_next, steps), x_at, panel, panel_at, target, groups)
             resume = 1
             if from_k < until:
-                unpack_word(
-                    w, uints(args[12]), np.int64(kind == E5M2_CODES), words(args[10]), s_at + (steps >> shift) * 16,
-                    count * 16, shift, w_at + steps, w_next, panel, (from_k - begin) // 2 % PANEL_LINES, PANEL_LINES,
-                )  # fmt: skip
+                codes = w, u32_ptr(args[12]), np.int64(kind == E5M2_CODES), bf16_ptr(args[10])
+                scale_at, panel_at = s_at + (steps >> shift) * 16, (from_k - begin) // 2 % PANEL_LINES
+                unpack_word(*codes, scale_at, count * 16, shift, w_at + steps, w_next, panel, panel_at, PANEL_LINES)
         if from_k < until:
-            run_tile(
-                height, panel, args, shift, s_at, (from_k - begin) // 2 % PANEL_LINES, PANEL_LINES,
-                (until - from_k) // 2, row * pairs + from_k // 2 * height, panel, 0, sums, at, resume, out, place,
-                step, finish, groups,
-            )  # fmt: skip
+            lines = (from_k - begin) // 2 % PANEL_LINES, PANEL_LINES, (until - from_k) // 2
+            target, x_at = (sums, at, resume, out, place, step, finish), row * pairs + from_k // 2 * height
+            run_tile(height, panel, args, s_at, shift, lines, x_at, panel, 0, target, groups)
         k += (until - k) * groups
 
 
-@part
+@jit
 def pair_items(w, args, first, last, scratch):
     """Items of a product of pairs; the type of w says what its codes are."""
-    out, stride, rows, pairs, gate = floats(args[3]), args[4], args[5], args[6], args[7]
+    out, stride, rows, pairs, gate = f32_ptr(args[3]), args[4], args[5], args[6], args[7]
     blocks, tile, sums, panel = (
         (rows + ROW_GROUP - 1) // ROW_GROUP,
-        floats(scratch),
-        floats(scratch + SUMS_AT),
-        words(scratch + PANEL_AT),
+        f32_ptr(scratch),
+        f32_ptr(scratch + SUMS_AT),
+        bf16_ptr(scratch + PANEL_AT),
     )
     for item in range(first, last):
-        column, start, stop = place_of(item, blocks, rows)
+        column, start, stop = item_range(item, blocks, rows)
         target, to, step = out, start * stride + column, stride
         if gate >= 0:
             target, to, step = tile, 0, COLUMNS
@@ -213,7 +205,7 @@ def pair_items(w, args, first, last, scratch):
                 height, place, at = tile_height(rows - row), to + (row - start) * step, (row - start) * COLUMNS
                 if begin == 0:
                     if args[1] != 0:
-                        fill_bias(floats(args[1]), column, target, place, step, height)
+                        fill_bias(f32_ptr(args[1]), column, target, place, step, height)
                     else:
                         clear(target, place, step, height)
                 pair_tile(w, args, column, begin, end, row, row == start, height, panel, sums, at, target, place, step)
@@ -228,19 +220,19 @@ def coded_tables(args, first, last, scratch):
 
     They need not be looked up anew for every row: an item's first tile leaves what it unpacks to the others.
     """
-    pair_items(uints(args[0]), args, first, last, scratch)
+    pair_items(u32_ptr(args[0]), args, first, last, scratch)
 
 
 @op
 def coded_powers(args, first, last, scratch):
     """Like `coded_tables` with scales that are powers of two, held as what they add to the bits of bfloat16."""
-    pair_items(ints(args[0]), args, first, last, scratch)
+    pair_items(i32_ptr(args[0]), args, first, last, scratch)
 
 
 @op
 def coded_octets(args, first, last, scratch):
     """Like `coded_tables` with bytes for w."""
-    pair_items(octets(args[0]), args, first, last, scratch)
+    pair_items(u8_ptr(args[0]), args, first, last, scratch)
 
 
 PAIR_OPS = {TABLE: coded_tables, POWERS: coded_powers, E4M3_CODES: coded_octets, E5M2_CODES: coded_octets}
@@ -249,26 +241,24 @@ PAIR_OPS = {TABLE: coded_tables, POWERS: coded_powers, E4M3_CODES: coded_octets,
 @op
 def coded_floats(args, first, last, scratch):
     """Like `linear_float32` with codes for w; then as `coded_pairs`."""
-    x, x_step, packed, out, stride = floats(args[2]), args[3], floats(args[4]), floats(args[5]), args[6]
+    x, x_step, packed, out, stride = f32_ptr(args[2]), args[3], f32_ptr(args[4]), f32_ptr(args[5]), args[6]
     rows, depth, gate = args[7], args[8], args[9]
     blocks = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile, panel, next_vector = floats(scratch), floats(scratch + PANEL_AT), PANEL * 16
+    tile, panel, next_vector = f32_ptr(scratch), f32_ptr(scratch + PANEL_AT), PANEL * 16
     for item in range(first, last):
-        column, start, stop = place_of(item, blocks, rows)
+        column, start, stop = item_range(item, blocks, rows)
         target, to, step = out, start * stride + column, stride
         if gate >= 0:
             target, to, step = tile, 0, COLUMNS
         if args[1] != 0:
-            fill_bias(floats(args[1]), column, target, to, step, stop - start)
+            fill_bias(f32_ptr(args[1]), column, target, to, step, stop - start)
         for k in range(0, depth, PANEL):
             end = min(k + PANEL, depth)
             panel_of_floats(args, 10, column, k, end, panel)
             count, row, resume = end - k, start, np.int64(k > 0 or args[1] != 0)
             while row + TILE_ROWS <= stop:
                 place, x_at = to + (row - start) * step, row * depth + k * TILE_ROWS
-                tile_many(
-                    panel, 0, 16, next_vector, packed, x_at, TILE_ROWS, 1, count, target, place, step, resume
-                )  # fmt: skip
+                tile_many(panel, 0, 16, next_vector, packed, x_at, TILE_ROWS, 1, count, target, place, step, resume)
                 row += TILE_ROWS
             while row + 4 <= stop:
                 place, x_at = to + (row - start) * step, row * x_step + k
@@ -444,7 +434,7 @@ def put_codes(blocks: np.ndarray, columns: np.ndarray, codes: np.ndarray, bits: 
     codes = codes.reshape(count, -1, 32 // bits)[:, :, order].reshape(count, -1)
     if bits == 4:
         codes = np.bitwise_or(codes[:, 0::2], codes[:, 1::2] << 4, dtype=np.uint8)
-    put_words(blocks, columns, np.ascontiguousarray(codes).view(np.uint32))
+    put_packed(blocks, columns, np.ascontiguousarray(codes).view(np.uint32))
 
 
 # What a backend calls
@@ -452,32 +442,11 @@ def put_codes(blocks: np.ndarray, columns: np.ndarray, codes: np.ndarray, bits: 
 
 def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | None = None) -> np.ndarray:
     """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
-    assert (gate is not None) == weight.gated
-    kind = NO_GATE if gate is None else gate
-    rows, halves = x.shape[0], 2 if weight.gated else 1
-    outputs, stride = weight.outputs // halves, weight.padded // halves
-    if rows == 0:
-        return launcher.empty((0, outputs))
-    blocks = -(-rows // ROW_GROUP)
-    sharing = {"items": weight.padded // COLUMNS * blocks, "work": rows * weight.padded * weight.depth}
-    if blocks == 1:
-        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.bits // 8}
-    if weight.paired:
-        packed = rounded(launcher, x)
-        out = launcher.empty((padded_rows(rows), stride))
-        pairs = (weight.inputs + 1) // 2
-        numbers = (out, stride, rows, pairs, kind, *coding(weight))
-        launcher.emit(pair_op(weight), weight.data, weight.bias, packed, *numbers, **sharing)
-    else:
-        x, step = as_rows(x)
-        packed = woven(launcher, x)
-        out = launcher.empty((rows, stride))
-        args = (weight.data, weight.bias, x, step, packed, out, stride, rows, weight.inputs, kind, *coding(weight))
-        launcher.emit(coded_floats, *args, **sharing)
-    return out[:rows, :outputs]
+    product = pair_op(weight) if weight.paired else coded_floats
+    return emit_product(launcher, product, x, weight, gate, weight.depth * weight.bits // 8, *code_args(weight))
 
 
-def coding(weight: CodedLinear) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
+def code_args(weight: CodedLinear) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
     """Return the arguments of the ops that say what codes are."""
     short = int(weight.scales.dtype == np.uint16)
     kind = POWERS if weight.powers else KINDS[weight.kind]

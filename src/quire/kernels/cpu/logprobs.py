@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from quire.kernels.cpu.jit import op, part, share
-from quire.kernels.cpu.pointers import floats, ints, longs
+from quire.kernels.cpu.jit import jit, op, share
+from quire.kernels.cpu.pointers import f32_ptr, i32_ptr, i64_ptr
 from quire.kernels.cpu.row_maxima import RowMaxima, collect_largest, key_token
-from quire.kernels.cpu.simd import add, exp, lane_sum, load, splat, sub
+from quire.kernels.cpu.simd import add, exp, load, reduce_sum, splat, sub
 from quire.kernels.cpu.threads import Launcher
 
 
-@part
+@jit
 def log_sum_exp(logits, at, size, top):
     """log(sum(exp(logits))): exponentials in float32, a thousand at a time added up in float64."""
     total, shift = 0.0, splat(top)
@@ -22,13 +22,13 @@ def log_sum_exp(logits, at, size, top):
         stop = min(start + 1024, size)
         for i in range(start, stop - 15, 16):
             some = add(some, exp(sub(load(logits, at + i), shift)))
-        total += lane_sum(some)
+        total += reduce_sum(some)
         for i in range(start + (stop - start) // 16 * 16, stop):
             total += math.exp(np.float64(logits[at + i]) - np.float64(top))
     return np.float64(top) + math.log(total)
 
 
-@part
+@jit
 def count_larger(logits, at, size, value):
     """Return how many logits are larger."""
     count = 0
@@ -44,12 +44,12 @@ def logprob_rows(args, first, last, scratch):
     logits, elements between rows, V; maxima, chunks, tops; chosen, ids, logprobs, ranks, k; keys; the number of rows
     and of shares.
     """
-    bits, logits, stride, size = ints(args[0]), floats(args[0]), args[1], args[2]
-    maxima, chunks, tops, chosen = floats(args[3]), args[4], floats(args[5]), longs(args[6])
-    ids, logprobs, ranks, k = longs(args[7]), floats(args[8]), longs(args[9]), args[10]
+    bits, logits, stride, size = i32_ptr(args[0]), f32_ptr(args[0]), args[1], args[2]
+    maxima, chunks, tops, chosen = f32_ptr(args[3]), args[4], f32_ptr(args[5]), i64_ptr(args[6])
+    ids, logprobs, ranks, k = i64_ptr(args[7]), f32_ptr(args[8]), i64_ptr(args[9]), args[10]
     for item in range(first, last):
         begin, end = share(args[12], item, args[13])
-        keys = longs(args[11] + 8 * item * size)
+        keys = i64_ptr(args[11] + 8 * item * size)
         for r in range(begin, end):
             at, groups_at, out, token = r * stride, 16 * r * chunks, r * (1 + k), chosen[r]
             norm = log_sum_exp(logits, at, size, tops[r])
@@ -57,7 +57,7 @@ def logprob_rows(args, first, last, scratch):
             ranks[r] = 1 + count_larger(logits, at, size, own)
             if k > 0:
                 found = collect_largest(
-                    bits, logits, at, size, maxima, groups_at, chunks, tops[r], k, longs(scratch), keys
+                    bits, logits, at, size, maxima, groups_at, chunks, tops[r], k, i64_ptr(scratch), keys
                 )
             for j in range(k + 1):
                 if 0 < j <= found:  # NaN is in no order: a row of it has fewer than k

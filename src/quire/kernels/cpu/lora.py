@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, longs, words
-from quire.kernels.cpu.rows import as_ids
-from quire.kernels.cpu.simd import add, load, load_some, multiply_add, splat, store, store_some
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i64_ptr
+from quire.kernels.cpu.rows import as_ids, copy_row
+from quire.kernels.cpu.simd import add, load, load_partial, multiply_add, splat, store, store_partial
 from quire.kernels.cpu.threads import Launcher, address_of
 from quire.kernels.lora import LoRAChange, LoRARows
 
@@ -68,7 +68,7 @@ class CPULoRASlots:
         return -(-self.max_rank // LANES) * LANES
 
 
-@part
+@jit
 def write(out, at, total, count, adding):
     """Put, or add, the first `count` lanes to out[at : at + count]."""
     if count == 16:
@@ -77,12 +77,12 @@ def write(out, at, total, count, adding):
         else:
             store(out, at, total)
     elif adding != 0:
-        store_some(out, at, add(load_some(out, at, count), total), count)
+        store_partial(out, at, add(load_partial(out, at, count), total), count)
     else:
-        store_some(out, at, total, count)
+        store_partial(out, at, total, count)
 
 
-@part
+@jit
 def one_row(w, at, depth, x, x_at, out, to, count, adding):
     """Sixteen columns of one row: out[to : to + count] (+)= x[x_at : x_at + depth] times w."""
     even = odd = splat(np.float32(0))
@@ -95,7 +95,7 @@ def one_row(w, at, depth, x, x_at, out, to, count, adding):
     write(out, to, add(even, odd), count, adding)
 
 
-@part
+@jit
 def four_rows(w, at, depth, x, x0, x1, x2, x3, out, to0, to1, to2, to3, count, adding):
     """Like `one_row`, four rows at a time."""
     even0 = odd0 = even1 = odd1 = even2 = odd2 = even3 = odd3 = splat(np.float32(0))
@@ -122,7 +122,7 @@ def four_rows(w, at, depth, x, x0, x1, x2, x3, out, to0, to1, to2, to3, count, a
     write(out, to3, add(even3, odd3), count, adding)
 
 
-@part
+@jit
 def multiply(w, outputs, depth, first_vector, stop_vector, x, x_at, x_step, out, to, step, order, begin, end, adding):
     """Rows order[begin:end] of x times vectors of columns of w."""
     for vector in range(first_vector, min(stop_vector, (outputs + 15) // 16)):
@@ -130,10 +130,9 @@ def multiply(w, outputs, depth, first_vector, stop_vector, x, x_at, x_step, out,
         i = begin
         while i + 4 <= end:
             r0, r1, r2, r3 = order[i], order[i + 1], order[i + 2], order[i + 3]
-            four_rows(
-                w, at, depth, x, x_at + r0 * x_step, x_at + r1 * x_step, x_at + r2 * x_step, x_at + r3 * x_step,
-                out, column + r0 * step, column + r1 * step, column + r2 * step, column + r3 * step, count, adding,
-            )  # fmt: skip
+            source = x, x_at + r0 * x_step, x_at + r1 * x_step, x_at + r2 * x_step, x_at + r3 * x_step
+            target = out, column + r0 * step, column + r1 * step, column + r2 * step, column + r3 * step
+            four_rows(w, at, depth, *source, *target, count, adding)
             i += 4
         while i < end:
             row = order[i]
@@ -148,8 +147,8 @@ def lora_product(args, first, last, scratch):
     args: table, order, starts, x, its row step, out, its row step; slots, parts, chunks, vectors of a chunk; whether to
     add to out; whether matrices are bfloat16.
     """
-    table, order, starts = longs(args[0]), longs(args[1]), longs(args[2])
-    x, x_step, out, step = floats(args[3]), args[4], floats(args[5]), args[6]
+    table, order, starts = i64_ptr(args[0]), i64_ptr(args[1]), i64_ptr(args[2])
+    x, x_step, out, step = f32_ptr(args[3]), args[4], f32_ptr(args[5]), args[6]
     slots, parts, chunks, vectors, adding = args[7], args[8], args[9], args[10], args[11]
     for item in range(first, last):
         slot, rest = item % slots, item // slots
@@ -165,27 +164,17 @@ def lora_product(args, first, last, scratch):
         low = rest // parts % chunks * vectors
         high = low + vectors
         if args[12] != 0:
-            w = words(address)
+            w = bf16_ptr(address)
             multiply(w, outputs, depth, low, high, x, x_at, x_step, out, to, step, order, begin, end, adding)
         else:
-            v = floats(address)
+            v = f32_ptr(address)
             multiply(v, outputs, depth, low, high, x, x_at, x_step, out, to, step, order, begin, end, adding)
-
-
-@part
-def copy_row(w, at, out, to, width):
-    """out[to : to + width] = w[at : at + width], widened."""
-    whole = width // 16 * 16
-    for i in range(0, whole, 16):
-        store(out, to + i, load(w, at + i))
-    if whole < width:
-        store_some(out, to + whole, load_some(w, at + whole, width - whole), width - whole)
 
 
 @op
 def lora_rows(args, first, last, scratch):
     """Rows of the slots' matrices. Items are ids. args: table, slots of rows, ids, out, its row step, if bfloat16."""
-    table, slots, ids, out, step = longs(args[0]), longs(args[1]), longs(args[2]), floats(args[3]), args[4]
+    table, slots, ids, out, step = i64_ptr(args[0]), i64_ptr(args[1]), i64_ptr(args[2]), f32_ptr(args[3]), args[4]
     for item in range(first, last):
         slot = slots[item]
         if slot < 0:
@@ -196,15 +185,15 @@ def lora_rows(args, first, last, scratch):
             continue
         at, to = ids[item] * width, item * step
         if args[5] != 0:
-            copy_row(words(address), at, out, to, width)
+            copy_row(bf16_ptr(address), at, out, to, width)
         else:
-            copy_row(floats(address), at, out, to, width)
+            copy_row(f32_ptr(address), at, out, to, width)
 
 
 @op
 def limit_row(args, first, last, scratch):
     """Items are rows. x, elements between its rows, their width, number of columns that each row keeps."""
-    x, step, width, limits = floats(args[0]), args[1], args[2], longs(args[3])
+    x, step, width, limits = f32_ptr(args[0]), args[1], args[2], i64_ptr(args[3])
     for row in range(first, last):
         for column in range(limits[row], width):
             x[row * step + column] = -np.float32(np.inf)
@@ -327,7 +316,7 @@ def lora_embedding(launcher: Launcher, y: np.ndarray, ids: np.ndarray, slots: CP
 
 
 def _inner(launcher: Launcher, count: int, slots: CPULoRASlots) -> np.ndarray:
-    """Return room for what lies between the factors; only what is written is read."""
+    """Return the inner values between the two factors; only what is written is read."""
     return launcher.empty((count, len(slots.sizes) * slots.rank_step))
 
 

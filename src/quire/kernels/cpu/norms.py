@@ -7,25 +7,25 @@ import math
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, real
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits
 from quire.kernels.cpu.simd import (
     add,
-    keep_lanes,
-    lane_sum,
     load,
-    load_some,
+    load_partial,
     mul,
     multiply_add,
+    reduce_sum,
+    select_lanes,
     splat,
     store,
-    store_some,
+    store_partial,
     sub,
 )
 from quire.kernels.cpu.threads import Launcher
 
 
-@part
+@jit
 def inverse_root(total, width, eps):
     """Return 1 / sqrt(total / width + eps) in every lane."""
     mean = total / np.float32(width)
@@ -35,7 +35,7 @@ def inverse_root(total, width, eps):
 # Root-mean-square norm
 
 
-@part
+@jit
 def sum_of_squares(x, at, width):
     """Add up the squares of x[at : at + width]: sixteen sums, added as a tree at the end."""
     squares = splat(np.float32(0))
@@ -44,12 +44,12 @@ def sum_of_squares(x, at, width):
         v = load(x, i)
         squares = multiply_add(v, v, squares)
     if whole < width:
-        v = load_some(x, at + whole, width - whole)
+        v = load_partial(x, at + whole, width - whole)
         squares = multiply_add(v, v, squares)
-    return lane_sum(squares)
+    return reduce_sum(squares)
 
 
-@part
+@jit
 def add_row(x, x_at, residual, at, width):
     """residual[at : at + width] += x[x_at : x_at + width]."""
     whole = width // 16 * 16
@@ -57,11 +57,11 @@ def add_row(x, x_at, residual, at, width):
         store(residual, at + i, add(load(residual, at + i), load(x, x_at + i)))
     if whole < width:
         rest = width - whole
-        v = add(load_some(residual, at + whole, rest), load_some(x, x_at + whole, rest))
-        store_some(residual, at + whole, v, rest)
+        v = add(load_partial(residual, at + whole, rest), load_partial(x, x_at + whole, rest))
+        store_partial(residual, at + whole, v, rest)
 
 
-@part
+@jit
 def scale_row(x, at, factor, weight, out, out_at, width):
     """Write x[at : at + width] * factor * weight to out."""
     whole = width // 16 * 16
@@ -69,8 +69,8 @@ def scale_row(x, at, factor, weight, out, out_at, width):
         store(out, out_at + i, mul(mul(load(x, at + i), factor), load(weight, i)))
     if whole < width:
         rest = width - whole
-        v = mul(mul(load_some(x, at + whole, rest), factor), load_some(weight, whole, rest))
-        store_some(out, out_at + whole, v, rest)
+        v = mul(mul(load_partial(x, at + whole, rest), factor), load_partial(weight, whole, rest))
+        store_partial(out, out_at + whole, v, rest)
 
 
 @op
@@ -79,8 +79,8 @@ def rms_norm_rows(args, first, last, scratch):
 
     With a residual x is first added to it, and its norm is what comes out.
     """
-    x, residual, weight, out = floats(args[0]), floats(args[1]), floats(args[2]), floats(args[3])
-    stride, width, pieces, eps = args[4], args[6], args[7], np.float32(real(args[8]))
+    x, residual, weight, out = f32_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[2]), f32_ptr(args[3])
+    stride, width, pieces, eps = args[4], args[6], args[7], np.float32(float64_from_bits(args[8]))
     source, step = x, stride
     if args[1] != 0:
         source, step = residual, args[5]
@@ -128,7 +128,7 @@ def _pieces(x: np.ndarray, weight: np.ndarray) -> tuple[int, int]:
 # Layer norm
 
 
-@part
+@jit
 def shifted_sum(x, at, width, shift):
     """Add up x - shift over x[at : at + width], in sixteen sums."""
     total = splat(np.float32(0))
@@ -137,12 +137,12 @@ def shifted_sum(x, at, width, shift):
         total = add(total, sub(load(x, i), shift))
     if whole < width:
         rest = width - whole
-        v = sub(load_some(x, at + whole, rest), shift)
-        total = add(total, keep_lanes(v, 0, rest, np.float32(0)))
-    return lane_sum(total)
+        v = sub(load_partial(x, at + whole, rest), shift)
+        total = add(total, select_lanes(v, 0, rest, np.float32(0)))
+    return reduce_sum(total)
 
 
-@part
+@jit
 def shifted_squares(x, at, width, shift, rest_shift):
     """Add up (x - shift - rest_shift)^2 over x[at : at + width], in sixteen sums."""
     total = splat(np.float32(0))
@@ -152,18 +152,18 @@ def shifted_squares(x, at, width, shift, rest_shift):
         total = multiply_add(v, v, total)
     if whole < width:
         rest = width - whole
-        v = sub(sub(load_some(x, at + whole, rest), shift), rest_shift)
-        v = keep_lanes(v, 0, rest, np.float32(0))
+        v = sub(sub(load_partial(x, at + whole, rest), shift), rest_shift)
+        v = select_lanes(v, 0, rest, np.float32(0))
         total = multiply_add(v, v, total)
-    return lane_sum(total)
+    return reduce_sum(total)
 
 
-@part
+@jit
 def affine(v, factor, weight, bias, i, count, biased):
     """Return v * factor * weight[i : i + count] (+ bias); count <= 16."""
-    v = mul(mul(v, factor), load(weight, i) if count == 16 else load_some(weight, i, count))
+    v = mul(mul(v, factor), load(weight, i) if count == 16 else load_partial(weight, i, count))
     if biased:
-        return add(v, load(bias, i) if count == 16 else load_some(bias, i, count))
+        return add(v, load(bias, i) if count == 16 else load_partial(bias, i, count))
     return v
 
 
@@ -174,8 +174,8 @@ def layer_norm_rows(args, first, last, scratch):
     The mean is taken twice, the second time of what is left after the first: that makes it as good as if it were
     summed in float64, and subtracting both parts one after the other loses nothing where values are close together.
     """
-    x, weight, bias, out = floats(args[0]), floats(args[1]), floats(args[2]), floats(args[3])
-    stride, width, pieces, eps = args[4], args[5], args[6], np.float32(real(args[7]))
+    x, weight, bias, out = f32_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[2]), f32_ptr(args[3])
+    stride, width, pieces, eps = args[4], args[5], args[6], np.float32(float64_from_bits(args[7]))
     whole, biased = width // 16 * 16, args[2] != 0
     count, none = np.float32(width), splat(np.float32(0))
     for item in range(first * pieces, last * pieces):
@@ -188,8 +188,8 @@ def layer_norm_rows(args, first, last, scratch):
             store(out, target + i, affine(v, factor, weight, bias, i, 16, biased))
         if whole < width:
             rest = width - whole
-            v = sub(sub(load_some(x, at + whole, rest), mean), more)
-            store_some(out, target + whole, affine(v, factor, weight, bias, whole, rest, biased), rest)
+            v = sub(sub(load_partial(x, at + whole, rest), mean), more)
+            store_partial(out, target + whole, affine(v, factor, weight, bias, whole, rest, biased), rest)
 
 
 def layer_norm(

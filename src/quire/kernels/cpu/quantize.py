@@ -11,21 +11,21 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.interleave import DOT_ROWS, tile_height
-from quire.kernels.cpu.jit import op, ops_by_dtype, part
-from quire.kernels.cpu.pointers import floats, halves, ints, longs, uints
-from quire.kernels.cpu.simd import get, lane_max, load, load_some, maximum, put, splat, sub
+from quire.kernels.cpu.jit import jit, op, ops_by_dtype
+from quire.kernels.cpu.pointers import f16_ptr, f32_ptr, i32_ptr, i64_ptr, u32_ptr
+from quire.kernels.cpu.simd import get, load, load_partial, maximum, put, reduce_max, splat, sub
 from quire.kernels.cpu.simd_int import (
-    between,
+    abs_bits,
+    add_i32,
+    clamp_i32,
     float_from_bits,
-    integers,
-    larger,
-    largest,
-    plus,
-    round_scaled,
-    size_bits,
-    store_nibbles,
-    store_octets,
-    total,
+    max_i32,
+    reduce_add_i32,
+    reduce_max_i32,
+    scale_to_i32,
+    splat_i32,
+    store_u4x8,
+    store_u8x4,
 )
 
 SMALLEST = np.float32(2.0**-120)  # the inverse of what is smaller might be infinite
@@ -33,30 +33,30 @@ INFINITY_BITS = 0x7F800000
 LIMIT = 127
 
 
-@part
+@jit
 def load_within(x, at, i, width):
     """Return x[at + i : at + i + 16], 0 from `width` on."""
     if i + 16 <= width:
         return load(x, at + i)
     if i < width:
-        return load_some(x, at + i, width - i)
+        return load_partial(x, at + i, width - i)
     return splat(np.float32(0))
 
 
-@part
+@jit
 def row_size(x, at, width):
     """Return the largest |x| of a row; NaN if any is not finite, 0 below SMALLEST."""
-    sizes = integers(0)
+    sizes = splat_i32(0)
     for i in range(0, width, 16):
-        sizes = larger(sizes, size_bits(load_within(x, at, i, width)))
-    bits = largest(sizes)
+        sizes = max_i32(sizes, abs_bits(load_within(x, at, i, width)))
+    bits = reduce_max_i32(sizes)
     if bits >= INFINITY_BITS:
         return np.float32(np.nan)
     size = float_from_bits(bits)
     return size if size >= SMALLEST else np.float32(0)
 
 
-@part
+@jit
 def steps_per(size):
     """Return how many integer steps 1.0 is where `size` is LIMIT steps; 0 where there is no telling."""
     return np.float32(LIMIT) / size if size > 0 else np.float32(0)
@@ -65,18 +65,18 @@ def steps_per(size):
 # Activations
 
 
-@part
+@jit
 def quantize_row(x, at, width, depth, group, offset, packed, to, starts, starts_at, height):
     """Quantize one row into its place of a tile and return its scale."""
     size = row_size(x, at, width)
     factor = steps_per(size)
     for g in range(depth // group):
-        sums = integers(0)
+        sums = splat_i32(0)
         for i in range(g * group, (g + 1) * group, 16):
-            q = round_scaled(load_within(x, at, i, width), factor)
-            sums = plus(sums, q)
-            store_octets(packed, to + i // 4 * height, height, q)
-        starts[starts_at + g * height] = -offset * total(sums)
+            q = scale_to_i32(load_within(x, at, i, width), factor)
+            sums = add_i32(sums, q)
+            store_u8x4(packed, to + i // 4 * height, height, q)
+        starts[starts_at + g * height] = -offset * reduce_add_i32(sums)
     return size / np.float32(LIMIT)
 
 
@@ -88,9 +88,9 @@ def quantize_tiles(args, first, last, scratch):
     -offset times the sum of the group's integers, scales float32 [M], all in whole tiles; missing rows are 0. With an
     order, int64 [width], k of a row is its number order[k].
     """
-    x, stride, rows, width, depth, group = floats(args[0]), args[1], args[2], args[3], args[4], args[5]
-    offset, packed, starts, scales = args[6], uints(args[7]), ints(args[8]), floats(args[9])
-    groups, order, ordered = depth // group, longs(args[10]), floats(scratch)
+    x, stride, rows, width, depth, group = f32_ptr(args[0]), args[1], args[2], args[3], args[4], args[5]
+    offset, packed, starts, scales = args[6], u32_ptr(args[7]), i32_ptr(args[8]), f32_ptr(args[9])
+    groups, order, ordered = depth // group, i64_ptr(args[10]), f32_ptr(scratch)
     for tile in range(first, last):
         row = tile * DOT_ROWS
         count = min(rows - row, DOT_ROWS)
@@ -111,7 +111,7 @@ def quantize_tiles(args, first, last, scratch):
 @op
 def interleave_tiles(args, first, last, scratch):
     """x, row stride, rows, width, depth, packed: one item is one tile of [depth][height] float32, 0 where x ends."""
-    x, stride, rows, width, depth, packed = floats(args[0]), args[1], args[2], args[3], args[4], floats(args[5])
+    x, stride, rows, width, depth, packed = f32_ptr(args[0]), args[1], args[2], args[3], args[4], f32_ptr(args[5])
     for tile in range(first, last):
         row = tile * DOT_ROWS
         count = min(rows - row, DOT_ROWS)
@@ -126,29 +126,29 @@ def interleave_tiles(args, first, last, scratch):
 # Weights
 
 
-@part
+@jit
 def column_of(row, first, half):
     """Return the packed column of a weight's row: in order from `first` on, or every other sixteen."""
     return first + row if half < 0 else row // 16 * 32 + half * 16 + row % 16
 
 
-@part
+@jit
 def pack_int8(elements, args, first, last, scratch):
     """Source, row stride, width, depth, data, scales, first column, half: one item is one row; see `column_of`."""
     x = elements(args[0])
-    stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
+    stride, width, depth, data, scales = args[1], args[2], args[3], u32_ptr(args[4]), f32_ptr(args[5])
     for row in range(first, last):
         column = column_of(row, args[6], args[7])
         size = row_size(x, row * stride, width)
         factor = steps_per(size)
         at = column // 16 * (depth // 4) * 16 + column % 16
         for i in range(0, depth, 16):
-            q = round_scaled(load_within(x, row * stride, i, width), factor)
-            store_octets(data, at + i // 4 * 16, 16, plus(q, integers(128)))
+            q = scale_to_i32(load_within(x, row * stride, i, width), factor)
+            store_u8x4(data, at + i // 4 * 16, 16, add_i32(q, splat_i32(128)))
         scales[column] = size / np.float32(LIMIT)
 
 
-@part
+@jit
 def group_scales(x, at, width, group, groups, found):
     """Write every group's scale, its largest number over -8, to `found`; return the largest scale's size.
 
@@ -160,19 +160,19 @@ def group_scales(x, at, width, group, groups, found):
         for i in range(g * group, (g + 1) * group, 16):
             v = load_within(x, at, i, width)
             high, low = maximum(high, v), maximum(low, sub(splat(np.float32(0)), v))
-        above, below = lane_max(high), lane_max(low)
+        above, below = reduce_max(high), reduce_max(low)
         scale = above / np.float32(-8) if above >= below else below / np.float32(8)
         found[g] = scale
         most = max(most, abs(scale))
     return most
 
 
-@part
+@jit
 def pack_int4(elements, args, first, last, scratch):
     """Source, row stride, width, depth, data, scales, first column, half, group, group scales; see `column_of`."""
     x = elements(args[0])
-    stride, width, depth, data, scales = args[1], args[2], args[3], uints(args[4]), floats(args[5])
-    group, relative, found = args[8], halves(args[9]), floats(scratch)
+    stride, width, depth, data, scales = args[1], args[2], args[3], u32_ptr(args[4]), f32_ptr(args[5])
+    group, relative, found = args[8], f16_ptr(args[9]), f32_ptr(scratch)
     groups = depth // group
     for row in range(first, last):
         column, source = column_of(row, args[6], args[7]), row * stride
@@ -187,8 +187,8 @@ def pack_int4(elements, args, first, last, scratch):
             scale = get(relative, place) * most
             factor = np.float32(1) / scale if abs(scale) >= SMALLEST else np.float32(0)
             for i in range(g * group, (g + 1) * group, 16):
-                q = round_scaled(load_within(x, source, i, width), factor)
-                store_nibbles(data, at + i // 8 * 16, 16, between(plus(q, integers(8)), 0, 15))
+                q = scale_to_i32(load_within(x, source, i, width), factor)
+                store_u4x8(data, at + i // 8 * 16, 16, clamp_i32(add_i32(q, splat_i32(8)), 0, 15))
         scales[column] = most if size == size else size
 
 

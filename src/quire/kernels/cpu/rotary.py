@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, longs
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
 from quire.kernels.cpu.rows import as_ids
-from quire.kernels.cpu.simd import add, load, load_some, mul, store, store_some, sub
+from quire.kernels.cpu.simd import add, load, load_partial, mul, store, store_partial, sub
 from quire.kernels.cpu.threads import Launcher
 
 
-@part
+@jit
 def rotate_halves(x, at, angles, angles_at, half):
     """Rotate one head whose pairs are elements i and i + half; angles holds `half` cosines, then the sines."""
     whole = half // 16 * 16
@@ -23,13 +23,13 @@ def rotate_halves(x, at, angles, angles_at, half):
         store(x, at + half + i, add(mul(b, cos), mul(a, sin)))
     if whole < half:
         rest, i = half - whole, whole
-        cos, sin = load_some(angles, angles_at + i, rest), load_some(angles, angles_at + half + i, rest)
-        a, b = load_some(x, at + i, rest), load_some(x, at + half + i, rest)
-        store_some(x, at + i, sub(mul(a, cos), mul(b, sin)), rest)
-        store_some(x, at + half + i, add(mul(b, cos), mul(a, sin)), rest)
+        cos, sin = load_partial(angles, angles_at + i, rest), load_partial(angles, angles_at + half + i, rest)
+        a, b = load_partial(x, at + i, rest), load_partial(x, at + half + i, rest)
+        store_partial(x, at + i, sub(mul(a, cos), mul(b, sin)), rest)
+        store_partial(x, at + half + i, add(mul(b, cos), mul(a, sin)), rest)
 
 
-@part
+@jit
 def rotate_neighbours(x, at, angles, angles_at, half):
     """Rotate one head whose pairs are elements 2 i and 2 i + 1."""
     for i in range(half):
@@ -39,7 +39,7 @@ def rotate_neighbours(x, at, angles, angles_at, half):
         x[at + 2 * i + 1] = b * cos + a * sin
 
 
-@part
+@jit
 def rotate_heads(x, at, heads, head_size, angles, angles_at, half, interleaved):
     """Rotate all heads of one row."""
     for head in range(heads):
@@ -55,7 +55,7 @@ def rotate_rows(args, first, last, scratch):
 
     Sizes: of a head, of its rotated part, which is also that of a row of the table; then whether interleaved.
     """
-    positions, q, k, angles = longs(args[0]), floats(args[1]), floats(args[4]), floats(args[7])
+    positions, q, k, angles = i64_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[4]), f32_ptr(args[7])
     head_size, rotated, interleaved = args[8], args[9], args[10] != 0
     for row in range(first, last):
         angles_at = positions[row] * rotated

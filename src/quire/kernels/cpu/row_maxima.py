@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, longs, octets
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, i64_ptr, u8_ptr
 from quire.kernels.cpu.simd import (
     add,
-    keep_lanes,
-    lane_max,
-    lane_sum,
     load,
-    load_some,
+    load_partial,
     maximum,
     multiply_add,
+    reduce_max,
+    reduce_sum,
+    select_lanes,
     splat,
     store,
 )
@@ -39,7 +39,7 @@ BINS_PER_UNIT = 16.0
 # Looking at every logit
 
 
-@part
+@jit
 def chunk_maxima(logits, start, stop, maxima, at):
     """Write the maxima of logits[start:stop]'s groups to maxima[at : at + 16]; return 0, or NaN for NaN or +inf."""
     lowest, none = splat(np.float32(LOWEST)), splat(np.float32(0))
@@ -54,17 +54,17 @@ def chunk_maxima(logits, start, stop, maxima, at):
         other_flaw = multiply_add(maximum(w, lowest), none, other_flaw)
     for i in range(whole, stop, 16):
         rest = min(16, stop - i)
-        v = keep_lanes(load_some(logits, i, rest), 0, rest, np.float32(-np.inf))
+        v = select_lanes(load_partial(logits, i, rest), 0, rest, np.float32(-np.inf))
         best = maximum(best, v)
         flaw = multiply_add(maximum(v, lowest), none, flaw)
     store(maxima, at, maximum(best, other))
-    return lane_sum(add(flaw, other_flaw))
+    return reduce_sum(add(flaw, other_flaw))
 
 
 @op
 def piece_maxima(args, first, last, scratch):
     """Items are pieces of rows. logits, elements between rows, V, maxima, flaws; chunks and pieces of a row."""
-    logits, stride, size, maxima, flaws = floats(args[0]), args[1], args[2], floats(args[3]), floats(args[4])
+    logits, stride, size, maxima, flaws = f32_ptr(args[0]), args[1], args[2], f32_ptr(args[3]), f32_ptr(args[4])
     chunks, pieces = args[5], args[6]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
@@ -74,11 +74,11 @@ def piece_maxima(args, first, last, scratch):
             flaws[number] = chunk_maxima(logits, start, stop, maxima, 16 * number)
 
 
-@part
+@jit
 def first_equal(logits, at, size, maxima, groups_at, chunks, value):
     """Return the lowest token with this logit, the largest of the row; 0 if there is none."""
     for chunk in range(chunks):
-        if lane_max(load(maxima, groups_at + 16 * chunk)) == value:
+        if reduce_max(load(maxima, groups_at + 16 * chunk)) == value:
             for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, size)):
                 if logits[at + i] == value:
                     return i
@@ -89,20 +89,20 @@ def first_equal(logits, at, size, maxima, groups_at, chunks, value):
 def reduce_rows(args, first, last, scratch):
     """Items are rows. logits, elements between rows, V, maxima, flaws, chunks; then out: tops, tokens, finite."""
     logits, stride, size, maxima, flaws, chunks = (
-        floats(args[0]),
+        f32_ptr(args[0]),
         args[1],
         args[2],
-        floats(args[3]),
-        floats(args[4]),
+        f32_ptr(args[3]),
+        f32_ptr(args[4]),
         args[5],
     )
-    tops, tokens, finite = floats(args[6]), longs(args[7]), octets(args[8])
+    tops, tokens, finite = f32_ptr(args[6]), i64_ptr(args[7]), u8_ptr(args[8])
     for row in range(first, last):
         best, flaw = splat(np.float32(-np.inf)), np.float32(0)
         for chunk in range(row * chunks, (row + 1) * chunks):
             best = maximum(best, load(maxima, 16 * chunk))
             flaw += flaws[chunk]
-        top = lane_max(best)
+        top = reduce_max(best)
         tops[row] = top
         tokens[row] = first_equal(logits, row * stride, size, maxima, 16 * row * chunks, chunks, top)
         finite[row] = 1 if flaw == 0 and top > -np.inf else 0
@@ -158,7 +158,7 @@ def row_maxima(launcher: Launcher, logits: np.ndarray) -> RowMaxima:
 # Order among tokens
 
 
-@part
+@jit
 def order_key(bits, logits, at, token):
     """Return an int64 that is smaller for a larger logit, and among equal logits for a lower token."""
     word = np.int64(bits[at + token])
@@ -169,13 +169,13 @@ def order_key(bits, logits, at, token):
     return ((-1 - word) << 32) | token
 
 
-@part
+@jit
 def key_token(key):
     """Return the token of an `order_key`."""
     return key & 0xFFFFFFFF
 
 
-@part
+@jit
 def sift(keys, root, count):
     """Restore the heap below `root`."""
     key = keys[root]
@@ -190,7 +190,7 @@ def sift(keys, root, count):
     keys[root] = key
 
 
-@part
+@jit
 def sort_keys(keys, count):
     """Sort keys[:count], rising (heapsort: in place, n log n for any input, and quick to compile)."""
     for root in range(count // 2 - 1, -1, -1):
@@ -203,20 +203,20 @@ def sort_keys(keys, count):
 # Bins of falling logits
 
 
-@part
+@jit
 def bin_of(distance):
     """Return the bin of a token whose logit is `distance` units below the largest; the last bin for NaN."""
     scaled = distance * BINS_PER_UNIT
     return np.int64(scaled if scaled < BINS - 1 else BINS - 1.0)
 
 
-@part
+@jit
 def floor_of(top, b, inverse):
-    """Return a float64 that no logit of the bins 0 .. b lies below; units are 1 / inverse."""
+    """Return a float64 that no logit of the bins 0 .. b is below; units are 1 / inverse."""
     return np.float64(top) - (b + 2) / (BINS_PER_UNIT * inverse) if b < BINS - 1 else -np.inf
 
 
-@part
+@jit
 def count_bins(values, at, size, top, counts):
     """Count how many of values[at : at + size] each bin has; units are 1."""
     for b in range(BINS):
@@ -225,7 +225,7 @@ def count_bins(values, at, size, top, counts):
         counts[bin_of(np.float64(top) - np.float64(values[i]))] += 1
 
 
-@part
+@jit
 def bin_of_nth(counts, n):
     """Return the bin of the n-th largest, n >= 1, and how many are in the bins before."""
     b, before = 0, 0
@@ -235,12 +235,12 @@ def bin_of_nth(counts, n):
     return b, before
 
 
-@part
+@jit
 def collect(bits, logits, at, size, maxima, groups_at, chunks, top, inverse, first, last, keys):
     """Put the tokens of bins first .. last into keys, in any order; return how many. Units are 1 / inverse."""
     count, floor = 0, floor_of(top, last, inverse)
     for chunk in range(chunks):
-        if lane_max(load(maxima, groups_at + 16 * chunk)) >= floor:
+        if reduce_max(load(maxima, groups_at + 16 * chunk)) >= floor:
             stop = min((chunk + 1) * CHUNK, size)
             for lane in range(16):
                 if maxima[groups_at + 16 * chunk + lane] >= floor:
@@ -254,7 +254,7 @@ def collect(bits, logits, at, size, maxima, groups_at, chunks, top, inverse, fir
     return count
 
 
-@part
+@jit
 def collect_largest(bits, logits, at, size, maxima, groups_at, chunks, top, n, counts, keys):
     """Put at least the n largest tokens, and all that equal the n-th, into keys, in order; return how many."""
     if n <= 16 * chunks:  # so many groups have a maximum as large as the n-th of the maxima, or larger

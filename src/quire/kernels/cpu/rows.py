@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, ops_by_dtype, part
-from quire.kernels.cpu.pointers import floats, longs
-from quire.kernels.cpu.simd import get, load, load_some, store, store_some
+from quire.kernels.cpu.jit import jit, op, ops_by_dtype
+from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
+from quire.kernels.cpu.simd import get, load, load_partial, store, store_partial
 from quire.kernels.cpu.threads import Launcher
 
 LANES = 16
@@ -22,17 +22,22 @@ def as_ids(launcher: Launcher, ids: np.ndarray) -> np.ndarray:
     return np.require(ids, np.int64, ["C", "A"])
 
 
+@jit
+def copy_row(x, at, out, to, width):
+    """out[to : to + width] = x[at : at + width], widened to float32."""
+    whole = width // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(out, to + i, load(x, at + i))
+    if whole < width:
+        store_partial(out, to + whole, load_partial(x, at + whole, width - whole), width - whole)
+
+
 @op
 def copy_rows(args, first, last, scratch):
     """Items are ids. ids, x, elements between its rows, out, width."""
-    ids, x, stride, out, width = longs(args[0]), floats(args[1]), args[2], floats(args[3]), args[4]
-    whole = width // 16 * 16
+    ids, x, stride, out, width = i64_ptr(args[0]), f32_ptr(args[1]), args[2], f32_ptr(args[3]), args[4]
     for row in range(first, last):
-        source, target = ids[row] * stride, row * width
-        for i in range(0, whole, 16):
-            store(out, target + i, load(x, source + i))
-        if whole < width:
-            store_some(out, target + whole, load_some(x, source + whole, width - whole), width - whole)
+        copy_row(x, ids[row] * stride, out, row * width, width)
 
 
 def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -44,13 +49,13 @@ def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return out
 
 
-@part
+@jit
 def embed(elements, args, first, last, scratch):
     """Items are ids. table, ids, out, width of a row, its width as stored, neighbours of a row that lie together."""
     table, ids, out, width, depth, together = (
         elements(args[0]),
-        longs(args[1]),
-        floats(args[2]),
+        i64_ptr(args[1]),
+        f32_ptr(args[2]),
         args[3],
         args[4],
         args[5],
@@ -85,7 +90,7 @@ def embedding(
 @op
 def shift_ids(args, first, last, scratch):
     """Items are ids. ids, first row, number of rows, out: ids of the rows, 0 for others."""
-    ids, start, number, out = longs(args[0]), args[1], args[2], longs(args[3])
+    ids, start, number, out = i64_ptr(args[0]), args[1], args[2], i64_ptr(args[3])
     for item in range(first, last):
         local = ids[item] - start
         out[item] = local if local >= 0 and local < number else 0
@@ -101,7 +106,7 @@ def local_ids(launcher: Launcher, ids: np.ndarray, first_row: int, number: int) 
 @op
 def zero_rows(args, first, last, scratch):
     """Items are ids. ids, first row, number of rows, x, width: rows of x whose id is in another part become 0."""
-    ids, start, number, x, width = longs(args[0]), args[1], args[2], floats(args[3]), args[4]
+    ids, start, number, x, width = i64_ptr(args[0]), args[1], args[2], f32_ptr(args[3]), args[4]
     for item in range(first, last):
         local = ids[item] - start
         if local < 0 or local >= number:

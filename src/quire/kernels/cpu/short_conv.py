@@ -7,33 +7,33 @@ import numpy as np
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu.activations import activate
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.pointers import floats, ints, longs
-from quire.kernels.cpu.simd import load, load_some, multiply_add, splat, store, store_some
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, i32_ptr, i64_ptr
+from quire.kernels.cpu.simd import load, load_partial, multiply_add, splat, store, store_partial
 from quire.kernels.cpu.threads import Launcher
 
 PIECE = 64  # channels that make one work item
 COST = 4  # multiply-adds that take about as long as one input with its load
 
 
-@part
+@jit
 def lanes(x, at, count):
     """Return x[at : at + count], count <= 16."""
     if count == 16:
         return load(x, at)
-    return load_some(x, at, count)
+    return load_partial(x, at, count)
 
 
-@part
+@jit
 def put_lanes(x, at, value, count):
     """Write the first `count` <= 16 lanes to x[at : at + count]."""
     if count == 16:
         store(x, at, value)
     else:
-        store_some(x, at, value, count)
+        store_partial(x, at, value, count)
 
 
-@part
+@jit
 def earlier(x, x_at, stride, token, state, state_at, width, taps, fresh, count):
     """Return the input of `token`, counted from the first of this step; those before it lie in the state."""
     if token >= 0:
@@ -48,15 +48,15 @@ def convolve(args, first, last, scratch):
     """Items are a sequence's pieces of channels. x, elements between its rows, weight, bias or 0, state, out, width,
     taps, pieces, starts of the sequences, their lengths, their rows in the state, activation or -1."""
     x, stride, weight, bias, state, out = (
-        floats(args[0]),
+        f32_ptr(args[0]),
         args[1],
-        floats(args[2]),
-        floats(args[3]),
-        floats(args[4]),
-        floats(args[5]),
+        f32_ptr(args[2]),
+        f32_ptr(args[3]),
+        f32_ptr(args[4]),
+        f32_ptr(args[5]),
     )
     width, taps, pieces = args[6], args[7], args[8]
-    starts, lengths, rows, kind = ints(args[9]), ints(args[10]), longs(args[11]), args[12]
+    starts, lengths, rows, kind = i32_ptr(args[9]), i32_ptr(args[10]), i64_ptr(args[11]), args[12]
     for item in range(first, last):
         sequence, begin = item // pieces, item % pieces * PIECE
         start = np.int64(starts[sequence])
@@ -82,7 +82,7 @@ def convolve(args, first, last, scratch):
                 if kind >= 0:
                     total = activate(total, kind)
                 put_lanes(out, (start + token) * width + i, total, count)
-            for tap in range(taps - 1):  # upwards: what is read lies at or behind what is written
+            for tap in range(taps - 1):  # upwards: what is read is at or behind what is written
                 v = earlier(x, x_at, stride, tokens - taps + 1 + tap, state, state_at, width, taps, fresh, count)
                 put_lanes(state, state_at + tap * width, v, count)
 

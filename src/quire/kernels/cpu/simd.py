@@ -172,7 +172,7 @@ def _store(b, value, data, offset):
     b.store(value, b.bitcast(b.gep(data, [offset]), F32V.as_pointer())).align = 4
 
 
-def round_pairs(b, low, high):
+def _to_bf16_pairs(b, low, high):
     """Round 32 floats, two vectors, to nearest even bfloat16; neighbours become the halves of sixteen 32-bit lanes.
 
     With the instruction that does it (HAS_BF16_DOT), subnormal results are zeros, as they are in the products.
@@ -298,7 +298,7 @@ def put(ty, array, offset, value):
 
 
 @intrinsic
-def load_some(ty, array, offset, count):
+def load_partial(ty, array, offset, count):
     """Return array[offset : offset + count] in the first lanes, count <= 16, and 0 in the others."""
 
     def code(ctx, b, sig, a):
@@ -315,7 +315,7 @@ def load_some(ty, array, offset, count):
 
 
 @intrinsic
-def store_some(ty, array, offset, value, count):
+def store_partial(ty, array, offset, value, count):
     """Write the first count <= 16 lanes to the float32 array[offset : offset + count]."""
 
     def code(ctx, b, sig, a):
@@ -382,13 +382,13 @@ def exp(ty, x):
 
 
 @intrinsic
-def lane_sum(ty, x):
+def reduce_sum(ty, x):
     """Add the lanes, as a tree."""
     return types.float32(x), lambda ctx, b, sig, a: _fold(b, a[0], b.fadd)
 
 
 @intrinsic
-def lane_max(ty, x):
+def reduce_max(ty, x):
     """Return the largest lane."""
     return types.float32(x), lambda ctx, b, sig, a: _fold(b, a[0], lambda x, y: _maximum(b, x, y))
 
@@ -406,13 +406,7 @@ def float64_bits(ty, x):
 
 
 @intrinsic
-def float64_from_bits(ty, bits):
-    """Return the float64 scalar with these bits."""
-    return types.float64(types.int64), lambda ctx, b, sig, a: b.bitcast(a[0], ir.DoubleType())
-
-
-@intrinsic
-def keep_lanes(ty, x, first, stop, other):
+def select_lanes(ty, x, first, stop, other):
     """Return x in lanes first <= i < stop and the scalar `other` elsewhere; the bounds are int64 and may be outside."""
 
     def code(ctx, b, sig, a):

@@ -74,7 +74,7 @@ def look_up(ty, table, places, codes, shift):
 
 
 @intrinsic
-def small_floats(ty, codes, shift, e5m2):
+def decode_fp8(ty, codes, shift, e5m2):
     """Return codes >> shift & 255 as 8-bit floats: E5M2, or E4M3 divided by 256 (NaN excluded)."""
 
     def code(ctx, b, sig, a):
@@ -123,7 +123,7 @@ class _Panel:
 
 
 class _Table:
-    """Nibbles that look up a table of bfloat16, which lies there twice; a lookup sees five bits of each half."""
+    """Nibbles that look up a table of bfloat16, which is there twice; a lookup sees five bits of each half."""
 
     pairs = 4
 
@@ -262,9 +262,32 @@ def _coded_tile(rows):
 
     @intrinsic
     def tile(
-        ty, w, look, second, scales, scale_at, scale_next, shift, w_at, w_next, steps, x, x_at, panel, panel_at,
-        panel_next, sums, sums_at, resume, out, out_at, out_next, finish, factors, groups,
-    ):  # fmt: skip
+        ty,
+        w,
+        look,
+        second,
+        scales,
+        scale_at,
+        scale_next,
+        shift,
+        w_at,
+        w_next,
+        steps,
+        x,
+        x_at,
+        panel,
+        panel_at,
+        panel_next,
+        sums,
+        sums_at,
+        resume,
+        out,
+        out_at,
+        out_next,
+        finish,
+        factors,
+        groups,
+    ):
         keeps = rows == 8 and SOURCES[w.dtype] is not _Panel
 
         def code(ctx, b, sig, a):
@@ -292,9 +315,7 @@ def _coded_tile(rows):
             return ctx.get_dummy_value()
 
         n = types.int64
-        return types.void(
-            w, look, n, scales, n, n, n, n, n, n, x, n, panel, n, n, sums, n, n, out, n, n, n, n, n
-        ), code  # fmt: skip
+        return types.void(w, look, n, scales, *[n] * 6, x, n, panel, n, n, sums, n, n, out, *[n] * 5), code
 
     tile.__doc__ = f"""Like `simd.dot_many` with weights that are codes: {rows} rows and 32 columns.
 

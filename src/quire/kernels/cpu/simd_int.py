@@ -72,25 +72,25 @@ def _larger(b, x, y):
 
 
 @intrinsic
-def integers(ty, value):
+def splat_i32(ty, value):
     """Return the integer in every lane."""
     return i32x16(types.int64), lambda ctx, b, sig, a: _splat(b, b.trunc(a[0], I32), I32V)
 
 
 @intrinsic
-def plus(ty, x, y):
+def add_i32(ty, x, y):
     """x + y of int32 lanes."""
     return i32x16(x, y), lambda ctx, b, sig, a: b.add(a[0], a[1])
 
 
 @intrinsic
-def larger(ty, x, y):
+def max_i32(ty, x, y):
     """The larger of each pair of int32 lanes."""
     return i32x16(x, y), lambda ctx, b, sig, a: _larger(b, *a)
 
 
 @intrinsic
-def between(ty, x, low, high):
+def clamp_i32(ty, x, low, high):
     """Return int32 lanes, those below `low` or above `high` set to that."""
 
     def code(ctx, b, sig, a):
@@ -102,19 +102,19 @@ def between(ty, x, low, high):
 
 
 @intrinsic
-def total(ty, x):
+def reduce_add_i32(ty, x):
     """Add the int32 lanes."""
     return types.int32(x), lambda ctx, b, sig, a: _fold(b, a[0], b.add)
 
 
 @intrinsic
-def largest(ty, x):
+def reduce_max_i32(ty, x):
     """Return the largest int32 lane."""
     return types.int32(x), lambda ctx, b, sig, a: _fold(b, a[0], lambda x, y: _larger(b, x, y))
 
 
 @intrinsic
-def size_bits(ty, x):
+def abs_bits(ty, x):
     """Return the bits of |x| as int32: ordered as the values are, infinity above all numbers and NaN above infinity."""
     return i32x16(x), lambda ctx, b, sig, a: b.and_(b.bitcast(a[0], I32V), _integers(0x7FFFFFFF))
 
@@ -126,7 +126,7 @@ def float_from_bits(ty, bits):
 
 
 @intrinsic
-def round_scaled(ty, x, factor):
+def scale_to_i32(ty, x, factor):
     """x * factor, rounded to float32 and then to the nearest int32, ties to even; 0 for NaN. Below 2^22 in size."""
 
     def code(ctx, b, sig, a):
@@ -145,7 +145,7 @@ def _quarters(b, x):
 
 
 @intrinsic
-def store_octets(ty, data, at, step, x):
+def store_u8x4(ty, data, at, step, x):
     """Write the low bytes of the lanes, four to a uint32: data[at], data[at + step] and two more."""
 
     def code(ctx, b, sig, a):
@@ -159,7 +159,7 @@ def store_octets(ty, data, at, step, x):
 
 
 @intrinsic
-def store_nibbles(ty, data, at, step, x):
+def store_u4x8(ty, data, at, step, x):
     """Write lanes of 0 to 15, eight to a uint32: lanes 0..3 in the low halves of its bytes, 4..7 in the high ones."""
 
     def code(ctx, b, sig, a):
@@ -263,7 +263,7 @@ def _finish_group(b, sums, out, at, scales, zeros, starts):
 
 
 def _begin_sums(b, sums, begin):
-    """Let the first chain's two sums of a row begin with what lies at its address, those of other chains with 0."""
+    """Let the first chain's two sums of a row begin with the value at its address, those of other chains with 0."""
     for r, address in enumerate(begin):
         value = _splat(b, b.load(address), I32V)
         b.store(value, sums[0][2 * r])
@@ -295,9 +295,26 @@ def _int_tile(rows, bits, vnni):
 
     @intrinsic
     def tile(
-        ty, w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next, o, at,
-        ahead, ahead_too,
-    ):  # fmt: skip
+        ty,
+        w,
+        w_at,
+        w_next,
+        x,
+        x_at,
+        height,
+        starts,
+        starts_at,
+        groups,
+        steps,
+        scales,
+        zeros,
+        s_at,
+        s_next,
+        o,
+        at,
+        ahead,
+        ahead_too,
+    ):
         def code(ctx, b, sig, a):
             w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, s_next = a[:14]
             out, at, *fetched = a[14:]
@@ -381,7 +398,7 @@ def _weight_only_tile(rows):
 
     tile.__doc__ = f"""Like `_int_tile` for {rows} rows of float32 x and 8-bit weights without groups.
 
-    x[r, k] lies at x_at + k * height + r; out[r, c] = sum over k of (w[k, c] - 128) * x[r, k], in the order of k.
+    x[r, k] is at x_at + k * height + r; out[r, c] = sum over k of (w[k, c] - 128) * x[r, k], in the order of k.
     """
     return tile
 

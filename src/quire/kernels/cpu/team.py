@@ -26,8 +26,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from quire.kernels.cpu.jit import entry, part
-from quire.kernels.cpu.pointers import longs
+from quire.kernels.cpu.jit import entry, jit
+from quire.kernels.cpu.pointers import i64_ptr
 from quire.kernels.cpu.simd import _prefetch
 
 # One row of a program
@@ -174,15 +174,15 @@ def fetch(ty, address):
 # Sharing the items of one instruction
 
 
-@part
+@jit
 def item_count(row):
     """How many items an instruction has: known when it was recorded, or computed by one before it."""
     if row[ITEMS_AT] != 0:
-        return longs(row[ITEMS_AT])[0]
+        return i64_ptr(row[ITEMS_AT])[0]
     return row[ITEMS]
 
 
-@part
+@jit
 def deal(team, ranks, items):
     """Give every rank its share of the items to begin with."""
     for rank in range(ranks):
@@ -191,7 +191,7 @@ def deal(team, ranks, items):
         atomic_store(team, cell, items * rank // ranks)
 
 
-@part
+@jit
 def do_items(team, row, rank, ranks, scratch):
     """Do items of one instruction until all are taken."""
     grain = row[GRAIN]
@@ -204,11 +204,11 @@ def do_items(team, row, rank, ranks, scratch):
                 call_op(row[OP], offset(row, ARGS), first, min(first + grain, end), scratch)
 
 
-@part
+@jit
 def do_alone(team, program, index, count, ranks, scratch):
     """Carry out small instructions from `index` on; return where the first of the others is, its items dealt out."""
     while index < count:
-        row = longs(program + 8 * ROW * index)
+        row = i64_ptr(program + 8 * ROW * index)
         items = item_count(row)
         if items > 0:
             if ranks > 1 and items >= row[ALONE_BELOW]:
@@ -222,18 +222,18 @@ def do_alone(team, program, index, count, ranks, scratch):
 # Meeting
 
 
-@part
+@jit
 def next_weights(program, index, count, rank, ranks):
     """Return where the weights of this rank's next share begin, and how many bytes to fetch ahead."""
     for candidate in range(index, min(index + LOOK_AHEAD, count)):
-        row = longs(program + 8 * ROW * candidate)
+        row = i64_ptr(program + 8 * ROW * candidate)
         if row[FETCH] != 0:
             first, last = row[ITEMS] * rank // ranks, row[ITEMS] * (rank + 1) // ranks
             return row[FETCH] + first * row[FETCH_BYTES], min((last - first) * row[FETCH_BYTES], FETCH_LIMIT)
     return np.int64(0), np.int64(0)
 
 
-@part
+@jit
 def fetch_ahead(start, size, team, met):
     """Fetch memory until the others are there."""
     for at in range(0, size, 1024):
@@ -243,7 +243,7 @@ def fetch_ahead(start, size, team, met):
             fetch(start + line)
 
 
-@part
+@jit
 def wait(team, word, seen, spins):
     """Return when team[word] is no longer `seen`."""
     for _ in range(spins):
@@ -256,7 +256,7 @@ def wait(team, word, seen, spins):
     atomic_add(team, SLEEPING, -1)
 
 
-@part
+@jit
 def release(team, word):
     """Let those go on who wait for this word to change."""
     atomic_add(team, word, 1)
@@ -264,7 +264,7 @@ def release(team, word):
         system_wake(team, word)
 
 
-@part
+@jit
 def walk(team, program, index, count, rank, ranks, spins, scratch, job):
     """Do this rank's part of the program from the large instruction `index` on.
 
@@ -273,7 +273,7 @@ def walk(team, program, index, count, rank, ranks, spins, scratch, job):
     """
     following = NEXT + job % 2
     while index < count:
-        do_items(team, longs(program + 8 * ROW * index), rank, ranks, scratch)
+        do_items(team, i64_ptr(program + 8 * ROW * index), rank, ranks, scratch)
         # The program may be gone once the others need not wait for this rank any more.
         start, size = next_weights(program, index + 1, count, rank, ranks)
         met = atomic_load(team, MET)
@@ -294,7 +294,7 @@ def run(state, program, count, ranks, spins, scratch, masks, mask_size):
 
     `masks`, if not 0: two sets of cores, where rank 0 runs meanwhile and where this thread runs otherwise.
     """
-    team = longs(state)
+    team = i64_ptr(state)
     index = do_alone(team, program, 0, count, ranks, scratch)
     if index == count:
         return
@@ -311,7 +311,7 @@ def run(state, program, count, ranks, spins, scratch, masks, mask_size):
 @entry
 def serve(state, rank, ranks, spins, scratch):
     """Be one of the other ranks: do a share of every program until `stop`."""
-    team, seen = longs(state), 0
+    team, seen = i64_ptr(state), 0
     while True:
         wait(team, JOB, seen, spins)
         seen += 1
@@ -323,6 +323,6 @@ def serve(state, rank, ranks, spins, scratch):
 @entry
 def stop(state):
     """Send the other ranks home."""
-    team = longs(state)
+    team = i64_ptr(state)
     team[STOP] = 1
     release(team, JOB)

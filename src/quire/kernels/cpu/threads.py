@@ -35,7 +35,7 @@ Argument = Any  # an array (its address), an int, a float (its bits), or None (0
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return where an array's first element lies."""
+    """Return the address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 

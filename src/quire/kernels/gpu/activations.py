@@ -71,8 +71,8 @@ def gate_and_multiply(gate, up, KIND: tl.constexpr):
     """Return act(gate) * up of float32 blocks; KIND may be that of "swiglu_oai", see `Backend.gated_linear`."""
     if KIND == 9:
         limited = tl.where(gate > 7.0, 7.0, gate)
-        held = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        out = (held + 1.0) * (limited * sigmoid(1.702 * limited))
+        bounded = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        out = (bounded + 1.0) * (limited * sigmoid(1.702 * limited))
     else:
         out = activate(gate, KIND) * up
     return out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from quire.kernels.gpu.choices import Choices
 from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.tuned_configs import TunedConfigs
 
+MILLISECONDS = 1e-3
 MOST_PINNED = 1 << 23  # bytes of an array that passes through pinned memory; what is larger is part of no step
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,7 +21,7 @@ class ArrayOps:
     """Arrays. Activations, and weights that are not quantized, are of `act`; kernels add up in float32.
 
     Attributes:
-        device: where arrays are. act: see above. choices: stored ones for the chip, see `choices.py`.
+        device: where arrays are. act: see above. tuned_configs: those stored for the chip, see `tuned_configs.py`.
         num_sms: its multiprocessors. capability: its compute capability.
         batch_invariant: whether a row's bits must not depend on the batch it is in.
         attention_backend, enforce_eager, max_graph_tokens: options of the same meaning in `DeviceConfig`.
@@ -43,22 +46,22 @@ class ArrayOps:
         self.act = TORCH_DTYPES[dtype]
         self.batch_invariant, self.attention_backend = batch_invariant, attention_backend
         self.enforce_eager, self.max_graph_tokens = enforce_eager, max_graph_tokens
-        self._pdl: tuple[Choices, bool] | None = None
+        self._pdl: tuple[TunedConfigs, bool] | None = None
         chip = "Triton's interpreter"
         self.num_sms, self.capability = 4, (9, 0)
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             chip, self.num_sms = properties.name, properties.multi_processor_count
             self.capability = (properties.major, properties.minor)
-        self.choices = Choices.of_chip(chip)
+        self.tuned_configs = TunedConfigs.of_chip(chip)
         self.arithmetic = f"{chip} torch {torch.__version__}, invariant {batch_invariant}"
 
     @property
     def pdl(self) -> bool:
-        """Whether kernels of decode steps may begin while the one before drains, see `dependent.py`."""
-        if self._pdl is None or self._pdl[0] is not self.choices:
-            on = self.choices.choose("pdl", "all", {"on": 0})["on"] == 1
-            self._pdl = self.choices, on and self.capability >= (9, 0) and not interpreted()
+        """Whether kernels of decode steps may begin while the one before drains, see `pdl.py`."""
+        if self._pdl is None or self._pdl[0] is not self.tuned_configs:
+            on = self.tuned_configs.get("pdl", "all", {"on": 0})["on"] == 1
+            self._pdl = self.tuned_configs, on and self.capability >= (9, 0) and not interpreted()
         return self._pdl[1]
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
@@ -78,8 +81,8 @@ class ArrayOps:
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
         """Copied to pinned memory after what the current stream has to do before."""
         if self.device.type != "cuda":
-            held = self.to_numpy(array.clone())
-            return lambda: held
+            copy = self.to_numpy(array.clone())
+            return lambda: copy
         values = (array.float() if array.is_floating_point() else array).detach()
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
@@ -100,3 +103,28 @@ class ArrayOps:
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(arrays), dim=-1)
+
+    # Tokens that stay on the device from one step to the next, and events
+
+    def take_tokens(self, target: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
+        torch.index_select(source, 0, places, out=target)
+
+    def keep_tokens(
+        self, target: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor
+    ) -> torch.Tensor:
+        kept = torch.where(finite, tokens, -1)
+        target.index_copy_(0, places, kept.clamp(min=0))
+        return kept
+
+    def record_event(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_seconds(self, earlier: Any, later: Any) -> float:
+        if self.device.type != "cuda":
+            return float(later - earlier)
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) * MILLISECONDS

@@ -15,12 +15,11 @@ import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.attention_flashinfer import FlashInfer
 from quire.kernels.gpu.attention_kernels import Layer, attention_kernel, join_kernel
+from quire.kernels.gpu.attention_library import FlashInfer, attend_prompts, has_flash, whole_prompts
 from quire.kernels.gpu.attention_plan import Launch, decode_launch, launches, prompt_launch
-from quire.kernels.gpu.attention_torch import attend_prompts, has_flash, plain_prompts
 from quire.kernels.gpu.cache import KVCache
-from quire.kernels.gpu.graphs_pieces import follows_step
+from quire.kernels.gpu.graphs import splitting_op
 from quire.kernels.gpu.latent import latent_attention
 
 logger = logging.getLogger(__name__)
@@ -39,9 +38,9 @@ class AttentionOps(ArrayOps):
         asked, interpreted = self.attention_backend, self.device.type != "cuda"
         self._torch_from = 0 if self.batch_invariant or (asked == "auto" and interpreted) else FROM_TOKENS.get(asked, 0)
         self._flashinfer = FlashInfer.load(self.device) if asked == "flashinfer" else None
-        logger.info("attention: %s", self._attention_in_words())
+        logger.info("attention: %s", self._describe_attention())
 
-    def _attention_in_words(self) -> str:
+    def _describe_attention(self) -> str:
         if self._flashinfer is not None:
             return "FlashInfer's kernels in steps that are not recorded, Triton's for what these lack (as asked)"
         if self._torch_from:
@@ -53,7 +52,7 @@ class AttentionOps(ArrayOps):
             return "Triton's kernels (results must not depend on the batch)"
         return f"Triton's kernels ({'as asked' if self.attention_backend == 'triton' else 'there is no GPU'})"
 
-    @follows_step(lambda self, q, cache, metadata, params, fresh=None: (q.shape[0], params.num_heads * params.out_size))
+    @splitting_op(lambda self, q, cache, metadata, params, fresh=None: (q.shape[0], params.num_heads * params.out_size))
     def paged_attention(
         self,
         q: torch.Tensor,
@@ -78,7 +77,7 @@ class AttentionOps(ArrayOps):
         torch_from = 0
         auto = self.attention_backend == "auto"
         if self._torch_from and fresh is not None and (not auto or has_flash(self.act, params)):
-            prompts = plain_prompts(metadata, params, self._torch_from) if cache.stored == 0 else []
+            prompts = whole_prompts(metadata, params, self._torch_from) if cache.stored == 0 else []
             if prompts:
                 k, v = (x.to(self.act) for x in fresh)
                 attend_prompts(q.to(self.act), k, v, out, prompts, params, flash=auto)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.dependent import let_next_begin, wait_for_earlier
+from quire.kernels.gpu.pdl import launch_dependents, wait_for_dependencies
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SEARCH: tl.constexpr = tl.constexpr(256)  # sequences that are looked at at once
@@ -321,8 +321,8 @@ def attention_kernel(
     num_parts, size], where a tile's rows are those from tile * queries * heads on; otherwise a tile's go to out
     [T, heads * size]. Sequences that begin in this step and have `fresh_from` tokens or more are left to others.
     """
-    let_next_begin(PDL)
-    wait_for_earlier(PDL)
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     HEAD_TILES: tl.constexpr = TILING.head_tiles
     GROUP: tl.constexpr = LAYER.heads // LAYER.kv_heads
     tile, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
@@ -415,8 +415,8 @@ def join_kernel(
     LAYER: tl.constexpr, TILING: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Join what `attention_kernel` found of one row in shares of the keys. Grid: tiles times `queries`; heads."""
-    let_next_begin(PDL)
-    wait_for_earlier(PDL)
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     tile, own, head = tl.program_id(0) // TILING.queries, tl.program_id(0) % TILING.queries, tl.program_id(1)
     _, start, queries, length, first = find_tile(cu, seq_lens, tile, num_sequences, TILING)
     if (first + own >= queries) | ((queries >= fresh_from) & (queries == length)):

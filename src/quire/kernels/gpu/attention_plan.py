@@ -141,7 +141,7 @@ def decode_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, si
     default = {"keys": min(64, max(16, 16384 // vector)), "warps": 4, "stages": 3, "places": 2}
     if cache.stored:  # converted in registers, which are what is scarce then
         default = {"keys": min(64, max(16, 4096 // padded)), "warps": 4, "stages": 4, "places": 3}
-    choice = backend.choices.choose("decode_attention", _key(cache, params), default)
+    choice = backend.tuned_configs.get("decode_attention", _key(cache, params), default)
     queries = 1 if single else max(1, rows // group)
     return Launch(
         rows, queries, min(group, rows), -(-group // rows), choice["keys"], padded, choice["warps"], choice["stages"],
@@ -171,7 +171,7 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
             stages -= 1
         default = {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
     size = "many" if tokens * params.num_heads >= 128 * backend.num_sms else "few"
-    choice = backend.choices.choose("prompt_attention", f"{_key(cache, params)} {size}", default)
+    choice = backend.tuned_configs.get("prompt_attention", f"{_key(cache, params)} {size}", default)
     rows = choice["rows"]
     short = decode_launch(backend, cache, params, False).queries
     return Launch(

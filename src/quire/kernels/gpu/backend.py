@@ -6,7 +6,6 @@ from quire.kernels.backend import CollectiveOps
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.attention import AttentionOps
 from quire.kernels.gpu.experts import ExpertOps
-from quire.kernels.gpu.flying import FlyingOps
 from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.interpreter import repair_interpreter
 from quire.kernels.gpu.layerwise import OffloadOps
@@ -33,7 +32,6 @@ class GPUBackend(
     StateOps,
     SamplingOps,
     MemoryOps,
-    FlyingOps,
     ArrayOps,
     CollectiveOps,
 ):

@@ -15,17 +15,15 @@ from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.errors import ModelError
 from quire.kernels.backend import ExpertsWeight
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.gpu import experts_coded, experts_grouped, experts_rows, routing
+from quire.kernels.gpu import experts_coded, experts_kernels, routing
 from quire.kernels.gpu.activations import activation_number
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.choices import Choice
 from quire.kernels.gpu.experts_coded import CodedExperts, default_tiles, is_direct
-from quire.kernels.gpu.experts_mix import mix
-from quire.kernels.gpu.experts_sort import sort_pairs
+from quire.kernels.gpu.experts_kernels import sort_pairs, weighted_sum
 from quire.kernels.gpu.linear import TL_TYPES
-from quire.kernels.gpu.linear_staging import Staging, pieces
-from quire.kernels.gpu.linear_weights import GPULinear
+from quire.kernels.gpu.linear_weights import GPULinear, Staging, pieces
 from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.tuned_configs import KernelConfig
 from quire.kernels.weight_storage import stored_layout
 
 MOST_ROWS = 4  # tokens whose experts are each computed by themselves
@@ -134,16 +132,16 @@ class ExpertOps(ArrayOps):
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
         key = f"h{hidden}_i{inner}_pairs{tokens * top_k}"
-        one = self.choices.choose("experts_rows_in", key, {"n": 16, "k": 256, "warps": 4, "stages": 3})
-        two = self.choices.choose("experts_rows_out", key, {"n": 8, "k": 256, "warps": 4, "stages": 8})
+        one = self.tuned_configs.get("experts_rows_in", key, {"n": 16, "k": 256, "warps": 4, "stages": 3})
+        two = self.tuned_configs.get("experts_rows_out", key, {"n": 8, "k": 256, "warps": 4, "stages": 8})
         h = torch.empty((tokens * top_k, inner), dtype=self.act, device=x.device)
-        experts_rows.gated_rows[(tokens * top_k, triton.cdiv(inner, one["n"]))](
+        experts_kernels.gated_rows[(tokens * top_k, triton.cdiv(inner, one["n"]))](
             x, x.stride(0), ids, packed.w_in, packed.bias_in, h, inner, hidden, TOP_K=top_k, KIND=kind,
             BIASED=packed.bias_in is not None, EVEN=inner % one["n"] == 0 and hidden % one["k"] == 0,
             N=one["n"], K=one["k"], STAGES=one["stages"], num_warps=one["warps"],
         )  # fmt: skip
         out = torch.empty((tokens, hidden), dtype=self.act, device=x.device)
-        experts_rows.mixed_rows[(tokens, triton.cdiv(hidden, two["n"]))](
+        experts_kernels.mixed_rows[(tokens, triton.cdiv(hidden, two["n"]))](
             h, ids, weights, packed.w_out, packed.bias_out, out, hidden, inner, TOP_K=top_k,
             BIASED=packed.bias_out is not None, EVEN=hidden % two["n"] == 0 and inner % two["k"] == 0,
             N=two["n"], K=two["k"], STAGES=two["stages"], num_warps=two["warps"],
@@ -160,19 +158,19 @@ class ExpertOps(ArrayOps):
         wide = self.act is torch.float32
         blocks = sort_pairs(ids, number, size)
         key = f"h{hidden}_i{inner}_m{size}"
-        h = experts_grouped.gated(
+        h = experts_kernels.gated(
             x,
             packed.w_in,
             packed.bias_in,
             blocks,
             top_k,
             kind,
-            self.choices.choose("experts_in", key, tiles_in(size, wide)),
+            self.tuned_configs.get("experts_in", key, tiles_in(size, wide)),
         )
-        y = experts_grouped.down(
-            h, packed.w_out, packed.bias_out, blocks, self.choices.choose("experts_out", key, tiles_out(size, wide))
+        y = experts_kernels.down(
+            h, packed.w_out, packed.bias_out, blocks, self.tuned_configs.get("experts_out", key, tiles_out(size, wide))
         )
-        return mix(y, weights)
+        return weighted_sum(y, weights)
 
     def _coded(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: CodedExperts, kind: int
@@ -186,18 +184,18 @@ class ExpertOps(ArrayOps):
 
         def multiply(given: torch.Tensor, weight: GPULinear, each: int, gate: int) -> torch.Tensor:
             key = f"{weight.kind}:{weight.outputs}x{weight.inputs}:m{size}"
-            tiles = self.choices.choose("experts_coded", key, default_tiles(weight, size, self.act))
+            tiles = self.tuned_configs.get("experts_coded", key, default_tiles(weight, size, self.act))
             direct = is_direct(weight, compiled, self.capability)
             chip = {"DIRECT": direct, "NATIVE": self.capability >= (8, 9), "ACT": TL_TYPES[self.act]}
             return experts_coded.product(given, weight, blocks, each, gate, self.act, {**tiles, **chip})
 
-        return mix(multiply(multiply(x, packed.first, top_k, kind), packed.last, 1, 0), weights)
+        return weighted_sum(multiply(multiply(x, packed.first, top_k, kind), packed.last, 1, 0), weights)
 
     def _block_size(self, pairs: int, number: int) -> int:
         """Return rows of a block: about as many as an expert has, for what a block lacks is computed for nothing."""
         each = pairs / number
         default = 16 if each <= 12 else 32 if each <= 32 else 64 if each <= 96 else 128
-        return self.choices.choose("experts_blocks", f"{default}", {"m": default})["m"]
+        return self.tuned_configs.get("experts_blocks", f"{default}", {"m": default})["m"]
 
 
 def few_pairs(tokens: int, top_k: int, number: int) -> bool:
@@ -205,7 +203,7 @@ def few_pairs(tokens: int, top_k: int, number: int) -> bool:
     return tokens == 1 or (tokens <= MOST_ROWS and 4 * tokens * top_k <= number)
 
 
-def tiles_in(size: int, wide: bool) -> Choice:
+def tiles_in(size: int, wide: bool) -> KernelConfig:
     """Return tiles of the first product, for blocks of `size` rows; `wide` for float32."""
     if wide:
         return {"n": 32, "k": 32, "warps": 4, "stages": 2}
@@ -216,7 +214,7 @@ def tiles_in(size: int, wide: bool) -> Choice:
     return {"n": 128, "k": 64, "warps": 8, "stages": 3}
 
 
-def tiles_out(size: int, wide: bool) -> Choice:
+def tiles_out(size: int, wide: bool) -> KernelConfig:
     """Return tiles of the second product."""
     if wide:
         return {"n": 64, "k": 32, "warps": 4, "stages": 2}

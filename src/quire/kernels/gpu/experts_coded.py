@@ -1,6 +1,6 @@
 """Products of tokens with quantized experts, held as `linear_weights.py` says, all experts of a layer together.
 
-Rows come in blocks by expert (`experts_sort.py`); a block is multiplied as in `gemm_kernels.py`, weights decoded in
+Rows come in blocks by expert (`experts_kernels.py`); a block is multiplied as in `gemm_kernels.py`, weights decoded in
 registers on the left side, rows of x on the right. Inputs that are rounded are so once for each token, before they are
 brought together. Few rows are bound by reading the weights, 128 rows an expert and more by decoding them.
 """
@@ -18,12 +18,12 @@ import triton.language as tl
 from quire.errors import ModelError
 from quire.kernels.experts import Expert
 from quire.kernels.gpu.activations import gate_and_multiply
-from quire.kernels.gpu.choices import Choice
-from quire.kernels.gpu.experts_sort import Blocks
+from quire.kernels.gpu.experts_kernels import Blocks
 from quire.kernels.gpu.gemm_kernels import decoded, operand
 from quire.kernels.gpu.linear_codes import KINDS, byte_value, nibble_value
 from quire.kernels.gpu.linear_weights import GPULinear
 from quire.kernels.gpu.quantize import quantize_rows
+from quire.kernels.gpu.tuned_configs import KernelConfig
 
 TENSORS = ("data", "bias", "row_scales", "group_scales", "zeros", "order", "table")
 TOGETHER = 8  # blocks of rows that are computed with the same columns, one after the other
@@ -192,7 +192,7 @@ def coded_kernel(
     tl.store(where, tl.trans(result).to(out.dtype.element_ty), (pair < num_pairs)[:, None] & (n < N)[None, :])
 
 
-def default_tiles(weight: GPULinear, size: int, act: torch.dtype) -> Choice:
+def default_tiles(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:
     """Return tiles for blocks of `size` rows; fp8's sums are cut at 128 of K, below which a step must not be."""
     bytes_ = weight.rounds is not None and weight.group == 0
     if act is torch.float32:

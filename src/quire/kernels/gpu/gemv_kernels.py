@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gpu.activations import gate_and_multiply
-from quire.kernels.gpu.dependent import fetch_ahead, let_next_begin, wait_for_earlier
 from quire.kernels.gpu.linear_codes import byte_value, e4m3_value, nibble_value
+from quire.kernels.gpu.pdl import fetch_ahead, launch_dependents, wait_for_dependencies
 
 
 @triton.jit
@@ -137,16 +137,16 @@ def gemv_kernel(
 
     KIND, G: of the weight, see `linear_codes.py`. V: elements of 16 bytes. NCH: chunks of 16 bytes read at a time.
     X_SCALED: x is int8, or with X_CODES codes of E4M3, with a scale for each row. EVEN: no chunk passes the end of K.
-    PDL: see `dependent.py`; PIECES of each row are on their way to L2 then while the kernel before is at work.
+    PDL: see `pdl.py`; PIECES of each row are on their way to L2 then while the kernel before is at work.
     """
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     safe = tl.minimum(n, N - 1).to(tl.int64)
     if PDL:
         fetch_ahead(w + safe * w_row, PIECES)
         if GATE > 0:
             fetch_ahead(w + (safe + N) * w_row, PIECES)
-    wait_for_earlier(PDL)
+    wait_for_dependencies(PDL)
     a0 = tl.zeros([BN, NCH], tl.float32)
     a1, a2, a3 = a0, a0, a0
     u0, u1, u2, u3 = a0, a0, a0, a0

@@ -1,32 +1,330 @@
-"""CUDA graphs: a step of one shape recorded once, whole or in pieces, and run again.
+"""CUDA graphs: a step of one shape captured once, whole or in pieces, and replayed; and which shapes are captured.
 
 A shape's first step is computed op by op, so that it waits for nothing but kernels to be compiled. Its second is, too,
-on the stream that captures, and then recorded: while graphs are captured nothing is computed, so that each step is
-computed exactly once. From the third on the recording runs. `graphs_pieces.py` says what pieces are, and
-`graphs_shapes.py` which shapes there are.
+on the capture stream, and is then captured: nothing is computed during a capture, so each step is computed exactly
+once. From the third on the graph is replayed.
+
+Piecewise graphs leave out the ops that depend on how a step's tokens belong to sequences, which are marked with
+`splitting_op`. During a capture, a call of such an op ends the piece before it, is noted with its arguments, and the
+next piece begins. On replay the op runs eagerly between the pieces, with the metadata of that step, lengths on the host
+and `plans` included.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
+import torch
 from triton.errors import TritonError
 
 from quire.kernels.backend import Arrays, AttentionMetadata
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.graphs_compile import Ahead, mark, marker
-from quire.kernels.gpu.graphs_cuda import CudaRecorder
-from quire.kernels.gpu.graphs_pieces import Graph, Pieces
-from quire.kernels.gpu.graphs_shapes import Ladder
-from quire.kernels.gpu.graphs_staging import PackedStager
+from quire.kernels.gpu.compile_ahead import CompileAhead, mark, marker
 from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.step_staging import PackedStager
 from quire.kernels.steps import GraphStats, Stager, StepShape
 from quire.version import __version__
+
+# Steps of so many tokens and rows are recorded in pieces. A quarter of padding costs less than an op by itself does.
+_TOKENS: Final = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_ROWS: Final = (0, 8, 32, 64, 128)
+_FINE, _COARSE = 128, 256  # steps of both ladders where they go on
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Return the batch sizes that are recorded, up to `most`, which is one of them.
+
+    Small ones are close to each other, since there every row counts; from 16 on they are multiples of 8, as products
+    of matrices want them, and above 256 of 16.
+    """
+    sizes = [1, 2, 4, 8, 12, 16, *range(24, 257, 8), *range(272, most + 16, 16)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def token_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens of other steps that are recorded, up to `most`, which is one of them."""
+    sizes = [*_TOKENS, *range(_TOKENS[-1] + _FINE, most + _FINE, _FINE)]
+    return [*(size for size in sizes if size < most), most]
+
+
+class CaptureSizes:
+    """Rounds steps of up to `most` tokens up to sizes that are recorded."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._decode, self._tokens = decode_sizes(most), token_sizes(most)
+        self._rows = [*_ROWS, *range(_COARSE, most + _COARSE, _COARSE)]
+
+    def up(self, tokens: int, sequences: int, rows: int) -> StepShape:
+        """Return the shape in which such a step is computed; see `Backend.step_shape`."""
+        if tokens > self._most or (rows >= tokens and sequences != tokens):
+            return StepShape(tokens, sequences, rows, "no")
+        if tokens == sequences == rows:
+            size = self._decode[bisect_left(self._decode, tokens)]
+            return StepShape(size, size, size, "whole")
+        size = self._tokens[bisect_left(self._tokens, tokens)]
+        padded = min(self._rows[bisect_left(self._rows, rows)], size - 1)  # all rows would be taken in order
+        return StepShape(size, sequences, padded, "pieces")
+
+
+Shape = Callable[..., tuple[int, ...]]
+
+
+class Graph(Protocol):
+    """One recording of launches; `torch.cuda.CUDAGraph` is one."""
+
+    def replay(self) -> None:
+        """Launch all of it again."""
+
+
+class Recorder(Protocol):
+    """Makes graphs; see `graphs.py`. All that it makes share one pool of memory, which belongs to them."""
+
+    def begin(self) -> Graph:
+        """Note launches from now on, in this thread, instead of computing."""
+
+    def end(self, graph: Graph) -> None:
+        """Stop doing so."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return another tensor of the same memory that does not keep it: the pool may give it to others."""
+
+
+def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark an op, a method of a backend's group: recordings in pieces run it with the metadata of each step.
+
+    Of the op: it takes an `AttentionMetadata` and tensors, and returns one new tensor of `act`, whose shape is
+    `shape(self, *the same arguments)`. If it has a parameter `out`, it may write the result there and return it;
+    otherwise the result is copied, which costs a launch. Tensors among its arguments are temporary, or stay
+    as long as the backend's model does. Rows that belong to no sequence may follow those that do. For example::
+
+        @splitting_op(lambda self, q, cache, metadata, params: (q.shape[0], params.num_heads * params.out_size))
+        def paged_attention(self, q, cache, metadata, params, out=None): ...
+    """
+
+    def mark(op: Callable[..., Any]) -> Callable[..., Any]:
+        takes_out = "out" in inspect.signature(op).parameters
+
+        @wraps(op)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pieces: Pieces | None = getattr(self, "pieces", None)
+            if pieces is None:
+                return op(self, *args, **kwargs)
+            out = torch.empty(shape(self, *args, **kwargs), dtype=self.act, device=self.device)
+            pieces.end()
+            pieces.asides.append(_Aside(op, takes_out, self, args, kwargs, out, pieces))
+            pieces.begin()
+            return out
+
+        return run
+
+    return mark
+
+
+class _Aside:
+    """A call of a marked op, to be repeated with other metadata.
+
+    Of temporary tensors it has aliases: so the memory of all layers' activations is that of a few.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        takes_out: bool,
+        backend: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: torch.Tensor,
+        pieces: Pieces,
+    ) -> None:
+        self._op, self._backend = op, backend
+        place = next((i for i, arg in enumerate(args) if isinstance(arg, AttentionMetadata)), None)
+        metadata = kwargs["metadata"] if place is None else args[place]
+        self._group = pieces.group_of(metadata)
+        self._args = [pieces.kept(arg) for arg in args]
+        self._kwargs = {name: pieces.kept(arg) for name, arg in kwargs.items()}
+        self._place = place
+        self._out = pieces.kept(out)
+        if takes_out:
+            self._kwargs["out"] = self._out
+
+    def run(self, metadata: Sequence[AttentionMetadata]) -> None:
+        """Call the op; `metadata` has one for each group of layers."""
+        own = metadata[self._group]
+        if self._place is None:
+            self._kwargs["metadata"] = own
+        else:
+            self._args[self._place] = own
+        result = self._op(self._backend, *self._args, **self._kwargs)
+        if result is not self._out:
+            self._out.copy_(result)
+
+
+class Pieces:
+    """A recording in pieces, in the making and afterwards. `metadata` is that of the step that is recorded."""
+
+    def __init__(self, recorder: Recorder, metadata: AttentionMetadata) -> None:
+        self._recorder, self._metadata = recorder, metadata
+        self.graphs: list[Graph] = []
+        self.asides: list[_Aside] = []
+        self._open: Graph | None = None
+
+    def begin(self) -> None:
+        """Begin the next piece."""
+        self._open = self._recorder.begin()
+
+    def end(self) -> None:
+        """End the piece, if there is one that has begun; also after an error."""
+        graph, self._open = self._open, None
+        if graph is not None:
+            self._recorder.end(graph)
+            self.graphs.append(graph)
+
+    def finish(self) -> None:
+        """Let go of what only recording needed."""
+        del self._metadata
+
+    def kept(self, value: Any) -> Any:
+        """Return an argument as it is noted: aliases in the place of tensors, also of those in a tuple."""
+        if isinstance(value, torch.Tensor):
+            return self._recorder.alias(value)
+        if type(value) is tuple:
+            return tuple(self.kept(item) for item in value)
+        return None if isinstance(value, AttentionMetadata) else value
+
+    def group_of(self, metadata: AttentionMetadata) -> int:
+        """Return the number of the group of layers whose metadata this is."""
+        own = metadata.block_tables
+        tables = [self._metadata.block_tables, *(table for table, _ in self._metadata.further)]
+        return next(number for number, table in enumerate(tables) if table is own)
+
+    def run(self, metadata: AttentionMetadata) -> None:
+        """Run piece, op, piece, op and so on, with this step's metadata."""
+        groups = [metadata, *(metadata.of_group(number) for number in range(1, 1 + len(metadata.further)))]
+        self.graphs[0].replay()
+        for aside, graph in zip(self.asides, self.graphs[1:], strict=True):
+            aside.run(groups)
+            graph.replay()
+
+
+class _Memory:
+    """Bytes on a device, as torch takes them in without keeping their owner."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def rebuild(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `raw`, the bytes that `tensor` spans, with its type, sizes and strides."""
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def spanned(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie between the first of a tensor's elements and the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
+
+
+def end_broken_capture(pool: Any) -> None:
+    """Have torch forget a capture that broke off, and its pool.
+
+    Its allocator goes on asking the graph about every piece of memory, and random numbers are refused, as if it were
+    still under way.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError, AttributeError):  # it knew, or never does
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError, AttributeError):
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+class CudaRecorder:
+    """Records on one device. Captures forbid only to its own thread what cannot be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have the pool
+        self._broken: list[torch.cuda.CUDAGraph] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute on the stream that captures, after what was launched before, and before what is launched after."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Be ready to capture: on the stream for it, with no garbage collected, which might call the driver.
+
+        A pool ends with its last graph: torch takes no more captures for it then.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.aside():
+                yield
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # one whose capture broke off is not taken again
+            self._graphs.clear()
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """See `Recorder.begin`."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graphs.add(graph)
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `Recorder.end`; a graph that is none stays, for torch may go on asking it."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._broken.append(graph)
+            end_broken_capture(self._pool)
+            raise
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Recorder.alias`."""
+        nbytes = spanned(tensor)
+        if nbytes == 0:
+            return tensor
+        return rebuild(torch.as_tensor(_Memory(tensor.data_ptr(), nbytes), device=self._device), tensor)
+
+    def taken(self) -> int:
+        """Return how many bytes of the device are taken, by whomever."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +413,7 @@ class GraphOps(ArrayOps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder: Any = None if self.enforce_eager else self.new_recorder()
-        self._ladder = Ladder(self.max_graph_tokens)
+        self._capture_sizes = CaptureSizes(self.max_graph_tokens)
         self._recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
     def new_recorder(self) -> Any:
@@ -125,7 +423,7 @@ class GraphOps(ArrayOps):
     def compile_ahead(self, steps: Callable[[], None]) -> int:
         if interpreted():
             return 0
-        with Ahead() as ahead:
+        with CompileAhead() as ahead:
             steps()
         mark(self._marker())
         return ahead.num_kernels
@@ -140,7 +438,7 @@ class GraphOps(ArrayOps):
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if self.recorder is None:
             return StepShape(tokens, sequences, rows, "no")
-        return self._ladder.up(tokens, sequences, rows)
+        return self._capture_sizes.up(tokens, sequences, rows)
 
     def stager(self) -> Stager:
         return PackedStager(self.device)

@@ -18,15 +18,14 @@ from torch.nn import functional as F
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.gpu.activations import activation_number, gate_and_multiply
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.choices import Choice
-from quire.kernels.gpu.dependent import let_next_begin, pieces_ahead, wait_for_earlier
 from quire.kernels.gpu.gemm_kernels import gemm_kernel
 from quire.kernels.gpu.gemv_kernels import gemv_kernel
 from quire.kernels.gpu.linear_codes import KINDS, rows_kernel
-from quire.kernels.gpu.linear_staging import Staging
-from quire.kernels.gpu.linear_weights import GPULinear, pack_floats, pack_quantized, pack_stored
+from quire.kernels.gpu.linear_weights import GPULinear, Staging, pack_floats, pack_quantized, pack_stored
+from quire.kernels.gpu.pdl import launch_dependents, prefetch_pieces, wait_for_dependencies
 from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.quantize import quantize_rows
+from quire.kernels.gpu.tuned_configs import KernelConfig
 from quire.kernels.weight_storage import stored_layout
 
 MOST_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
@@ -41,8 +40,8 @@ ROW_BLOCK, GATE_BLOCK = 1024, 1024  # columns that one program of a row-wise ker
 @triton.jit
 def gate_kernel(x, out, width, x_row, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t, i] = act(x[t, i]) * x[t, width + i]. Bound by bandwidth."""
-    let_next_begin(PDL)
-    wait_for_earlier(PDL)
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + t * x_row + i, mask=i < width, other=0).to(tl.float32)
@@ -175,10 +174,10 @@ class LinearOps(ArrayOps):
         return out.view(tokens * heads, outputs)
 
     def _launches(self, weight: GPULinear) -> dict[Any, Any]:
-        """Return what was worked out for a weight, forgotten when other choices are stored."""
-        if weight.launches.get("choices") is not self.choices:
+        """Return what was worked out for a weight, forgotten when other configurations are loaded."""
+        if weight.launches.get("configs") is not self.tuned_configs:
             weight.launches.clear()
-            weight.launches["choices"] = self.choices
+            weight.launches["configs"] = self.tuned_configs
         return weight.launches
 
     @property
@@ -207,7 +206,7 @@ class LinearOps(ArrayOps):
             key = f"{weight.kind}:{weight.outputs}x{weight.inputs}"
             most = MOST_NIBBLE_ROWS if weight.kind in NIBBLES else MOST_GEMV_ROWS
             default = {"rows": most if self._compiled or weight.kind != "float" else 0}  # interpreted it takes seconds
-            known = launches["most rows"] = self.choices.choose("gemv_rows", key, default)
+            known = launches["most rows"] = self.tuned_configs.get("gemv_rows", key, default)
         return bool(rows <= known["rows"])
 
     def _product(self, x: torch.Tensor, weight: GPULinear, gate: int) -> torch.Tensor:
@@ -306,17 +305,17 @@ class LinearOps(ArrayOps):
         if not self._compiled:
             most, least = 64, 1
         each = max([n for n in (1, 2, 4, 64) if n <= most and width >= n * least] or [1])
-        default: Choice = {"BN": each, "NCH": chunks, "num_warps": chunks // 32}
+        default: KernelConfig = {"BN": each, "NCH": chunks, "num_warps": chunks // 32}
         if each == 1 and not gated and rows <= 2 and not nibbles and inputs >= 256 * chunk:
             default["NCH"] = 256
         key = gemv_key(weight, rows, gated=gated)
-        choice = self.choices.choose("gemv", key, default)
+        choice = self.tuned_configs.get("gemv", key, default)
         # An unmasked half of a chunk of nibbles must not pass the end either.
         ahead = 0
         if self.pdl:
             rows_each = choice["BN"] * (2 if gated else 1)
             row_bytes = weight.data.stride(0) * weight.data.element_size()
-            ahead = pieces_ahead(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
+            ahead = prefetch_pieces(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
         return {**choice, "EVEN": inputs % (choice["NCH"] * chunk) == 0, "V": elements, "PIECES": ahead}
 
     def _gemm(self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor) -> None:
@@ -349,7 +348,7 @@ class LinearOps(ArrayOps):
         """Return the tile for so many rows of x: steps of 128 bytes of K, and the more rows the larger."""
         direct = self._is_direct(weight)
         size = weight.data.element_size() if direct else 2
-        default: Choice = {"BM": rows, "BN": 128, "BK": 128 // size, "GROUP": 8, "num_warps": 4, "num_stages": 4}
+        default: KernelConfig = {"BM": rows, "BN": 128, "BK": 128 // size, "GROUP": 8, "num_warps": 4, "num_stages": 4}
         if rows <= 32:
             default.update(BN=32 if weight.outputs < 64 * self.num_sms else 64, BK=256 // size)
         elif rows >= 128:
@@ -366,15 +365,15 @@ class LinearOps(ArrayOps):
         elif self.batch_invariant and direct:
             default["BN"] = 128 if weight.outputs >= 64 * self.num_sms else 64
         key = gemm_key(weight, rows, invariant=self.batch_invariant)
-        choice = self.choices.choose("gemm", key, default)
+        choice = self.tuned_configs.get("gemm", key, default)
         return {**choice, "DIRECT": direct, "EVEN": depth % choice["BK"] == 0}
 
     def _gemm_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Launch `gemm_kernel` for one matrix for each head, tiles by the shape of the weight alone."""
         tokens, heads, outputs = out.shape
         inputs = weight.shape[2]
-        default: Choice = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
-        choice = self.choices.choose("gemm_heads", f"{heads}x{outputs}x{inputs}", default)
+        default: KernelConfig = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+        choice = self.tuned_configs.get("gemm_heads", f"{heads}x{outputs}x{inputs}", default)
         tiles = -(-tokens // choice["BM"]) * -(-outputs // choice["BN"])
         gemm_kernel[(tiles, heads)](
             x, weight, weight, weight, weight, weight, weight, weight, out, tokens, outputs, inputs,

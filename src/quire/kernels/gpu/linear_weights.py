@@ -1,13 +1,15 @@
-"""What weights are on the device, and how they get there; products with them are in `linear.py`.
+"""Formats of weights on the device, and loading them; products with them are in `linear.py`.
 
-Rows lie one after the other, K side by side, padded to 16 bytes where they are bytes or nibbles. Of 32 neighbours that
-are nibbles, byte i holds input i below and input 16 + i above: so 16 bytes are decoded by shifts alone, and each half
+Tensors of a checkpoint are copied piece by piece through pinned memory, never a second copy. Rows are stored one after
+the other, K contiguous, padded to 16 bytes where they are bytes or nibbles. Of 32 neighbours that are nibbles, byte i
+holds input i in its low half and input 16 + i in its high half: so 16 bytes are decoded by shifts alone, and each half
 meets 16 inputs that are neighbours, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +17,100 @@ import numpy as np
 import torch
 
 from quire.checkpoint.small_floats import NONFINITE
-from quire.checkpoint.tensor import Codes, Integers, Layout, QuantizedTensor, Tensor
-from quire.kernels.gpu.linear_staging import Staging, pieces
+from quire.checkpoint.tensor import Codes, HostTensor, Integers, Layout, QuantizedTensor, Tensor
 from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.reference.quantize import quantize_groups
+
+PIECE_BYTES = 16 << 20  # of a weight that are on their way at a time; there are two buffers of it
+TORCH_OF = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+class Staging:
+    """Copies arrays to a device while the host reads the next ones.
+
+    Files are mapped, and copying straight from pageable memory has the driver do the same with less; here the copy to
+    pinned memory of one piece overlaps with the transfer of the one before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._lists: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+
+    def upload(self, array: np.ndarray, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return an array, at most PIECE_BYTES, on the device; its bits are of `dtype`, which numpy may not know.
+
+        out: where to put it, of the same shape and any type; a new tensor if None.
+        """
+        if out is None:
+            out = torch.empty(array.shape, dtype=dtype, device=self.device)
+        if self.device.type != "cuda":
+            out.copy_(torch.from_numpy(np.require(array, requirements=["C", "W"])).view(dtype))
+            return out
+        if not self._buffers:
+            self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        turn, self._turn = self._turn, 1 - self._turn
+        event = self._events[turn]
+        if event is not None:
+            event.synchronize()
+        assert array.nbytes <= PIECE_BYTES, "pieces are cut by rows"
+        staged = self._buffers[turn][: array.nbytes]
+        np.copyto(staged.numpy().view(array.dtype).reshape(array.shape), array)
+        source = staged.view(dtype).view(array.shape)
+        if out.dtype == dtype:
+            out.copy_(source, non_blocking=True)
+        else:
+            out.copy_(source.to(self.device, non_blocking=True))
+        event = self._events[turn] = torch.cuda.Event()
+        event.record()
+        return out
+
+    def floats(self, part: Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+        """Write rows [start, stop) of a tensor, rounded to the type of `out`, into it."""
+        repeated = getattr(part, "repeated", None)
+        if repeated is not None:
+            twice, first = repeated
+            self._repeat(twice, first, start * math.prod(part.shape[1:]), out)
+            return
+        piece = part.rows(start, stop)
+        if isinstance(piece, HostTensor) and piece.dtype in TORCH_OF:
+            self.upload(piece.array, TORCH_OF[piece.dtype], out)
+        else:
+            self.upload(piece.to_float32(), torch.float32, out)
+        piece.release()
+
+    def _repeat(self, twice: np.ndarray, first: int, skipped: int, out: torch.Tensor) -> None:
+        """Write elements [skipped, ...) of a tensor that repeats a list (see `checkpoint/weights.py`) into `out`."""
+        if id(twice) not in self._lists:
+            bits = torch.from_numpy(np.array(twice)).view(torch.bfloat16)
+            self._lists[id(twice)] = twice, bits.to(self.device)
+        staged = self._lists[id(twice)][1]
+        size, flat = len(twice) // 2, out.view(-1)
+        place = (first + skipped) % size
+        for start in range(0, flat.numel(), size):
+            count = min(size, flat.numel() - start)
+            flat[start : start + count].copy_(staged[place : place + count])
+
+
+def pieces(part: Tensor, item_bytes: int = 4) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) of the rows of a tensor, few enough at a time to fit a buffer at `item_bytes` an element."""
+    width = max(1, math.prod(part.shape[1:])) * item_bytes
+    step = max(1, PIECE_BYTES // width)
+    for start in range(0, part.shape[0], step):
+        yield start, min(start + step, part.shape[0])
+
 
 INT4_GROUP = 64  # of weights that are quantized here
 DECODE_UNIT = 32  # inputs that rows of bytes and nibbles are padded to
@@ -63,11 +155,11 @@ class GPULinear:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        held = self.data, self.bias, self.near_bias, self.row_scales, self.group_scales, self.zeros, self.order
-        return sum(tensor.nbytes for tensor in (*held, self.table) if tensor is not None)
+        staged = self.data, self.bias, self.near_bias, self.row_scales, self.group_scales, self.zeros, self.order
+        return sum(tensor.nbytes for tensor in (*staged, self.table) if tensor is not None)
 
 
-def weave(nibbles: torch.Tensor) -> torch.Tensor:
+def pack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     """Return uint8 [N, K], all below 16, K a multiple of 32, as bytes [N, K / 2] in the order of this module."""
     halves = nibbles.view(nibbles.shape[0], -1, 2, 16)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(nibbles.shape[0], -1)
@@ -112,7 +204,7 @@ def pack_quantized(parts: Sequence[Tensor], quantization: str, staging: Staging,
             assert made.group_scales is not None
             scales[rows], relative[rows] = made.scales, made.group_scales
             padded = torch.nn.functional.pad(made.q + 8, (0, depth - inputs)).to(torch.uint8)
-            data[rows] = weave(padded)
+            data[rows] = pack_nibbles(padded)
         first += part.shape[0]
     rounds = None if quantization == "int8-weight-only" else "e4m3" if quantization == "fp8" else "int8"
     group = INT4_GROUP if four else 0
@@ -123,10 +215,10 @@ def pack_quantized(parts: Sequence[Tensor], quantization: str, staging: Staging,
 
 def pack_stored(parts: Sequence[Tensor], layout: Layout, staging: Staging) -> GPULinear | None:
     """Hold parts as they are stored, of which each has this layout; None if their columns are in different orders."""
-    return _Stored(parts, layout, staging).pack()
+    return _CheckpointPacker(parts, layout, staging).pack()
 
 
-class _Stored:
+class _CheckpointPacker:
     """Fills a `GPULinear` from stored integers or codes."""
 
     def __init__(self, parts: Sequence[Tensor], layout: Layout, staging: Staging) -> None:
@@ -192,12 +284,12 @@ class _Stored:
     def _put(self, rows: slice, stored: np.ndarray) -> None:
         """Write bytes or nibbles [n, K]."""
         made = self.made
-        held = self.staging.upload(stored, made.data.dtype)
+        staged = self.staging.upload(stored, made.data.dtype)
         if self.layout.bits == 8:
-            made.data[rows, : made.inputs] = held
+            made.data[rows, : made.inputs] = staged
             made.data[rows, made.inputs :] = 0
         else:
-            made.data[rows] = weave(torch.nn.functional.pad(held, (0, made.depth - made.inputs)))
+            made.data[rows] = pack_nibbles(torch.nn.functional.pad(staged, (0, made.depth - made.inputs)))
 
     def _integers(self, rows: slice, found: Integers) -> None:
         """Scales of groups become shares of a power of two, so that float16 holds them."""
@@ -227,12 +319,12 @@ class _Stored:
             if bad.any():
                 n, k = np.nonzero(bad)
                 scales[n, k // found.group] = np.nan
-        held = self.staging.upload(scales, torch.float32)
+        staged = self.staging.upload(scales, torch.float32)
         if made.group_scales is None:
             assert made.row_scales is not None
-            made.row_scales[rows] = held[:, 0]
+            made.row_scales[rows] = staged[:, 0]
         else:
-            made.group_scales[rows, : held.shape[1]] = held.to(made.group_scales.dtype)
+            made.group_scales[rows, : staged.shape[1]] = staged.to(made.group_scales.dtype)
 
 
 def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:

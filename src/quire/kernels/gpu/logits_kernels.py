@@ -8,7 +8,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.sampling_search import first_largest, key_of
+
+@triton.jit
+def key_of(x):
+    """Return int32 that are ordered as the float32 `x` are, -0 and 0 the same."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """Undo `key_of`."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_largest(values, size, BLOCK: tl.constexpr):
+    """Return the largest of `size` values (NaN if one is), and the first place of it; 0 for NaN."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = lanes
+    broken = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(values + start + lanes, mask=start + lanes < size, other=float("-inf"))
+        broken = tl.where(x != x, 1, broken)
+        place = tl.where(x > best, start + lanes, place)
+        best = tl.where(x > best, x, best)
+    top = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == top, place, size), axis=0)
+    bad = tl.max(broken, axis=0) > 0
+    return tl.where(bad, float("nan"), top), tl.where(bad, 0, token)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.dependent import let_next_begin, wait_for_earlier
+from quire.kernels.gpu.pdl import launch_dependents, wait_for_dependencies
 
 ELEMENTS = 1024  # of several narrow pieces that one program norms
 PER_THREAD = 16  # elements: two loads of 16 bytes of a 16-bit type
@@ -22,13 +22,13 @@ def rms_norm_kernel(
     ADD: tl.constexpr, WIDTH: tl.constexpr, WB: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS of all `count` pieces, of which a row of x has `pieces`; with ADD of residual + x, which is kept."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WB)
     row, start = (piece // pieces).to(tl.int64), (piece % pieces) * WIDTH
     mask = (piece < count)[:, None] & (columns < WIDTH)[None, :]
     scales = tl.load(weight + columns, mask=columns < WIDTH, other=0)
-    wait_for_earlier(PDL)
+    wait_for_dependencies(PDL)
     values = tl.load(x + (row * x_stride + start)[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)
     if ADD:
         places = residual + (row * residual_stride + start)[:, None] + columns[None, :]
@@ -90,7 +90,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return the RMS norm in `dtype` of each piece of x [..., n * W], weight [W]; or of residual + x, kept in residual.
 
-    Rows of both may be apart. pdl: the launch may overlap, see `dependent.py`.
+    Rows of both may be apart. pdl: the launch may overlap, see `pdl.py`.
     """
     source, width = as_rows(x), weight.shape[0]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Logits: what options do to them, and choosing tokens. The kernels are in `logits_kernels.py` and `sampling_draw.py`.
+"""Logits processing and sampling. The kernels are in `logits_kernels.py` and `sampling_kernels.py`.
 
 Nothing here waits for the device. Numbers of the host go there in one copy of pinned memory an op, as few as they are.
 """
@@ -21,7 +21,7 @@ from quire.kernels.gpu.logits_kernels import (
     penalize,
     sum_parts,
 )
-from quire.kernels.gpu.sampling_draw import draw
+from quire.kernels.gpu.sampling_kernels import draw
 
 READ = 4096  # logits that a program looks at together
 PART = 16384  # logits of one sum; fixed, so that sums do not depend on the batch
@@ -132,7 +132,7 @@ class SamplingOps(ArrayOps):
             np.log(min_p, out=options[3], dtype=np.float64)
         rows, size = logits.shape
         few = self.draw_key(rows) == "few rows"
-        choice = self.choices.choose("draw", self.draw_key(rows), PIECES if few else DRAW)
+        choice = self.tuned_configs.get("draw", self.draw_key(rows), PIECES if few else DRAW)
         warps, weigh, read = choice["warps"], choice["weigh"], choice["read"]
         given = self.from_numpy(options)
         if not few or size <= weigh:

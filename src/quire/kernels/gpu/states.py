@@ -1,21 +1,412 @@
-"""Layers with states: short convolutions and the gated delta rule.
+"""Layers with recurrent states: short convolutions and the gated delta rule.
 
-Which kernel computes what; they are in `states_conv.py`, `states_delta.py` and `states_chunks.py`. Sequences of a
-padded step that are not there (a seq_len of 0) have no state that is read or written.
+Sequences that pad a step (seq_len 0) have no state that is read or written.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import states_chunks, states_delta
-from quire.kernels.gpu.activations import KINDS, activation_number
+from quire.kernels.gpu.activations import KINDS, activate, activation_number
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.graphs_pieces import follows_step
+from quire.kernels.gpu.graphs import splitting_op
 from quire.kernels.gpu.norms import as_rows
-from quire.kernels.gpu.states_conv import convolve
+
+COLUMNS = 32  # of a matrix that one program has: 4 programs a head of 128, or 128 of a sequence with 32 heads
+
+
+# The gated delta rule token by token: for decoding, and where bits must not depend on how a prompt was cut into steps.
+# A program has some columns of one head's matrix of one sequence, which are independent of the others, and keeps them
+# in registers from the first token to the last. With one token it is bound by memory: the matrices are read and written
+# once, 4 MB a sequence and layer with 32 heads of 128 by 128.
+
+
+@triton.jit
+def delta_scan_kernel(
+    q, k, v, decay, beta, state, out, starts, seq_lens, state_rows,
+    q_stride, k_stride, v_stride, decay_stride, beta_stride, heads, shared,
+    SINGLE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, value head, sequence)."""
+    column = tl.program_id(0) * VB + tl.arange(0, VB)
+    head, s = tl.program_id(1), tl.program_id(2)
+    keys = tl.load(seq_lens + s)
+    first, count = s, 1
+    if not SINGLE:
+        first = tl.load(starts + s)
+        count = tl.load(starts + s + 1) - first
+    if keys <= 0 or count <= 0:
+        return
+    depth = tl.arange(0, KB)
+    inside, deep = column < DV, depth < DK
+    place = state + (tl.load(state_rows + s) * heads + head) * DK * DV + depth[:, None] * DV + column[None, :]
+    whole = deep[:, None] & inside[None, :]
+    matrix = tl.load(place, mask=whole & (keys > count), other=0)
+    key_head = head // shared
+    for token in range(count):
+        row = (first + token).to(tl.int64)
+        key = tl.load(k + row * k_stride + key_head * DK + depth, mask=deep, other=0).to(tl.float32)
+        query = tl.load(q + row * q_stride + key_head * DK + depth, mask=deep, other=0).to(tl.float32)
+        value = tl.load(v + row * v_stride + head * DV + column, mask=inside, other=0).to(tl.float32)
+        gate = tl.load(beta + row * beta_stride + head).to(tl.float32)
+        matrix *= tl.exp(tl.load(decay + row * decay_stride + head).to(tl.float32))
+        change = (value - tl.sum(key[:, None] * matrix, 0)) * gate
+        matrix += key[:, None] * change[None, :]
+        found = tl.sum(query[:, None] * matrix, 0)
+        tl.store(out + (row * heads + head) * DV + column, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, matrix, mask=whole)
+
+
+def scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    metadata: AttentionMetadata,
+    out: torch.Tensor,
+) -> None:
+    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous."""
+    _, heads, depth, width = state.shape
+    columns = min(COLUMNS, triton.next_power_of_2(width))
+    delta_scan_kernel[(triton.cdiv(width, columns), heads, metadata.seq_lens.shape[0])](
+        q, k, v, decay, beta, state, out, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows,
+        q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), heads, heads * depth // k.shape[1],
+        SINGLE=metadata.single, DK=depth, DV=width, KB=triton.next_power_of_2(depth), VB=columns,
+    )  # fmt: skip
+
+
+CHUNK = 64
+SEQUENCES = 256  # that are looked at at least, so that no kernel is compiled for each number of them
+
+
+# The gated delta rule in chunks of tokens, so that prompts are matrix products (Yang et al. 2024, section 3.3).
+#
+# With g the running sum of decays in a chunk, S the matrix before it, and row r of K, Q, V and U of its r-th token,
+# where k_r u_r^T is what that token adds to the matrix, the definition says
+#
+#     u_r = beta_r (v_r - e^(g_r) S^T k_r - sum over i < r of e^(g_r - g_i) (k_r . k_i) u_i)
+#     o_r = e^(g_r) S^T q_r + sum over i <= r of e^(g_r - g_i) (q_r . k_i) u_i
+#
+# so U = (I + A)^-1 diag(beta) (V - diag(e^g) K S) with A strictly lower triangular. What does not need S, the inverse
+# and the weights of the second line, is computed for all chunks at once; then a program for some columns of a matrix
+# goes from chunk to chunk. The inverse is found row by row: products of powers of A would be fewer steps, but where
+# keys repeat themselves the powers grow beyond all bounds and cancel.
+
+
+@triton.jit
+def _product(x, y):
+    """x @ y, as good as in float32, of y in float32 and x in any type.
+
+    Where x has 16 bits, so has each of two numbers that y is the sum of, but for a part in 2^17 or less.
+    """
+    if x.dtype == tl.float32:
+        return tl.dot(x, y, input_precision="tf32x3")
+    high = y.to(x.dtype)
+    return tl.dot(x, (y - high.to(tl.float32)).to(x.dtype), tl.dot(x, high))
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def prepare_kernel(
+    q, k, decay, beta, inverses, weights, sums, starts, ends,
+    q_stride, k_stride, decay_stride, beta_stride, num_sequences, heads, shared,
+    DK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SB: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, value head): (I + A)^-1 diag(beta) and the weights of outputs, [C, C] each; g and what is left of
+    it to the chunk's end, [2, C].
+
+    Sums of decays are long, and differences of them may be short: these would have the rounding of those.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, SB)
+    before = (tl.load(ends + index, mask=index < num_sequences, other=2147483647) <= chunk).to(tl.int32)
+    s = tl.sum(before, 0)
+    if s >= num_sequences:
+        return
+    earlier = 0
+    if s > 0:
+        earlier = tl.load(ends + s - 1)
+    place = tl.arange(0, C)
+    row = tl.load(starts + s) + (chunk - earlier) * C + place
+    valid = row < tl.load(starts + s + 1)
+    row = row.to(tl.int64)
+    depth = tl.arange(0, KB)
+    mask = valid[:, None] & (depth < DK)[None, :]
+    column = head // shared * DK + depth
+    keys = tl.load(k + row[:, None] * k_stride + column[None, :], mask=mask, other=0)
+    queries = tl.load(q + row[:, None] * q_stride + column[None, :], mask=mask, other=0)
+    gate = tl.load(beta + row * beta_stride + head, mask=valid, other=0).to(tl.float32)
+    decays = tl.load(decay + row * decay_stride + head, mask=valid, other=0).to(tl.float64)
+    exact = tl.cumsum(decays, 0)
+    total = exact.to(tl.float32)
+    rest = (exact - total.to(tl.float64)).to(tl.float32)
+    between = (total[:, None] - total[None, :]) + (rest[:, None] - rest[None, :])
+    fade = tl.exp(tl.minimum(between, 0.0))  # above the diagonal it is not used
+
+    lower = place[:, None] > place[None, :]
+    step = tl.where(lower, tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * fade * -gate[:, None], 0.0)
+    solved = tl.zeros([C, C], tl.float32)  # the inverse without its diagonal of ones
+    for i in range(1, C):
+        here = place[:, None] == i
+        taken = tl.sum(tl.where(here, step, 0.0), 0)
+        solved = tl.where(here, (taken + tl.sum(taken[:, None] * solved, 0))[None, :], solved)
+    solved += (place[:, None] == place[None, :]).to(tl.float32)
+
+    seen = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * fade
+    seen = tl.where(place[:, None] >= place[None, :], seen, 0.0)
+    slot = chunk.to(tl.int64) * heads + head
+    square = slot * C * C + place[:, None] * C + place[None, :]
+    tl.store(inverses + square, solved * gate[None, :])
+    tl.store(weights + square, seen.to(weights.dtype.element_ty))
+    tl.store(sums + slot * 2 * C + place, total)
+    tl.store(sums + (slot * 2 + 1) * C + place, (tl.sum(decays, 0) - exact).to(tl.float32))
+
+
+@triton.jit
+def advance_kernel(
+    q, k, v, state, out, inverses, weights, sums, starts, seq_lens, state_rows, ends,
+    q_stride, k_stride, v_stride, heads, shared,
+    DK: tl.constexpr, DV: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, value head, sequence): outputs of all its chunks, and the matrix after them."""
+    column = tl.program_id(0) * VB + tl.arange(0, VB)
+    head, s = tl.program_id(1), tl.program_id(2)
+    first, stop = tl.load(starts + s), tl.load(starts + s + 1)
+    if stop <= first:
+        return
+    chunk = 0
+    if s > 0:
+        chunk = tl.load(ends + s - 1)
+    depth, place = tl.arange(0, KB), tl.arange(0, C)
+    inside, deep = column < DV, depth < DK
+    matrix_place = state + (tl.load(state_rows + s) * heads + head) * DK * DV + depth[:, None] * DV + column[None, :]
+    whole = deep[:, None] & inside[None, :]
+    matrix = tl.load(matrix_place, mask=whole & (tl.load(seq_lens + s) > stop - first), other=0)
+    key_column = head // shared * DK + depth
+    square = place[:, None] * C + place[None, :]
+    for begin in range(first, stop, C):
+        row = (begin + place).to(tl.int64)
+        valid = row < stop
+        mask = valid[:, None] & deep[None, :]
+        keys = tl.load(k + row[:, None] * k_stride + key_column[None, :], mask=mask, other=0)
+        queries = tl.load(q + row[:, None] * q_stride + key_column[None, :], mask=mask, other=0)
+        value_mask = valid[:, None] & inside[None, :]
+        values = tl.load(v + row[:, None] * v_stride + (head * DV + column)[None, :], mask=value_mask, other=0)
+        slot = chunk.to(tl.int64) * heads + head  # type: ignore[attr-defined]  # a number of Triton
+        inverse = tl.load(inverses + slot * C * C + square)
+        weight = tl.load(weights + slot * C * C + square)
+        total = tl.load(sums + slot * 2 * C + place)
+        last = tl.load(sums + slot * 2 * C + C - 1)  # tokens that are not there do not decay
+        left = tl.load(sums + (slot * 2 + 1) * C + place)
+        grown = tl.exp(total)[:, None]
+        missing = values.to(tl.float32) - grown * _product(keys, matrix)
+        high = inverse.to(keys.dtype)
+        added = _product(high, missing)
+        if keys.dtype != tl.float32:
+            added += tl.dot((inverse - high.to(tl.float32)).to(keys.dtype), missing.to(keys.dtype))
+        found = grown * _product(queries, matrix) + _product(weight, added)
+        target = out + (row * heads + head)[:, None] * DV + column[None, :]
+        tl.store(target, found.to(out.dtype.element_ty), mask=value_mask)
+        faded = added * tl.exp(left)[:, None]
+        matrix = matrix * tl.exp(last) + _product(tl.trans(keys), faded)
+        chunk += 1
+    tl.store(matrix_place, matrix, mask=whole)
+
+
+def _chunk_ends(metadata: AttentionMetadata) -> torch.Tensor:
+    """Return how many chunks each sequence has together with those before it, int32 [S], worked out once a step."""
+    ends = metadata.plans.get("chunks")
+    if ends is None:
+        lengths = metadata.cu_query_lens.diff()
+        ends = lengths.add_(CHUNK - 1).div_(CHUNK, rounding_mode="floor").cumsum(0, dtype=torch.int32)
+        metadata.plans["chunks"] = ends
+    return ends
+
+
+def advance(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    metadata: AttentionMetadata,
+    out: torch.Tensor,
+) -> None:
+    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous. Products have the precision of float32."""
+    _, heads, depth, width = state.shape
+    sequences, shared = metadata.seq_lens.shape[0], heads * depth // k.shape[1]
+    ends, most = _chunk_ends(metadata), triton.cdiv(q.shape[0], CHUNK) + sequences
+    inverses = torch.empty((most, heads, CHUNK, CHUNK), dtype=torch.float32, device=q.device)
+    weights = torch.empty_like(inverses, dtype=q.dtype)  # these only matter to outputs
+    sums = torch.empty((most, heads, 2, CHUNK), dtype=torch.float32, device=q.device)
+    padded = max(16, triton.next_power_of_2(depth))
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
+    prepare_kernel[(most, heads)](
+        q, k, decay, beta, inverses, weights, sums, metadata.cu_query_lens, ends,
+        q.stride(0), k.stride(0), decay.stride(0), beta.stride(0), sequences, heads, shared,
+        DK=depth, KB=padded, C=CHUNK, SB=max(SEQUENCES, triton.next_power_of_2(sequences)), num_warps=8,
+    )  # fmt: skip
+    advance_kernel[(triton.cdiv(width, columns), heads, sequences)](
+        q, k, v, state, out, inverses, weights, sums,
+        metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows, ends,
+        q.stride(0), k.stride(0), v.stride(0), heads, shared,
+        DK=depth, DV=width, KB=padded, VB=columns, C=CHUNK, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+CHANNELS = 512  # of a program that has one token
+TILE = (16, 128)  # tokens and channels of a program that has several
+
+
+# Short causal convolutions, whose last inputs are kept in states for the next step. Bound by memory: an input is read
+# from device memory once and from the caches for the taps after it. A step of single tokens takes one launch, in which
+# each program changes the state that it alone reads. Otherwise the tokens are computed first, in any order, and a
+# second launch updates the states.
+
+
+@triton.jit
+def conv_single_kernel(
+    x, weight, bias, state, out, seq_lens, state_rows, x_stride, channels,
+    BIASED: tl.constexpr, KIND: tl.constexpr, TAPS: tl.constexpr, TB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, block of channels): convolve its one token, and shift its state."""
+    s = tl.program_id(0)
+    keys = tl.load(seq_lens + s)
+    if keys <= 0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    own = state + tl.load(state_rows + s) * (TAPS - 1) * channels + column
+    total = tl.zeros([BLOCK], tl.float32)
+    if BIASED:
+        total += tl.load(bias + column, mask=inside, other=0)
+    newest = tl.load(x + s.to(tl.int64) * x_stride + column, mask=inside, other=0).to(tl.float32)
+    total += tl.load(weight + (TAPS - 1) * channels + column, mask=inside, other=0) * newest
+    if TAPS > 1:
+        tap = tl.arange(0, TB)[:, None]
+        older = (tap < TAPS - 1) & inside[None, :]
+        places = own[None, :] + tap * channels
+        values = tl.load(places, mask=older & (keys > 1), other=0)
+        factors = tl.load(weight + tap * channels + column[None, :], mask=older, other=0)
+        total += tl.sum(values * factors, 0)
+        tl.debug_barrier()  # nobody writes before all have read
+        tl.store(places - channels, values, mask=older & (tap > 0))
+        tl.store(own + (TAPS - 2) * channels, newest, mask=inside)
+    made = activate(total, KIND).to(out.dtype.element_ty)
+    tl.store(out + s.to(tl.int64) * channels + column, made, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_sequences"])
+def conv_kernel(
+    x, weight, bias, state, out, starts, seq_lens, state_rows, owners, x_stride, tokens, channels, num_sequences,
+    BIASED: tl.constexpr, KIND: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (block of tokens, block of channels); `owners` [T] are the tokens' sequences. States stay as they are."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    s = tl.load(owners + row, mask=row < tokens, other=num_sequences)
+    valid = s < num_sequences
+    first = tl.load(starts + s, mask=valid, other=0)
+    count = tl.load(starts + s + 1, mask=valid, other=0) - first
+    remembers = valid & (tl.load(seq_lens + s, mask=valid, other=0) > count)
+    own = tl.load(state_rows + s, mask=valid, other=0) * (TAPS - 1) * channels
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    if BIASED:
+        total += tl.load(bias + column, mask=inside, other=0)[None, :]
+    for tap in tl.static_range(TAPS):
+        source = row - (TAPS - 1) + tap  # in the step, or, if before the sequence's first token, in its state
+        new = (valid & (source >= first))[:, None] & inside[None, :]
+        old = (remembers & (source < first))[:, None] & inside[None, :]
+        place = source.to(tl.int64)[:, None] * x_stride + column[None, :]
+        value = tl.load(x + place, mask=new, other=0).to(tl.float32)
+        if tap < TAPS - 1:
+            place = (own + (source - first + TAPS - 1) * channels)[:, None] + column[None, :]
+            value += tl.load(state + place, mask=old, other=0)
+        total += tl.load(weight + tap * channels + column, mask=inside, other=0)[None, :] * value
+    made = activate(total, KIND).to(out.dtype.element_ty)
+    target = out + row.to(tl.int64)[:, None] * channels + column[None, :]
+    tl.store(target, made, mask=valid[:, None] & inside[None, :])
+
+
+@triton.jit
+def conv_state_kernel(
+    x, state, starts, seq_lens, state_rows, x_stride, channels,
+    TAPS: tl.constexpr, TB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, block of channels): keep its last TAPS - 1 inputs."""
+    s = tl.program_id(0)
+    first = tl.load(starts + s)
+    count = tl.load(starts + s + 1) - first
+    if count <= 0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    slot = tl.arange(0, TB)[:, None]
+    wanted = (slot < TAPS - 1) & inside[None, :]
+    own = state + tl.load(state_rows + s) * (TAPS - 1) * channels + column[None, :]
+    source = count - (TAPS - 1) + slot  # among the step's tokens; below 0 they are in the state, further on
+    old = wanted & (source < 0) & (tl.load(seq_lens + s) > count)
+    values = tl.load(own + (slot + count) * channels, mask=old, other=0)
+    place = (first + source).to(tl.int64) * x_stride + column[None, :]
+    values += tl.load(x + place, mask=wanted & (source >= 0), other=0).to(tl.float32)
+    tl.debug_barrier()  # nobody writes before all have read
+    tl.store(own + slot * channels, values, mask=wanted)
+
+
+def token_owners(tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
+    """Return each token's sequence, int32 [T], or how many there are if it has none; worked out once a step."""
+    key = "token owners", tokens
+    owners = metadata.plans.get(key)
+    if owners is None:
+        places = torch.arange(tokens, dtype=torch.int32, device=metadata.cu_query_lens.device)
+        owners = torch.searchsorted(metadata.cu_query_lens[1:], places, right=True, out_int32=True)
+        metadata.plans[key] = owners
+    return owners
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    metadata: AttentionMetadata,
+    kind: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `Backend.causal_conv`; `kind` is a number of `activations.py`, the result is of `dtype`."""
+    tokens, channels = x.shape
+    taps, sequences = weight.shape[0], metadata.seq_lens.shape[0]
+    out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
+    if tokens == 0:
+        return out
+    padded = triton.next_power_of_2(max(taps - 1, 1))
+    biases = weight if bias is None else bias
+    if metadata.single:
+        conv_single_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
+            x, weight, biases, state, out, metadata.seq_lens, metadata.state_rows, x.stride(0), channels,
+            BIASED=bias is not None, KIND=kind, TAPS=taps, TB=padded, BLOCK=CHANNELS,
+        )  # fmt: skip
+        return out
+    rows, block = TILE
+    conv_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, block))](
+        x, weight, biases, state, out, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows,
+        token_owners(tokens, metadata), x.stride(0), tokens, channels, sequences,
+        BIASED=bias is not None, KIND=kind, TAPS=taps, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+    if taps > 1:
+        conv_state_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
+            x, state, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows, x.stride(0), channels,
+            TAPS=taps, TB=padded, BLOCK=CHANNELS,
+        )  # fmt: skip
+    return out
+
 
 FEW_TOKENS = 32  # one after the other they are done before chunks of them would be prepared
 
@@ -23,7 +414,7 @@ FEW_TOKENS = 32  # one after the other they are done before chunks of them would
 class StateOps(ArrayOps):
     """Layers with states."""
 
-    @follows_step(lambda self, x, *args, **kwargs: tuple(x.shape))
+    @splitting_op(lambda self, x, *args, **kwargs: tuple(x.shape))
     def causal_conv(
         self,
         x: torch.Tensor,
@@ -36,7 +427,7 @@ class StateOps(ArrayOps):
         kind = KINDS["none"] if activation is None else activation_number(activation, gated=False)
         return convolve(as_rows(x), weight, bias, state, metadata, kind, self.act)
 
-    @follows_step(lambda self, q, k, v, *args: tuple(v.shape))
+    @splitting_op(lambda self, q, k, v, *args: tuple(v.shape))
     def gated_delta(
         self,
         q: torch.Tensor,
@@ -56,7 +447,7 @@ class StateOps(ArrayOps):
         if v.shape[0] == 0:
             return out
         one_by_one = metadata.single or self.batch_invariant or v.shape[0] <= FEW_TOKENS
-        compute = states_delta.scan if one_by_one else states_chunks.advance
+        compute = scan if one_by_one else advance
         compute(as_rows(q), as_rows(k), as_rows(v), as_rows(decay), as_rows(beta), state, metadata, out)
         return out
 

@@ -1,9 +1,9 @@
-"""Kernels compiled before they are needed, side by side: a step that launches nothing says which.
+"""Kernels compiled before they are needed, in parallel: a step that launches nothing says which they are.
 
 Triton compiles a kernel when it is first launched, one to three seconds each, and a model has some twenty. Within
-`Ahead` nothing is launched: a kernel that is not compiled begins to be, in a thread, and most of the work is done
-without Python's lock. What was compiled lies in Triton's folder on the disk; a small file there says that a backend of
-these types has been warmed up on this chip before.
+`CompileAhead` nothing is launched: each kernel that is not compiled is submitted to a thread, which does most of the
+work without the GIL. Triton caches what was compiled on disk; a small file there says that a backend of these types has
+been warmed up on this chip before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 MOST_THREADS = 16
 
 
-class Ahead:
+class CompileAhead:
     """While it is entered, in this thread, kernels are not launched; those that are not compiled yet begin to be.
 
-    What a step computes meanwhile is of no use, and nobody may go by it: memory that a kernel would have filled holds
-    anything. Hence no kernel runs, for one that was compiled before would take that for places in memory. Leaving it
+    What a step computes meanwhile must not be used: memory that a kernel would have written is uninitialized. Hence no
+    kernel runs at all, since one that was compiled before would take such values for addresses. Leaving the context
     waits until all are compiled.
 
     Attributes:
@@ -46,8 +46,8 @@ class Ahead:
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compile")
         self._token: Any = None
 
-    def __enter__(self) -> Ahead:
-        _heed_ahead()
+    def __enter__(self) -> CompileAhead:
+        _patch_launches()
         self._token = active_mode.set(self)  # type: ignore[arg-type]
         return self
 
@@ -80,12 +80,12 @@ def _made_ready(compile_it: Callable[[], Any]) -> Any:
 
 
 @cache
-def _heed_ahead() -> None:
-    """Have Triton launch nothing within `Ahead`, from now on in this process; everywhere else nothing changes."""
+def _patch_launches() -> None:
+    """Make Triton launch nothing within `CompileAhead`, from now on in this process."""
     original = JITFunction.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(active_mode.get(), Ahead):
+        if isinstance(active_mode.get(), CompileAhead):
             kwargs["warmup"] = True
         return original(self, *args, **kwargs)
 

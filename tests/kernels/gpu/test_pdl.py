@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.choices import Choices
-from quire.kernels.gpu.dependent import AHEAD_BYTES, PIECE_BYTES, PROGRAMS, pieces_ahead
+from quire.kernels.gpu.pdl import AHEAD_BYTES, PIECE_BYTES, PROGRAMS, prefetch_pieces
+from quire.kernels.gpu.tuned_configs import TunedConfigs
 from tests.kernels.gpu.common import DEVICE
 
 
 def test_only_chips_that_are_faster_so_overlap_launches() -> None:
     backend = GPUBackend("float16", "float16", DEVICE)
-    backend.choices = Choices()
+    backend.tuned_configs = TunedConfigs()
     assert not backend.pdl
-    backend.choices = Choices({"pdl": {"all": {"on": 1}}})
+    backend.tuned_configs = TunedConfigs({"pdl": {"all": {"on": 1}}})
     assert backend.pdl == (DEVICE == "cuda" and backend.capability >= (9, 0)), "the interpreter has no such launches"
     backend.capability = (8, 0)
-    backend.choices = Choices({"pdl": {"all": {"on": 1}}})
+    backend.tuned_configs = TunedConfigs({"pdl": {"all": {"on": 1}}})
     assert not backend.pdl
 
 
@@ -26,7 +26,7 @@ def test_only_chips_that_are_faster_so_overlap_launches() -> None:
     [(4096, 1, 1024, 16), (8192, 4, 7168, 4), (28672, 4, 1024, 16), (2056, 1, 8, 0), (240, 1, 8, 0), (272, 1, 8, 1)],
 )
 def test_what_is_fetched_ahead_fits(row_bytes: int, rows: int, programs: int, wanted: int) -> None:
-    pieces = pieces_ahead(row_bytes, rows, programs, 132)
+    pieces = prefetch_pieces(row_bytes, rows, programs, 132)
     assert pieces == wanted
     assert pieces * PIECE_BYTES <= row_bytes
     assert pieces * PIECE_BYTES * rows * min(programs, PROGRAMS * 132) <= AHEAD_BYTES

@@ -1,33 +1,32 @@
-"""Paged attention in float32, for every storage format and CPU: tiles of the cache are widened and then multiplied.
+"""Paged attention in float32, for every storage format and CPU: tiles of the cache are widened, then multiplied.
 
-Like paged_pairs.py, except that a tile of keys, and later one of values, is widened once for all rows of the item, and
-nothing is rounded.
+Like attention_bf16.py, except that a tile of keys, and later one of values, is widened once for all rows of the item,
+and nothing is rounded.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.cpu.jit import ops_by_dtype, part
-from quire.kernels.cpu.paged_pairs import block_of, load_scales
-from quire.kernels.cpu.paged_softmax import (
+from quire.kernels.cpu.attention_bf16 import block_of, load_scales
+from quire.kernels.cpu.attention_softmax import (
     BLOCK_SIZE,
     COUNT,
     FIRST,
+    ITEM_ROWS,
     KEY_SCALES,
     KEYS,
     KV_HEADS,
     LAST,
     NUM_HEADS,
     OUT_SIZE,
+    PARTIAL_ROWS,
     Q_STRIDE,
     RECORD,
-    ROOM_ROWS,
     ROW,
     SCALE,
     SEQUENCE,
     SIZE,
-    SLOT_ROWS,
     SLOTS,
     TABLE_STRIDE,
     TABLES,
@@ -37,25 +36,25 @@ from quire.kernels.cpu.paged_softmax import (
     Q,
     after,
     extent,
-    find_largest,
     finish,
-    fold,
-    make_room,
-    open_slot,
+    mask_and_max,
+    merge_segment,
     pad,
-    slot_rows,
+    partial_address,
+    partial_rows,
+    row_state,
+    softmax_floats,
     start,
     visible_tiles,
-    weigh_floats,
 )
-from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, turn_tile
-from quire.kernels.cpu.pointers import FORMATS, floats, ints, longs, real
+from quire.kernels.cpu.jit import jit, ops_by_dtype
+from quire.kernels.cpu.pointers import FORMATS, f32_ptr, float64_from_bits, i32_ptr, i64_ptr
 from quire.kernels.cpu.simd import (
     LANES,
     TILE_ROWS,
     get,
-    keep_lanes,
     load,
+    select_lanes,
     splat,
     store,
     tile_four,
@@ -63,13 +62,14 @@ from quire.kernels.cpu.simd import (
     tile_one,
     tile_two,
 )
+from quire.kernels.cpu.simd_bf16 import GROUP, SEGMENT, transpose_tile
 from quire.kernels.cpu.team import offset
 
 
-@part
+@jit
 def copy_queries(args, record, head, used, q_rows):
     """q_rows [rows][D] = queries times the scale."""
-    size, q, scale = args[SIZE], floats(args[Q]), np.float32(real(args[SCALE]))
+    size, q, scale = args[SIZE], f32_ptr(args[Q]), np.float32(float64_from_bits(args[SCALE]))
     group = args[NUM_HEADS] // args[KV_HEADS]
     for row in range(used):
         at = (record[ROW] + row // group) * args[Q_STRIDE] + (head * group + row % group) * size
@@ -80,7 +80,7 @@ def copy_queries(args, record, head, used, q_rows):
 # Reading tiles. Positions outside low..high are not read, for their blocks may be anyone's, and count as zeros.
 
 
-@part
+@jit
 def load_keys(args, keys, table, head, base, low, high, tile):
     """tile[d * 32 + j] = element d of the key at position base + j."""
     size, block_size, heads = args[SIZE], args[BLOCK_SIZE], args[KV_HEADS]
@@ -96,7 +96,7 @@ def load_keys(args, keys, table, head, base, low, high, tile):
             whole = low <= position and position + LANES <= high
             for d in range(size):
                 v = load(keys, at + d * block_size)
-                store(tile, d * TILE + half, v if whole else keep_lanes(v, low - position, high - position, 0.0))
+                store(tile, d * TILE + half, v if whole else select_lanes(v, low - position, high - position, 0.0))
     else:
         for j in range(TILE):
             position = base + j
@@ -109,7 +109,7 @@ def load_keys(args, keys, table, head, base, low, high, tile):
                 tile[d * TILE + j] = get(keys, at + d * block_size) if inside else np.float32(0)
 
 
-@part
+@jit
 def load_values(args, values, table, head, heads, step, size, base, low, high, padded, tile):
     """tile[j * padded + d] = element d of the value at position base + j; columns from `size` on are anything.
 
@@ -131,7 +131,7 @@ def load_values(args, values, table, head, heads, step, size, base, low, high, p
                 store(tile, j * padded + d, splat(np.float32(0)))
 
 
-@part
+@jit
 def load_latent_keys(args, latents, table, base, low, high, rows, tile):
     """Like `load_keys` from a latent cache; `rows` [32][pad(D)] is scratch."""
     size = args[SIZE]
@@ -139,7 +139,7 @@ def load_latent_keys(args, latents, table, base, low, high, rows, tile):
     load_values(args, latents, table, 0, 1, size, size, base, low, high, padded, rows)
     for half in (0, LANES):
         for d in range(0, whole, LANES):
-            turn_tile(rows, half * padded + d, padded, tile, d * TILE + half, TILE)
+            transpose_tile(rows, half * padded + d, padded, tile, d * TILE + half, TILE)
         for d in range(whole, size):
             for j in range(half, half + LANES):
                 tile[d * TILE + j] = rows[j * padded + d]
@@ -148,7 +148,7 @@ def load_latent_keys(args, latents, table, base, low, high, rows, tile):
 # Products, for a group of up to 8 rows; an element's bits do not depend on the height of the register tile
 
 
-@part
+@jit
 def product(w, w_at, w_step, x, x_at, x_next, depth, out, out_at, out_next, rows, add):
     """out [rows][32] = x [rows][depth] times w [depth][32], added to what is there if `add` is not 0."""
     row = 0
@@ -169,24 +169,24 @@ def product(w, w_at, w_step, x, x_at, x_next, depth, out, out_at, out_next, rows
         tile_one(w, w_at, w_step, LANES, x, x_row, 1, x_next, depth, out, to, out_next, add)
 
 
-@part
-def score_rows(args, room, used, base, tile, q_rows, key_tile, scores):
+@jit
+def score_rows(args, state, used, base, tile, q_rows, key_tile, scores):
     """Write the scores [rows][SEGMENT] of one tile for the groups that see some of it."""
     size = args[SIZE]
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        first, last = visible_tiles(room, row, rows, base)
+        first, last = visible_tiles(state, row, rows, base)
         if first <= tile < last:
             to = row * SEGMENT + tile * TILE
             product(key_tile, 0, TILE, q_rows, row * size, size, size, scores, to, SEGMENT, rows, 0)
 
 
-@part
-def add_values(args, room, used, base, tile, scores, value_tile, sums, padded):
+@jit
+def add_values(args, state, used, base, tile, scores, value_tile, sums, padded):
     """sums [rows][padded] += weights of one tile times its values, for the groups that see some of it."""
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        first, last = visible_tiles(room, row, rows, base)
+        first, last = visible_tiles(state, row, rows, base)
         if first <= tile < last:
             at, again = row * SEGMENT + tile * TILE, 1 if tile > first else 0
             for column in range(0, padded, TILE):
@@ -197,8 +197,8 @@ def add_values(args, room, used, base, tile, scores, value_tile, sums, padded):
 # Items
 
 
-@part
-def plan_room(scratch, rows, size):
+@jit
+def item_buffers(scratch, rows, size):
     """Return the addresses of an item's buffers behind its state: see `attend_item`; the last is the end."""
     padded = pad(size)
     scales = scratch
@@ -214,86 +214,88 @@ def plan_room(scratch, rows, size):
     return scales, group, maxes, totals, part_values, scores, q_rows, key_tile, value_tile, end
 
 
-@part
-def attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums):
+@jit
+def attend_segment(args, keys, values, table, head, base, low, high, used, state, places, maxes, totals, sums):
     """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it.
 
     `values` None says, while this is compiled, that `keys` is a latent cache.
     """
     size, scaled = args[OUT_SIZE], args[KEY_SCALES] != 0
     padded = pad(size)
-    key_scales, value_scales, scores = floats(places[0]), floats(places[0] + 4 * SEGMENT), floats(places[5])
+    key_scales, value_scales, scores = f32_ptr(places[0]), f32_ptr(places[0] + 4 * SEGMENT), f32_ptr(places[5])
     first, last = max(0, low - base) // TILE, (min(SEGMENT, high - base) + TILE - 1) // TILE
     if scaled:
         load_scales(args, table, head, base, low, high, key_scales, value_scales)
     for tile in range(first, last):
         here = base + tile * TILE
         if values is None:
-            load_latent_keys(args, keys, table, here, low, high, floats(places[8]), floats(places[7]))
+            load_latent_keys(args, keys, table, here, low, high, f32_ptr(places[8]), f32_ptr(places[7]))
         else:
-            load_keys(args, keys, table, head, here, low, high, floats(places[7]))
-        score_rows(args, room, used, base, tile, floats(places[6]), floats(places[7]), scores)
+            load_keys(args, keys, table, head, here, low, high, f32_ptr(places[7]))
+        score_rows(args, state, used, base, tile, f32_ptr(places[6]), f32_ptr(places[7]), scores)
     for row in range(0, used, GROUP):
         rows = min(GROUP, used - row)
-        begin, end = visible_tiles(room, row, rows, base)
+        begin, end = visible_tiles(state, row, rows, base)
         if begin < end:
-            group_scores = floats(places[5] + 4 * row * SEGMENT)
+            group_scores = f32_ptr(places[5] + 4 * row * SEGMENT)
             group_maxes, group_totals = offset(maxes, row), offset(totals, row)
-            find_largest(args, group_scores, row, rows, base, begin, end, room, key_scales, group_maxes)
-            weigh_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
+            mask_and_max(args, group_scores, row, rows, base, begin, end, state, key_scales, group_maxes)
+            softmax_floats(group_scores, rows, begin, end, scaled, value_scales, group_maxes, group_totals)
     for tile in range(first, last):
-        here, to = base + tile * TILE, floats(places[8])
+        here, to = base + tile * TILE, f32_ptr(places[8])
         if values is None:
             load_values(args, keys, table, 0, 1, args[SIZE], size, here, low, high, padded, to)
         else:
             load_values(args, values, table, head, args[KV_HEADS], size, size, here, low, high, padded, to)
-        add_values(args, room, used, base, tile, scores, floats(places[8]), sums, padded)
+        add_values(args, state, used, base, tile, scores, f32_ptr(places[8]), sums, padded)
 
 
-@part
+@jit
 def attend_item(args, keys, values, record, head, scratch):
     """Attention of an item's rows, or its parts for `merge`, for one KV head."""
     size = args[SIZE]
     padded, used = pad(args[OUT_SIZE]), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
-    room, behind = make_room(scratch, args[ROOM_ROWS], padded)
-    places = plan_room(behind, args[ROOM_ROWS], size)
-    table = ints(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
-    start(args, record, head, room, used, padded)
-    copy_queries(args, record, head, used, floats(places[6]))
-    low, high = extent(room, used)
+    state, behind = row_state(scratch, args[ITEM_ROWS], padded)
+    places = item_buffers(behind, args[ITEM_ROWS], size)
+    table = i32_ptr(args[TABLES] + 4 * args[TABLE_STRIDE] * record[SEQUENCE])
+    start(args, record, head, state, used, padded)
+    copy_queries(args, record, head, used, f32_ptr(places[6]))
+    low, high = extent(state, used)
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
-        maxes, totals, sums = floats(places[2]), floats(places[3]), floats(places[4])
+        maxes, totals, sums = f32_ptr(places[2]), f32_ptr(places[3]), f32_ptr(places[4])
         if record[SLOTS] > 0:
-            maxes, totals, sums = slot_rows(open_slot(args, record, head, segment, padded), args[SLOT_ROWS], 0, padded)
-        attend_segment(args, keys, values, table, head, base, low, high, used, room, places, maxes, totals, sums)
+            maxes, totals, sums = partial_rows(
+                partial_address(args, record, head, segment, padded), args[PARTIAL_ROWS], 0, padded
+            )
+        attend_segment(args, keys, values, table, head, base, low, high, used, state, places, maxes, totals, sums)
         if record[SLOTS] == 0:
             for row in range(0, used, GROUP):
                 rows = min(GROUP, used - row)
-                begin, end = visible_tiles(room, row, rows, base)
+                begin, end = visible_tiles(state, row, rows, base)
                 if begin < end:
-                    part_values, work = offset(sums, row * padded), floats(places[1])
-                    fold(
-                        args, room, row, rows, base, offset(maxes, row), offset(totals, row), part_values, padded, work
+                    part_values, work = offset(sums, row * padded), f32_ptr(places[1])
+                    merge_segment(
+                        args, state, row, rows, base, offset(maxes, row), offset(totals, row), part_values, padded, work
                     )
     if record[SLOTS] == 0:
-        finish(args, record, head, room, used, padded)
+        finish(args, record, head, state, used, padded)
 
 
-@part
+@jit
 def attend(elements, args, first, last, scratch):
     """Do some items: item i is record i // Hkv of the plan and KV head i % Hkv."""
     heads, keys, values = args[KV_HEADS], elements(args[KEYS]), elements(args[VALUES])
     for item in range(first, last):
-        attend_item(args, keys, values, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
+        attend_item(args, keys, values, i64_ptr(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
 
 
-@part
+@jit
 def attend_latent(elements, args, first, last, scratch):
     """Like `attend` for a latent cache."""
     heads, latents = args[KV_HEADS], elements(args[KEYS])
     for item in range(first, last):
-        attend_item(args, latents, None, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
+        attend_item(args, latents, None, i64_ptr(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
 
 
 ATTEND = ops_by_dtype("attend", attend, FORMATS)

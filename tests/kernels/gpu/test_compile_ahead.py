@@ -16,15 +16,15 @@ ROOT = Path(__file__).resolve().parents[3]
 NOTHING = """
 import torch
 from tests.helpers import pretend_gpu
-from tests.kernels.gpu.test_graphs_compile import add_kernel
-from quire.kernels.gpu.graphs_compile import Ahead
+from tests.kernels.gpu.test_compile_ahead import add_kernel
+from quire.kernels.gpu.compile_ahead import CompileAhead
 
 launched = []
 pretend_gpu._PretendDriver.launcher_cls = lambda self, src, metadata: lambda *args: launched.append(args)
 x = torch.zeros(16)
 with pretend_gpu.pretend_gpu():
     for number in (1, 0):
-        with Ahead() as ahead:
+        with CompileAhead() as ahead:
             add_kernel[(1,)](x, 16)
         assert (ahead.num_kernels, len(launched)) == (number, 0), "not even what is compiled already"
     add_kernel[(1,)](x, 16)
@@ -35,7 +35,7 @@ import pathlib, sys, tempfile
 import numpy as np
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.backend import StepLengths
-from quire.kernels.gpu.graphs_shapes import Ladder
+from quire.kernels.gpu.graphs import CaptureSizes
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.pretend_gpu import pretend_gpu
 
@@ -50,7 +50,7 @@ with pretend_gpu() as compiled:
     info = load_model_info(write_checkpoint(pathlib.Path(tempfile.mkdtemp()), sys.argv[1]))
     runner = ModelRunner(load_model(info, backend), backend, num_blocks=300, block_size=16, max_num_seqs=80,
                          max_num_batched_tokens=512, max_model_len=1024)
-    graphs, ladder = runner.graphs, Ladder(512)
+    graphs, ladder = runner.graphs, CaptureSizes(512)
     graphs.compile_ahead()
     graphs.launch_all()
     before = len(compiled)

@@ -1,8 +1,8 @@
 """The inner loops of attention over bfloat16 pairs, and the conversions around them, for CPUs with HAS_BF16_DOT.
 
-Everything here is an LLVM-level building block for `paged_pairs.py`, except `turn_tile` and `scale_add`, which the
-generic path uses. A pair is two neighbours of one sum in the halves of 32 bits: two elements of a head for scores, two
-positions for values. No algorithm lives here.
+Everything here is an LLVM-level building block for `attention_bf16.py`; `transpose_tile` and `scale_add` serve the
+generic path as well. A pair is two neighbours of one sum in the halves of 32 bits: two elements of a head for scores,
+two positions for values. No algorithm lives here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire.kernels.cpu.simd import (
     f32x16,
 )
 
-SEGMENT = 128  # positions whose scores are weighed together; see paged_softmax.py
+SEGMENT = 128  # positions whose scores are weighed together; see attention_softmax.py
 GROUP = 8  # query rows of the largest register tile: 8 x 2 sums and the operands fill AVX-512's 32 registers
 HALF_PAIRS = 8  # pairs of positions in half a tile
 
@@ -82,9 +82,9 @@ def _by_rows(b, rows, emit):
 def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values0, values1):
     """out[r * SEGMENT + j] = sum of q[r, i] * key[i, j] over all elements i of a head, for 1 to 8 rows, 32 positions.
 
-    keys0, keys1: addresses of two times 16 positions; pair i of the elements lies `step` bytes after pair i - 1.
+    keys0, keys1: addresses of two times 16 positions; pair i of the elements is `step` bytes after pair i - 1.
     q: uint32 pairs, element pair i of row r at q_at + i * rows + r; `pairs` of them. out: float32 from out_at on.
-    Lines at values0 and values1, wanted soon, are fetched ahead, one of each for a pair; any address will do.
+    Lines at values0 and values1 are prefetched, one of each for a pair; any address will do.
     """
 
     def code(ctx, b, sig, a):
@@ -114,10 +114,10 @@ def score_tile(ty, rows, keys0, keys1, step, q, q_at, pairs, out, out_at, values
 def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at, out_next, keys, keys_step):
     """out[r, c] = sum of weight[r, j] * value[j, c] over the positions of halves first .. last - 1; 1 to 8 rows.
 
-    halves: int64 addresses, of 16 positions each: pair j of the positions lies `step` bytes after pair j - 1, column c
+    halves: int64 addresses, of 16 positions each: pair j of the positions is `step` bytes after pair j - 1, column c
     at `column` bytes + c pairs; 32 columns. weights: uint32 pairs, row r from r * SEGMENT / 2 on. out: float32, column
-    c of row r at out_at + r * out_next + c. keys: addresses of halves wanted next, `keys_step` bytes between lines; a
-    part of the lines that belongs to these columns is fetched ahead.
+    c of row r at out_at + r * out_next + c. keys: addresses of the next halves, `keys_step` bytes between lines; the
+    share of the lines that belongs to these columns is prefetched.
     """
 
     def code(ctx, b, sig, a):
@@ -148,7 +148,7 @@ def value_tile(ty, rows, halves, first, last, step, column, weights, out, out_at
 
 
 @intrinsic
-def put_pairs(ty, words, offset, first, second):
+def store_pairs(ty, words, offset, first, second):
     """Store 32 values as sixteen uint32 pairs of bfloat16, rounded to nearest even; subnormal numbers become zeros."""
 
     def code(ctx, b, sig, a):
@@ -159,8 +159,8 @@ def put_pairs(ty, words, offset, first, second):
 
 
 @intrinsic
-def put_weights(ty, words, offset, first, second, total):
-    """Like `put_pairs`; return `total` with the rounded values added, two neighbours to a lane."""
+def store_weights(ty, words, offset, first, second, total):
+    """Like `store_pairs`; return `total` with the rounded values added, two neighbours to a lane."""
 
     def code(ctx, b, sig, a):
         pairs = _to_pairs(b, a[2], a[3])
@@ -172,7 +172,7 @@ def put_weights(ty, words, offset, first, second, total):
 
 
 @intrinsic
-def widen_pairs(ty, octets, offset, words, to):
+def widen_int8_pairs(ty, octets, offset, words, to):
     """Turn octets[offset : offset + 32], int8, into sixteen uint32 pairs of bfloat16 at words[to]; exact."""
 
     def code(ctx, b, sig, a):
@@ -194,7 +194,7 @@ def prefetch(ty, address):
     return types.void(types.int64), code
 
 
-def _turned(b, rows):
+def _transposed(b, rows):
     """Transpose sixteen vectors of sixteen 32-bit lanes."""
     rows = list(rows)
     for apart in (1, 2, 4, 8):  # rows that many apart trade the blocks that lie across the diagonal
@@ -209,7 +209,7 @@ def _turned(b, rows):
 
 
 @intrinsic
-def turn_pairs(ty, rows, column, count, words, to):
+def transpose_pairs(ty, rows, column, count, words, to):
     """words[to + i * 16 + j] = pair i < 16 of row j, from its element `column` on.
 
     rows: int64 addresses of sixteen rows of 16-bit elements, which may be read 62 bytes too far; elements from `count`
@@ -228,7 +228,7 @@ def turn_pairs(ty, rows, column, count, words, to):
             elements = _elements_at(b, b.add(b.load(b.gep(rows, [I64(j)])), b.mul(column, I64(2))))
             kept = b.select(inside, elements, ir.Constant(I16_PAIRS, [0] * 2 * LANES))
             loaded.append(b.bitcast(kept, I32V))
-        for i, row in enumerate(_turned(b, loaded)):
+        for i, row in enumerate(_transposed(b, loaded)):
             _store_pairs(b, row, words, b.add(to, I64(i * LANES)))
         return ctx.get_dummy_value()
 
@@ -237,7 +237,7 @@ def turn_pairs(ty, rows, column, count, words, to):
 
 
 @intrinsic
-def zip_rows(ty, first, second, words, to):
+def interleave_pairs(ty, first, second, words, to):
     """words[to + i] = the pair of elements i < 32 of the rows at two addresses, of 16-bit elements."""
 
     def code(ctx, b, sig, a):
@@ -253,13 +253,13 @@ def zip_rows(ty, first, second, words, to):
 
 
 @intrinsic
-def turn_tile(ty, source, at, step, target, to, to_step):
+def transpose_tile(ty, source, at, step, target, to, to_step):
     """target[to + i * to_step + j] = source[at + j * step + i], for 16 x 16 float32."""
 
     def code(ctx, b, sig, a):
         source, at, step, target, to, to_step = a
         rows = [_load(b, "f32", source, b.add(at, b.mul(step, I64(j)))) for j in range(LANES)]
-        for i, row in enumerate(_turned(b, rows)):
+        for i, row in enumerate(_transposed(b, rows)):
             _store(b, row, target, b.add(to, b.mul(to_step, I64(i))))
         return ctx.get_dummy_value()
 

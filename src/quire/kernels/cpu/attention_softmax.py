@@ -13,57 +13,57 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.activations import capped
-from quire.kernels.cpu.jit import op, part
-from quire.kernels.cpu.paged_tiles import GROUP, SEGMENT, put_pairs, put_weights, scale_add
-from quire.kernels.cpu.pointers import floats, longs, real
+from quire.kernels.cpu.jit import jit, op
+from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits, i64_ptr
 from quire.kernels.cpu.simd import (
     LANES,
     add,
     div,
     exp,
-    keep_lanes,
     lane_indices,
-    lane_max,
-    lane_sum,
     load,
     maximum,
     mul,
     multiply_add,
+    reduce_max,
+    reduce_sum,
+    select_lanes,
     splat,
     store,
-    store_some,
+    store_partial,
     sub,
 )
+from quire.kernels.cpu.simd_bf16 import GROUP, SEGMENT, scale_add, store_pairs, store_weights
 
 TILE = 32  # positions of a register tile
 NEG_INF = np.float32(-np.inf)
 
-# Arguments of `merge` and of the attend ops; strides in elements, see `paged.paged_attention`
+# Arguments of `merge` and of the attend ops; strides in elements, see `attention.paged_attention`
 Q, Q_STRIDE, OUT, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLES, TABLE_STRIDE, WORK, PARTIALS = range(11)
 # OUT_SIZE: elements of a value. A latent cache has no VALUES: they are the first elements of the keys, and KV_HEADS is
 # the number of groups into which the query heads are cut, that all share them.
 NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
-SCALE, SOFTCAP, SINKS, SLOPES, SLOT_ROWS, ROOM_ROWS = range(18, 24)
+SCALE, SOFTCAP, SINKS, SLOPES, PARTIAL_ROWS, ITEM_ROWS = range(18, 24)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
 # at `position` ..; segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
 SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, LENGTH, RECORD = range(11)
 
 
-@part
+@jit
 def after(address, size):
     """Return the next multiple of 64 after `size` bytes."""
     return address + (size + 63) // 64 * 64
 
 
-@part
+@jit
 def pad(size):
     """Return how many columns the sums of a head have: a multiple of 32."""
     return (size + 31) // 32 * 32
 
 
-@part
-def make_room(scratch, rows, padded):
+@jit
+def row_state(scratch, rows, padded):
     """Return pointers to the state of `rows` rows, and the address behind it.
 
     Positions, and which a row sees first and last + 1, int64; slopes, largest scores, sums of weights (arrays that may
@@ -76,94 +76,94 @@ def make_room(scratch, rows, padded):
     total = after(largest, 4 * (rows + LANES))
     sums = after(total, 4 * (rows + LANES))
     end = after(sums, 4 * rows * padded)
-    seen = longs(scratch), longs(begins), longs(ends)
-    return (seen, floats(slopes), floats(largest), floats(total), floats(sums)), end
+    seen = i64_ptr(scratch), i64_ptr(begins), i64_ptr(ends)
+    return (seen, f32_ptr(slopes), f32_ptr(largest), f32_ptr(total), f32_ptr(sums)), end
 
 
-@part
-def slot_floats(rows, padded):
+@jit
+def partial_size(rows, padded):
     """Elements of a slot: largest scores, sums of weights, and weighted values of one segment for `rows` rows."""
     return 2 * (rows + LANES) + rows * padded
 
 
-@part
-def open_slot(args, record, head, segment, padded):
+@jit
+def partial_address(args, record, head, segment, padded):
     """Return the address of the slot for a segment."""
     slot = record[SLOT] + head * record[SLOTS] + segment
-    return args[PARTIALS] + 4 * slot * slot_floats(args[SLOT_ROWS], padded)
+    return args[PARTIALS] + 4 * slot * partial_size(args[PARTIAL_ROWS], padded)
 
 
-@part
-def slot_rows(slot, rows, row, padded):
+@jit
+def partial_rows(slot, rows, row, padded):
     """Return pointers to the largest scores, sums and values in a slot for `rows` rows, from its row `row` on."""
     totals, values = slot + 4 * (rows + LANES), slot + 8 * (rows + LANES)
-    return floats(slot + 4 * row), floats(totals + 4 * row), floats(values + 4 * row * padded)
+    return f32_ptr(slot + 4 * row), f32_ptr(totals + 4 * row), f32_ptr(values + 4 * row * padded)
 
 
-@part
-def start(args, record, head, room, used, padded):
+@jit
+def start(args, record, head, state, used, padded):
     """Fill the state of the item's rows; row r is query r // group and head r % group of those sharing the KV head."""
-    (positions, begins, ends), slopes, largest, total, sums = room
+    (positions, begins, ends), slopes, largest, total, sums = state
     group = args[NUM_HEADS] // args[KV_HEADS]
     for row in range(used):
         h = head * group + row % group
         position = record[POSITION] + row // group
-        positions[row], begins[row] = position, first_seen(position, args[BEHIND])
-        ends[row] = end_seen(position, args[AHEAD], record[LENGTH])
-        slopes[row] = floats(args[SLOPES])[h] if args[SLOPES] != 0 else np.float32(0)
-        largest[row] = floats(args[SINKS])[h] if args[SINKS] != 0 else NEG_INF
+        positions[row], begins[row] = position, first_visible(position, args[BEHIND])
+        ends[row] = end_visible(position, args[AHEAD], record[LENGTH])
+        slopes[row] = f32_ptr(args[SLOPES])[h] if args[SLOPES] != 0 else np.float32(0)
+        largest[row] = f32_ptr(args[SINKS])[h] if args[SINKS] != 0 else NEG_INF
         total[row] = np.float32(1) if args[SINKS] != 0 else np.float32(0)
     for d in range(0, used * padded, LANES):
         store(sums, d, splat(np.float32(0)))
 
 
-@part
-def first_seen(position, behind):
+@jit
+def first_visible(position, behind):
     """Return the first position that the query at `position` sees."""
     return max(0, position - behind)
 
 
-@part
-def end_seen(position, ahead, length):
+@jit
+def end_visible(position, ahead, length):
     """Return one more than the last position that the query at `position` sees."""
     return min(length, position + ahead + 1)
 
 
-@part
-def visible_tiles(room, row, rows, base):
+@jit
+def visible_tiles(state, row, rows, base):
     """Return the first and last + 1 of the segment's tiles that some of the rows see."""
-    (_, begins, ends), _, _, _, _ = room
+    (_, begins, ends), _, _, _, _ = state
     low, high = begins[row], ends[row + rows - 1]
     first = max(0, low - base) // TILE
     last = (min(SEGMENT, high - base) + TILE - 1) // TILE
     return first, last
 
 
-@part
-def extent(room, used):
+@jit
+def extent(state, used):
     """Return the first and last + 1 position that some row of the item sees."""
-    (_, begins, ends), _, _, _, _ = room
+    (_, begins, ends), _, _, _, _ = state
     return begins[0], ends[used - 1]
 
 
 # Scores to weights
 
 
-@part
+@jit
 def shape_scores(v, softcap, slope, distance, low, high):
     """Apply softcap and ALiBi to sixteen scores of keys `distance` .. after the query; keep positions low .. high."""
     if softcap > 0:
         v = capped(v, splat(np.float32(softcap)))
     if slope != 0:
         v = multiply_add(splat(slope), add(lane_indices(), splat(np.float32(distance))), v)
-    return keep_lanes(v, low - distance, high - distance, NEG_INF)
+    return select_lanes(v, low - distance, high - distance, NEG_INF)
 
 
-@part
-def find_largest(args, scores, row, rows, base, first, last, room, key_scales, maxes):
+@jit
+def mask_and_max(args, scores, row, rows, base, first, last, state, key_scales, maxes):
     """Finish the scores [rows][SEGMENT] in tiles first .. last - 1; write each row's largest to `maxes`."""
-    (positions, begins, ends), slopes, _, _, _ = room
-    softcap, scaled = real(args[SOFTCAP]), args[KEY_SCALES] != 0
+    (positions, begins, ends), slopes, _, _, _ = state
+    softcap, scaled = float64_from_bits(args[SOFTCAP]), args[KEY_SCALES] != 0
     shaped = scaled or softcap > 0 or args[SLOPES] != 0
     for r in range(rows):
         position, slope = positions[row + r], slopes[row + r]
@@ -182,11 +182,11 @@ def find_largest(args, scores, row, rows, base, first, last, room, key_scales, m
                 store(scores, at, v0)
                 store(scores, at + LANES, v1)
             most = maximum(most, maximum(v0, v1))
-        maxes[r] = lane_max(most)
+        maxes[r] = reduce_max(most)
 
 
-@part
-def weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals):
+@jit
+def softmax_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes, totals):
     """Turn scores into bfloat16 weights, relative to the row's largest; `totals` are sums of the rounded ones.
 
     With int8 values their scales are multiplied into the weights, after those were added, unrounded, to the sums.
@@ -200,15 +200,15 @@ def weigh_pairs(scores, weights, rows, first, last, scaled, value_scales, maxes,
                 total = add(total, add(v0, v1))
                 v0 = mul(v0, load(value_scales, tile * TILE))
                 v1 = mul(v1, load(value_scales, tile * TILE + LANES))
-                put_pairs(weights, at // 2, v0, v1)
+                store_pairs(weights, at // 2, v0, v1)
             else:
-                total = put_weights(weights, at // 2, v0, v1, total)
-        totals[r] = lane_sum(total)
+                total = store_weights(weights, at // 2, v0, v1, total)
+        totals[r] = reduce_sum(total)
 
 
-@part
-def weigh_floats(scores, rows, first, last, scaled, value_scales, maxes, totals):
-    """Turn scores into weights in place, relative to the row's largest; see `weigh_pairs` for the scales."""
+@jit
+def softmax_floats(scores, rows, first, last, scaled, value_scales, maxes, totals):
+    """Turn scores into weights in place, relative to the row's largest; see `softmax_pairs` for the scales."""
     for r in range(rows):
         most, total = splat(maxes[r]), splat(np.float32(0))
         for tile in range(first, last):
@@ -220,16 +220,16 @@ def weigh_floats(scores, rows, first, last, scaled, value_scales, maxes, totals)
                 v1 = mul(v1, load(value_scales, tile * TILE + LANES))
             store(scores, at, v0)
             store(scores, at + LANES, v1)
-        totals[r] = lane_sum(total)
+        totals[r] = reduce_sum(total)
 
 
 # Segments to rows
 
 
-@part
-def fold(args, room, row, rows, base, maxes, totals, values, padded, work):
+@jit
+def merge_segment(args, state, row, rows, base, maxes, totals, values, padded, work):
     """Fold the segment that starts at `base` into `rows` <= 8 rows; `work`: 48 floats of scratch."""
-    (_, begins, ends), _, largest, total, sums = room
+    (_, begins, ends), _, largest, total, sums = state
     old, seen = load(largest, row), load(maxes, 0)
     new = maximum(old, seen)
     store(work, 0, exp(sub(old, new)))
@@ -245,11 +245,11 @@ def fold(args, room, row, rows, base, maxes, totals, values, padded, work):
             store(sums, to + d, scale_add(load(sums, to + d), before, load(values, r * padded + d), now))
 
 
-@part
-def finish(args, record, head, room, used, padded):
+@jit
+def finish(args, record, head, state, used, padded):
     """Divide the rows' weighted values by their weights and write them out."""
-    _, _, _, total, sums = room
-    num_heads, size, out = args[NUM_HEADS], args[OUT_SIZE], floats(args[OUT])
+    _, _, _, total, sums = state
+    num_heads, size, out = args[NUM_HEADS], args[OUT_SIZE], f32_ptr(args[OUT])
     group = num_heads // args[KV_HEADS]
     for row in range(used):
         at = ((record[ROW] + row // group) * num_heads + head * group + row % group) * size
@@ -259,23 +259,23 @@ def finish(args, record, head, room, used, padded):
             if d + LANES <= size:
                 store(out, at + d, v)
             else:
-                store_some(out, at + d, v, size - d)
+                store_partial(out, at + d, v, size - d)
 
 
-@part
+@jit
 def merge_item(args, record, head, scratch):
     """Fold the parts of some rows, for one KV head."""
     padded = pad(args[OUT_SIZE])
     used = record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
-    room, work = make_room(scratch, args[SLOT_ROWS], padded)
-    start(args, record, head, room, used, padded)
+    state, work = row_state(scratch, args[PARTIAL_ROWS], padded)
+    start(args, record, head, state, used, padded)
     for segment in range(record[FIRST], record[LAST]):
-        slot = open_slot(args, record, head, segment, padded)
+        slot = partial_address(args, record, head, segment, padded)
         for row in range(0, used, GROUP):
-            maxes, totals, values = slot_rows(slot, args[SLOT_ROWS], row, padded)
+            maxes, totals, values = partial_rows(slot, args[PARTIAL_ROWS], row, padded)
             rows = min(GROUP, used - row)
-            fold(args, room, row, rows, segment * SEGMENT, maxes, totals, values, padded, floats(work))
-    finish(args, record, head, room, used, padded)
+            merge_segment(args, state, row, rows, segment * SEGMENT, maxes, totals, values, padded, f32_ptr(work))
+    finish(args, record, head, state, used, padded)
 
 
 @op
@@ -283,4 +283,4 @@ def merge(args, first, last, scratch):
     """Fold the parts that attend ops left: item i is record i // Hkv of the merges, KV head i % Hkv."""
     heads = args[KV_HEADS]
     for item in range(first, last):
-        merge_item(args, longs(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
+        merge_item(args, i64_ptr(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)

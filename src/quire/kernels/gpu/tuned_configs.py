@@ -11,27 +11,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CHIPS = Path(__file__).with_name("chips")
-Choice = dict[str, int]
+KernelConfig = dict[str, int]
 
 
 def chip_file(name: str) -> Path:
-    """Return where the choices for a chip of this name, such as "NVIDIA H200", are stored."""
+    """Return where the configurations for a chip of this name, such as "NVIDIA H200", are stored."""
     return CHIPS / (name.lower().replace(" ", "-").replace("/", "-") + ".json")
 
 
-class Choices:
-    """The stored choices of one chip: kernel -> key -> choice."""
+class TunedConfigs:
+    """The stored configurations of one chip: kernel -> key -> configuration."""
 
     def __init__(self, table: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None) -> None:
         self._table = table or {}
 
     @classmethod
-    def of_chip(cls, name: str) -> Choices:
-        """Read what is stored for a chip; nothing for one that nobody has measured."""
+    def of_chip(cls, name: str) -> TunedConfigs:
+        """Read what is stored for a chip; nothing for one that was never tuned."""
         file = chip_file(name)
         return cls(json.loads(file.read_text())["choices"]) if file.is_file() else cls()
 
-    def choose(self, kernel: str, key: str, default: Choice) -> Choice:
+    def get(self, kernel: str, key: str, default: KernelConfig) -> KernelConfig:
         """Return the choice for a kernel and key. Both name the same parameters, or the stored one is not used."""
         stored = self._table.get(kernel, {}).get(key)
         return dict(stored) if stored is not None and stored.keys() == default.keys() else default

@@ -1,14 +1,14 @@
 """Launches that overlap: a kernel begins while the one before it drains, and waits before it touches what that leaves.
 
-Hopper's programmatic dependent launch. A kernel launched so may start once every program of the kernel before has
-called `let_next_begin`, or ended. Nothing of that kernel can be relied on, and nothing that it or an earlier one reads
-may be written, before `wait_for_earlier` returns: then all of it is done, and so is what came before it, since its
-programs have waited as well. Hence the rule that every program of such a kernel waits, those too that find nothing to
-do, and that only weights are read before, which no kernel of a step writes. A kernel launched in the ordinary way
-after such a one waits for all of it, as ever.
+Hopper's programmatic dependent launch (PDL). A kernel launched so may start once every program of the kernel before has
+called `launch_dependents`, or ended. Nothing of that kernel can be relied on, and nothing that it or an earlier one
+reads may be written, before `wait_for_dependencies` returns: then all of it is done, and so is what came before it,
+since its programs have waited as well. Hence the rule that every program of such a kernel waits, those too that find
+nothing to do, and that only weights are read before, which no kernel of a step writes. A kernel launched in the
+ordinary way after such a one waits for all of it, as ever.
 
-In a recording the two are joined by an edge of that kind. It is off unless the stored choices of the chip say
-{"pdl": {"all": {"on": 1}}}, see `choices.py`.
+In a recording the two are joined by an edge of that kind. It is off unless the stored choices of the chip say {"pdl":
+{"all": {"on": 1}}}, see `tuned_configs.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,14 +25,14 @@ PROGRAMS = 16  # of four warps that a multiprocessor has room for
 
 
 @triton.jit
-def wait_for_earlier(PDL: tl.constexpr):
+def wait_for_dependencies(PDL: tl.constexpr):
     """Return when all earlier kernels are done and what they wrote can be read."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_next_begin(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """Let the next kernel begin as soon as every program has come to this."""
     if PDL:
         gdc_launch_dependents()
@@ -53,7 +53,7 @@ def fetch_ahead(rows, PIECES: tl.constexpr):
         )
 
 
-def pieces_ahead(row_bytes: int, rows: int, programs: int, num_sms: int) -> int:
+def prefetch_pieces(row_bytes: int, rows: int, programs: int, num_sms: int) -> int:
     """Return how many pieces of each of its `rows` a program fetches ahead: a power of two, or 0 for none."""
     if row_bytes % 16:
         return 0
