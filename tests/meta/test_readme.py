@@ -91,6 +91,13 @@ def test_paths_in_the_docs_exist(page):
         assert any((base / path).exists() for base in (ROOT, ROOT / "src/quire", folder)), path
 
 
+def test_the_tour_names_what_its_files_define():
+    links = re.findall(r"\[`(?:\w+\.)?(?!py`)(\w+)`\]\(\.\./(src/[\w/]+\.py)\)", (ROOT / "docs/tour.md").read_text("utf-8"))
+    assert len(links) > 10
+    for name, path in links:
+        assert re.search(rf"\b(def|class) {name}\b", (ROOT / path).read_text("utf-8")), (name, path)
+
+
 def test_the_documented_options_are_the_ones_there_are():
     from quire.cli.options_doc import document
 
