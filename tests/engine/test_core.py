@@ -13,13 +13,15 @@ from quire.engine.loop import run as run_loop
 from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
+from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
+from quire.step import KVCacheSpec, LayerStateSpec
 
 
-def make_core(folder: Path, **options: object) -> EngineCore:
+def make_core(folder: Path, *, executor: Executor | None = None, **options: object) -> EngineCore:
     config = EngineConfig.from_kwargs(model=str(folder), **options)
-    return EngineCore(config, executor=NullExecutor(1000), info=load_model_info(folder))
+    return EngineCore(config, executor=executor or NullExecutor(1000), info=load_model_info(folder))
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> EngineRequest:
@@ -158,3 +160,14 @@ def test_drafts_change_no_token_and_save_steps(folder: Path) -> None:
         outputs.append((tokens, num_steps))
     assert [tokens for tokens, _ in outputs] == [list(range(4, 16))] * 3
     assert [num_steps for _, num_steps in outputs] == [12, 4, 5]
+
+
+def test_models_with_recurrent_states_take_no_drafts(folder: Path) -> None:
+    class Recurrent(NullExecutor):
+        def kv_cache_spec(self) -> KVCacheSpec:
+            return KVCacheSpec(super().kv_cache_spec().layers, states=[LayerStateSpec(((2, 2),))])
+
+    core = make_core(folder, executor=Recurrent(), num_gpu_blocks_override=64, enable_prefix_caching=False)
+    core.add(request("a", [1, 2, 3], max_tokens=4))
+    core.step()
+    assert core.scheduler.propose("a", [5, 6]) == 0

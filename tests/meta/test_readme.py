@@ -92,7 +92,9 @@ def test_paths_in_the_docs_exist(page):
 
 
 def test_the_tour_names_what_its_files_define():
-    links = re.findall(r"\[`(?:\w+\.)?(?!py`)(\w+)`\]\(\.\./(src/[\w/]+\.py)\)", (ROOT / "docs/tour.md").read_text("utf-8"))
+    links = re.findall(
+        r"\[`(?:\w+\.)?(?!py`)(\w+)`\]\(\.\./(src/[\w/]+\.py)\)", (ROOT / "docs/tour.md").read_text("utf-8")
+    )
     assert len(links) > 10
     for name, path in links:
         assert re.search(rf"\b(def|class) {name}\b", (ROOT / path).read_text("utf-8")), (name, path)

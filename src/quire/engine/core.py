@@ -166,6 +166,7 @@ class EngineCore:
             stored=self.executor.stored_blocks() if stored else (),
             hasher=self._hasher,
             whole_prompts=self.executor.kv_cache_spec().one_step,
+            accepts_drafts=not self.executor.kv_cache_spec().states,
         )
 
     def add(self, message: EngineRequest) -> None:

@@ -55,10 +55,14 @@ class Scheduler:
 
     Every plan of `schedule` that is not empty must reach the worker, and the results must be given to
     `update_from_output` in the same order; several steps may be in flight.
+
+    Args:
+        accepts_drafts: whether `propose` takes any.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, *, accepts_drafts: bool = True) -> None:
         self.planner, self.admission = planner, planner.admission
+        self._accepts_drafts = accepts_drafts
         self.kv, self.requests = self.admission.kv, self.admission.requests
         self._in_flight = InFlight()
         self._stats = self.admission.stats
@@ -143,10 +147,10 @@ class Scheduler:
 
         They take the place of earlier drafts, and are taken of plain requests that are decoding only, and only as many
         as leave room for the token that is sampled after them; returns how many. A step that lacks budget or blocks for
-        them gives them up.
+        them gives them up. A model with recurrent states takes none, since its states cannot go back.
         """
         sequence = self.requests.find(sequence_id)
-        if sequence is None:
+        if sequence is None or not self._accepts_drafts:
             return 0
         request = sequence.request
         sequence.drop_drafts()
@@ -480,6 +484,7 @@ def create_scheduler(
     max_model_len: int,
     clock: Callable[[], float],
     whole_prompts: bool = False,
+    accepts_drafts: bool = True,
     **tier_options: Any,
 ) -> Scheduler:
     """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
@@ -517,4 +522,4 @@ def create_scheduler(
         planner = UnifiedPlanner(
             admission, max_overtake_seconds=options.max_overtake_seconds, whole_prompts=whole_prompts
         )
-    return Scheduler(planner)
+    return Scheduler(planner, accepts_drafts=accepts_drafts)
