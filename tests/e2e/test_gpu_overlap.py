@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_gpu_engine import OPTIONS, SMALL
-from tests.e2e.test_overlap import FLYING, WORDS, watch
+from tests.e2e.test_overlap import OVERLAPPING, WORDS, watch
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
 
@@ -20,7 +20,7 @@ def test_options_that_the_device_sees_to_hold_nothing_up(tmp_path: Path) -> None
     folder = write_checkpoint(tmp_path / "llama", "llama", **{**SMALL, "vocab_size": 160})
     asks = [
         Ask(list(range(5 + number, 9 + 3 * number)), params, 5 + number % 3, (number,), bad_words=WORDS[kind])
-        for number, (kind, params) in enumerate(FLYING.items())
+        for number, (kind, params) in enumerate(OVERLAPPING.items())
     ]
     told = []
     for overlapped in (False, True):

@@ -86,7 +86,7 @@ class RunnerDriver:
             max_model_len=MAX_MODEL_LEN,
         )
         self.layer = model.kv_cache_spec().layers[0]
-        self.staging = [group.sliding_window for group in model.kv_cache_spec().groups(MAX_MODEL_LEN)]
+        self.windows = [group.sliding_window for group in model.kv_cache_spec().groups(MAX_MODEL_LEN)]
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self.sequences: dict[str, Sequence] = {}
         self._known: set[str] = set()
@@ -120,7 +120,7 @@ class RunnerDriver:
         self, name: str, tokens: list[int], params: SamplingParams, *, seed: int = 0, num_candidates: int = 0
     ) -> Sequence:
         """Make a sequence; the worker learns of it when it is first scheduled."""
-        tables: list[list[int]] = [[] for _ in self.staging]
+        tables: list[list[int]] = [[] for _ in self.windows]
         made = Sequence(list(tokens), len(tokens), params, seed, tables, [0] * len(tables), num_candidates)
         self.sequences[name] = made
         return made
@@ -256,7 +256,7 @@ class RunnerDriver:
         return replaced
 
     def _give_back(self, sequence: Sequence) -> None:
-        for group, window in enumerate(self.staging):
+        for group, window in enumerate(self.windows):
             if window is not None:
                 gone = max(0, sequence.computed - window + 1) // self.block_size
                 left = sequence.tables[group][sequence.given[group] : gone]
