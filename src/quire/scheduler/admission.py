@@ -182,12 +182,11 @@ class Admission:
         if hit is not None:
             start += hit.num_tokens
         if sequence.on_worker:
-            data = ContinuingSequenceData(sequence_id, allocation[0], start, allocation[1])
-            plan.continuing.append(data)
-            if drafts:
-                data.draft_token_ids = drafts
-            if sequence.unsent_token_ids:
-                data.new_token_ids = sequence.unsent_token_ids
+            unsent = sequence.unsent_token_ids  # every field is given: a default would make a new list for each sequence
+            plan.continuing.append(
+                ContinuingSequenceData(sequence_id, allocation[0], start, allocation[1], unsent, drafts)
+            )
+            if unsent:
                 sequence.unsent_token_ids = []
         else:
             plan.new_sequences.append(self._describe(sequence, start))
