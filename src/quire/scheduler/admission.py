@@ -182,7 +182,8 @@ class Admission:
         if hit is not None:
             start += hit.num_tokens
         if sequence.on_worker:
-            unsent = sequence.unsent_token_ids  # every field is given: a default would make a new list for each sequence
+            # Every field is given: a default would make a new list for each sequence.
+            unsent = sequence.unsent_token_ids
             plan.continuing.append(
                 ContinuingSequenceData(sequence_id, allocation[0], start, allocation[1], unsent, drafts)
             )
