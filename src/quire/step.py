@@ -273,7 +273,6 @@ class Done:
         self._output = output
 
     def result(self) -> ModelOutput:
-        """See `Pending`."""
         return self._output
 
 

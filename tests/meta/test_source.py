@@ -8,7 +8,7 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 
-from tests.meta.source import PACKAGE, functions, modules, public_definitions, top_level_imports
+from tests.meta.source import PACKAGE, Function, functions, modules, public_definitions, top_level_imports
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -22,11 +22,6 @@ TORCH_ROOMS = ("kernels/reference", "kernels/gpu", "train", "distributed", "mult
 NUMBA_ROOM = "kernels/cpu"
 # Methods of backends that implement an op of this file are described there, once.
 # By room, the modules that describe what its classes implement: such methods need no docstring again.
-INTERFACES = {
-    "kernels": ("kernels/backend.py",),
-    "checkpoint": ("checkpoint/tensor.py", "checkpoint/weights.py"),
-    "models": ("models/interface.py",),
-}
 # Broad handlers are for the boundaries of processes, threads and tasks; each says so beside it.
 BROAD = {"Exception", "BaseException"}
 
@@ -52,22 +47,29 @@ def test_the_package_is_found():
     assert len(modules()) > 40
 
 
+def base_names(tree: ast.AST) -> set[str]:
+    """Return the names of the classes that classes of a module inherit from."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {ast.unparse(base).partition("[")[0] for node in classes for base in node.bases}
+
+
 def test_modules_and_public_definitions_say_what_they_are_for():
+    """What a method of a protocol, or of a base class, is for is said there and not again where it is implemented."""
+    bases = set().union(*(base_names(tree) for tree in modules().values()))
     described = {
-        room: {
-            dotted.rpartition(".")[2]
-            for name in names
-            for dotted, node in public_definitions(modules()[name])
-            if "." in dotted and ast.get_docstring(node)
-        }
-        for room, names in INTERFACES.items()
+        member.name
+        for tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and (node.name in bases or base_names(node) & {"Protocol", "ABC"})
+        for member in node.body
+        if isinstance(member, Function) and ast.get_docstring(member)
     }
 
     def rule(name: str, tree: ast.Module) -> Iterator[str]:
         if not ast.get_docstring(tree):
             yield "no module docstring"
         for dotted, node in public_definitions(tree):
-            implements = "." in dotted and node.name in described.get(name.partition("/")[0], ())
+            implements = "." in dotted and node.name in described
             if not implements and not ast.get_docstring(node):
                 yield dotted
 

@@ -59,16 +59,13 @@ class CompiledGrammar:
         self._executor = executor
 
     def needed_by(self, spec: EngineRequest) -> bool:
-        """See `Prerequisite`."""
         return spec.grammar is not None
 
     def prepare(self, spec: EngineRequest) -> None:
-        """See `Prerequisite`."""
         assert spec.grammar is not None
         self._executor.grammars.prepare(spec.grammar)
 
     def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
-        """See `Prerequisite`."""
         ready = self._executor.grammars.poll(wait)
         found: dict[str, str | None] = {}
         for request in requests:
@@ -80,7 +77,6 @@ class CompiledGrammar:
         return found
 
     def release(self, spec: EngineRequest) -> None:
-        """See `Prerequisite`."""
         assert spec.grammar is not None
         self._executor.grammars.release(spec.grammar)
 
@@ -101,11 +97,9 @@ class LoadedAdapter:
         return adapters
 
     def needed_by(self, spec: EngineRequest) -> bool:
-        """See `Prerequisite`."""
         return spec.lora is not None
 
     def prepare(self, spec: EngineRequest) -> None:
-        """See `Prerequisite`."""
         assert spec.lora is not None
         self._adapters.prepare(spec.lora, spec.request_id)
 
@@ -123,7 +117,6 @@ class LoadedAdapter:
         return found
 
     def release(self, spec: EngineRequest) -> None:
-        """See `Prerequisite`."""
         self._results.pop(spec.request_id, None)
         self._adapters.release(spec.lora_int_id, spec.request_id)
 

@@ -212,7 +212,6 @@ class HeartbeatWriter(LoopObserver):
         self._began = 0.0
 
     def idle(self) -> None:
-        """See `LoopObserver`."""
         if self._planned or self._new or self._names:
             self._forget()
         self._memory.rest(self._clock())
@@ -222,11 +221,9 @@ class HeartbeatWriter(LoopObserver):
         self._memory.work(self._clock(), UNKNOWN_TIMEOUT, 0)
 
     def waiting(self) -> None:
-        """See `LoopObserver`."""
         self._memory.beat(self._clock())
 
     def applying(self, message: ToEngine) -> None:
-        """See `LoopObserver`."""
         match message:
             case EngineRequest():
                 self._memory.name([message.request_id])
@@ -239,11 +236,9 @@ class HeartbeatWriter(LoopObserver):
         self._memory.work(self._clock(), CALL_TIMEOUT if isinstance(message, Call) else MIN_TIMEOUT, 0)
 
     def applied(self) -> None:
-        """See `LoopObserver`."""
         self._memory.rest(self._clock())
 
     def stepping(self) -> None:
-        """See `LoopObserver`."""
         if not self._names:  # messages came
             self._memory.name(self._planned + self._new)
             self._new = []
@@ -251,7 +246,6 @@ class HeartbeatWriter(LoopObserver):
         self._memory.work(self._clock(), MIN_TIMEOUT, 0)
 
     def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
-        """See `LoopObserver`."""
         if names != self._names:
             self._names = names
             self._planned = list(resolve())
@@ -261,14 +255,12 @@ class HeartbeatWriter(LoopObserver):
         self._memory.work(self._began, self._timeouts.seconds(num_tokens) if known else UNKNOWN_TIMEOUT, num_tokens)
 
     def stepped(self) -> None:
-        """See `LoopObserver`."""
         now = self._clock()
         if self._num_tokens >= 0:
             self._timeouts.note(self._num_tokens, now - self._began)
         self._memory.rest(now)
 
     def end(self) -> None:
-        """See `LoopObserver`."""
         self._memory.end()
 
     def _forget(self) -> None:

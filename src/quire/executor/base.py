@@ -53,11 +53,9 @@ class UnusedGrammars:
         self._ready: dict[str, str | None] = {}
 
     def prepare(self, grammar: str) -> None:
-        """See `Grammars`."""
         self._ready[grammar] = None
 
     def poll(self, wait: float = 0.0) -> dict[str, str | None]:
-        """See `Grammars`."""
         ready, self._ready = self._ready, {}
         return ready
 

@@ -29,7 +29,6 @@ class RankedExecutor(Executor):
         """See `Executor`; the result is there when all ranks have ended the step."""
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """See `Executor`."""
         return self.submit(step).result()
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -38,26 +37,21 @@ class RankedExecutor(Executor):
         return spec
 
     def available_memory(self) -> int:
-        """See `Executor`."""
         return min(self.collective_rpc("available_memory"))
 
     def device_memory(self) -> DeviceMemory:
-        """See `Executor`."""
         memories: list[DeviceMemory] = self.collective_rpc("device_memory")
         return min(memories, key=lambda memory: memory.free)
 
     def allocate(
         self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
     ) -> None:
-        """See `Executor`."""
         self.collective_rpc("allocate", num_blocks, max_model_len, num_host_blocks, num_layerwise_blocks)
 
     def sleep(self, level: int) -> int:
-        """See `Executor`."""
         return sum(self.collective_rpc("sleep", level))
 
     def num_disk_blocks(self) -> int:
-        """See `Executor`."""
         return min(self.collective_rpc("num_disk_blocks"))
 
     def stored_blocks(self) -> list[tuple[int, bytes]]:
@@ -66,16 +60,13 @@ class RankedExecutor(Executor):
         return [record for record in first if all(record in other for other in others)]
 
     def hash_key(self) -> bytes | None:
-        """See `Executor`."""
         key: bytes | None = self.collective_rpc("hash_key")[0]
         return key
 
     def idle(self) -> bool:
-        """See `Executor`."""
         return any(self.collective_rpc("idle"))
 
     def close(self) -> None:
-        """See `Executor`."""
         self.collective_rpc("close")
 
 
@@ -88,24 +79,19 @@ class InlineExecutor(RankedExecutor):
 
     @property
     def adapters(self) -> Adapters | None:
-        """See `Executor`."""
         return self.worker.adapters
 
     @property
     def grammars(self) -> Grammars:
-        """See `Executor`."""
         return self.worker.grammars
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """See `RankedExecutor`."""
         return [getattr(self.worker, method)(*args)]
 
     def submit(self, step: SchedulerOutput) -> Pending:
-        """See `Executor`."""
         return self.worker.submit(step)
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """See `Executor`."""
         return self.worker.execute(step)
 
 

@@ -49,7 +49,6 @@ class PieceStream:
         self._started = continues
 
     def add(self, token_id: int) -> str:
-        """See `TextStream.add`."""
         if token_id in self._skipped:
             return ""
         if self._started and not self._strip:
@@ -60,7 +59,6 @@ class PieceStream:
         return self._decode(piece)
 
     def flush(self) -> str:
-        """See `TextStream.flush`."""
         return self._decode(b"", True)
 
 
@@ -78,7 +76,6 @@ class WindowStream:
         self._num_read = 0  # tokens at the front of the window whose text is out
 
     def add(self, token_id: int) -> str:
-        """See `TextStream.add`."""
         if token_id in self._skipped:
             return ""
         if token_id in self._alone:
@@ -89,7 +86,6 @@ class WindowStream:
         return self._take(final=False)
 
     def flush(self) -> str:
-        """See `TextStream.flush`."""
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:

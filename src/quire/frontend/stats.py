@@ -122,7 +122,6 @@ class TTFTEstimator:
         self._latest = now
 
     def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
-        """See `StatListener.on_step`."""
         if num_prompt_tokens:
             self._advance()
             self._done += num_prompt_tokens

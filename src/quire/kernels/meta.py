@@ -307,14 +307,12 @@ class MetaBackend(CollectiveOps):
         self._count += 1
 
     def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
-        """See `arithmetic.combine`."""
         # Not np.shape, which calls into the arrays themselves; they refuse.
         shape = np.broadcast_shapes(*(getattr(array, "shape", ()) for array in (x, y)))
         self._count += 1
         return self.empty(shape) if out is None else out
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
-        """See `arithmetic.contiguous`."""
         return x if x.flags.c_contiguous else self._out(x.shape)
 
     def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -504,7 +502,6 @@ class MetaBackend(CollectiveOps):
     def _plan(
         self, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
     ) -> tuple[np.ndarray, ...]:
-        """See `attention.make_plan`."""
         group = params.num_heads // params.num_kv_heads
         shares = SHARES * self.num_threads if self.num_threads > 1 else 0
         slot_rows = _up(max(group, SPLIT_ROWS), LANES)
@@ -521,7 +518,6 @@ class MetaBackend(CollectiveOps):
     # Logits
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
-        """See `row_maxima.row_maxima`."""
         rows, size = logits.shape
         chunks = -(-size // CHUNK)
         arrays = [self.empty((rows, LANES * chunks)), self.empty((rows, chunks))]

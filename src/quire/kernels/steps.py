@@ -70,7 +70,6 @@ class DirectStager:
         self._assign = assign
 
     def put(self, target: Any, values: np.ndarray, count: int | None = None, fill: int = 0) -> None:
-        """See `Stager.put`."""
         places = tuple([slice(n) for n in values.shape])
         self._assign(target[places], values)
         if count is not None and count > values.shape[-1]:

@@ -131,11 +131,9 @@ class HostTier:
         self._transfers = transfers
 
     def lookup(self, block_hash: bytes) -> bool:
-        """See `KVTier.lookup`."""
         return self.pool.lookup(block_hash) is not None
 
     def store(self, block: Block) -> None:
-        """See `KVTier.store`."""
         assert block.block_hash is not None
         stored = self.pool.lookup(block.block_hash)
         if stored is not None:
@@ -222,11 +220,9 @@ class DiskTier:
         return len(self._records)
 
     def lookup(self, block_hash: bytes) -> bool:
-        """See `KVTier.lookup`."""
         return block_hash in self._records
 
     def store(self, block: Block) -> None:
-        """See `KVTier.store`."""
         assert block.block_hash is not None
         block_hash = block.block_hash
         if block_hash in self._records:
@@ -242,7 +238,6 @@ class DiskTier:
         self._transfers.append(BlockTransfer(_STORE, _DISK, block.block_id, slot, header))
 
     def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
-        """See `KVTier.load`."""
         self._records.move_to_end(block_hash)
         slot, data = self._records[block_hash]
         self._transfers.append(BlockTransfer(_LOAD, _DISK, destination.block_id, slot, data))
@@ -251,7 +246,6 @@ class DiskTier:
         return header
 
     def drop(self, block_hash: bytes) -> None:
-        """See `AsyncKVTier.drop`."""
         record = self._records.pop(block_hash, None)
         if record is not None:
             self._free_slots.append(record[0])

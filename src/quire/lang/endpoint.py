@@ -159,11 +159,9 @@ class OpenAIBackend(Backend):
         self._client: AsyncOpenAI | None = None
 
     def context(self) -> Context:
-        """See `Backend.context`."""
         return EndpointContext(self)
 
     async def shut_down(self) -> None:
-        """See `Backend.shut_down`."""
         if self._client is not None:
             await self._client.close()
 
@@ -225,23 +223,19 @@ class EndpointContext(Context):
         self._surplus = Surplus()
 
     def copy(self) -> EndpointContext:
-        """See `Context.copy`."""
         twin = EndpointContext(self._backend)
         twin.transcript, twin._surplus = self.transcript.copy(), self._surplus.copy()
         return twin
 
     def literal(self, text: str) -> None:
-        """See `Context.literal`."""
         super().literal(text)
         self._surplus.literal(text)
 
     def end(self) -> str:
-        """See `Context.end`."""
         self._surplus.clear()
         return super().end()
 
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
-        """See `Context.generate`."""
         self.transcript.check_open()
         opened = self.transcript.open_turn
         if opened is not None and opened.role != "assistant":
@@ -260,7 +254,6 @@ class EndpointContext(Context):
         return capture
 
     async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
-        """See `Context.select`."""
         if select.method == "logprob":
             raise UnsupportedError(
                 "an endpoint cannot select by log-probability; use method='constrained'", param="method"

@@ -148,11 +148,9 @@ class LocalBackend(Backend):
         self._writer: TurnWriter | None = None
 
     def context(self) -> Context:
-        """See `Backend.context`."""
         return LocalContext(self)
 
     async def shut_down(self) -> None:
-        """See `Backend.shut_down`."""
         await self.llm.close()
 
     def writer(self, tokenizer: Tokenizer) -> TurnWriter:
@@ -178,7 +176,6 @@ class LocalContext(Context):
         self._in_turn = False  # whether that last one is still open
 
     def copy(self) -> LocalContext:
-        """See `Context.copy`."""
         twin = LocalContext(self._backend)
         twin.transcript = self.transcript.copy()
         twin.token_ids = self.token_ids.copy()
@@ -192,12 +189,10 @@ class LocalContext(Context):
             self._pending += text
 
     def end(self) -> str:
-        """See `Context.end`."""
         self._in_turn = False
         return super().end()
 
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
-        """See `Context.generate`."""
         tokenizer = await self._prepare()
         prompt = self.token_ids + self._ids_of(tokenizer, self._pending)
         output, completion = await self._request(prompt, self._params(options, gen.form), emit)

@@ -246,7 +246,6 @@ class DecoderAttention:
     def __call__(
         self, positions: Array, x: Array, cache: LayerCache, metadata: AttentionMetadata, rows: Array | None
     ) -> Array:
-        """See `Mixer`."""
         q, k, v, *gate = self.qkv_proj(x)
         if self.clip is not None:
             q, k, v = (clip(self.backend, part, self.clip) for part in (q, k, v))
@@ -260,7 +259,6 @@ class DecoderAttention:
         return self.o_proj(out)
 
     def cache_spec(self) -> LayerKVSpec:
-        """See `Mixer`."""
         return self.attention.cache_spec()
 
 

@@ -84,12 +84,10 @@ class GatedConv:
     def __call__(
         self, positions: Array, x: Array, cache: Arrays, metadata: AttentionMetadata, rows: Array | None
     ) -> Array:
-        """See `Mixer`."""
         whole, size = self.in_proj(x), self.size
         out = self.conv(whole[:, :size] * whole[:, 2 * size :], cache[0], metadata)
         gate = take_rows(self.backend, whole[:, size : 2 * size], rows)
         return self.out_proj(gate * take_rows(self.backend, out, rows))
 
     def cache_spec(self) -> LayerStateSpec:
-        """See `Mixer`."""
         return LayerStateSpec((self.conv.state_shape,))

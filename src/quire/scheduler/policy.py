@@ -48,7 +48,6 @@ class PriorityPolicy(Policy):
         self._ageing = ageing
 
     def key(self, request: Request, number: int) -> tuple[float, ...]:
-        """See `Policy.key`."""
         if self._ageing > 0:
             return (request.spec.priority + request.spec.arrival_time / self._ageing, request.spec.arrival_time, number)
         return (request.spec.priority, request.spec.arrival_time, number)
@@ -74,7 +73,6 @@ class FairPolicy(Policy):
         self._next: dict[str, float] = {}
 
     def key(self, request: Request, number: int) -> tuple[float, ...]:
-        """See `Policy.key`."""
         tag = max(self._now, self._next.get(request.spec.tenant, 0.0))
         self._charge(request.spec.tenant, tag, request.num_prompt_tokens)
         return (tag, request.spec.arrival_time, number)
@@ -83,7 +81,6 @@ class FairPolicy(Policy):
         self._next[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
 
     def admitted(self, request: Request) -> None:
-        """See `Policy.admitted`."""
         self._now = max(self._now, request.order_key[0])
 
     def ended(self, request: Request) -> None:

@@ -57,7 +57,6 @@ class UnifiedPlanner:
         self._blocked: tuple[int, int, int] | None = None  # `Admission.state` in which nothing waiting fitted
 
     def refusal(self, request: Request) -> str | None:
-        """See `Planner`."""
         return self.admission.refusal(request)
 
     def processed(self, step: StepInFlight) -> None:

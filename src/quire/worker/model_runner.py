@@ -98,7 +98,6 @@ class StepInFlight:
                 self.valid[index] = False
 
     def result(self) -> ModelOutput:
-        """See `Pending`."""
         if not self.finished:
             self._finish(self)
             self.finished = True

@@ -60,16 +60,13 @@ class HostTier(WorkerTier):
         self._blocks = blocks
 
     def store(self, transfers: Sequence[BlockTransfer]) -> None:
-        """See `WorkerTier.store`."""
         self._blocks.copy_out(*_ids(transfers))
 
     def load(self, transfers: Sequence[BlockTransfer]) -> None:
-        """See `WorkerTier.load`."""
         block_ids, slots = _ids(transfers)
         self._blocks.copy_in(slots, block_ids)
 
     def close(self) -> None:
-        """See `WorkerTier.close`."""
         self._blocks.close()
 
 
@@ -198,12 +195,10 @@ class BlockTransfers:
             self._host.write(first, self._host.read(first)())
 
     def flush(self) -> None:
-        """See `WorkerTier.flush`."""
         for tier in self._tiers.values():
             tier.flush()
 
     def close(self) -> None:
-        """See `WorkerTier.close`."""
         for tier in self._tiers.values():
             tier.close()
         if self._offload is not None:

@@ -229,7 +229,6 @@ class Worker:
         return self.runner.submit(step)
 
     def idle(self) -> bool:
-        """See `StepGraphs.record_next`."""
         return self.runner is not None and self.runner.graphs.record_next()
 
     def sleep(self, level: int) -> int:

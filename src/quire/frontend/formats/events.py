@@ -107,13 +107,11 @@ class ReadingParser:
         self._events = Events()
 
     def feed(self, text: str) -> list[Event]:
-        """As in `MessageParser`."""
         self._source.push(text)
         next(self._reader, None)
         return self._events.take()
 
     def finish(self) -> list[Event]:
-        """As in `MessageParser`."""
         self._source.end()
         next(self._reader, None)
         return self._events.take()

@@ -105,11 +105,9 @@ class Arithmetic:
         self._launcher = launcher
 
     def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
-        """See `combine`."""
         return combine(self._launcher, kind, x, y, out)
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
-        """See `contiguous`."""
         return contiguous(self._launcher, x)
 
 

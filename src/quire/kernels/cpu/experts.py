@@ -229,7 +229,6 @@ class Products:
     def _floats(
         self, x: np.ndarray, stack: Stack, one: CPULinear | linear_coded.CodedLinear, width: int, activation: int
     ) -> np.ndarray:
-        """See `linear.linear`."""
         launcher, groups, depth, step = self.launcher, self.groups, one.inputs, x.shape[1]
         product = linear.FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
         packed = ExpertRows(launcher.empty((groups.capacity * depth,)), 4 * depth)
@@ -244,7 +243,6 @@ class Products:
     def _integers(
         self, x: np.ndarray, stack: Stack, one: linear_int.IntLinear, width: int, activation: int
     ) -> np.ndarray:
-        """See `linear_int.linear`."""
         launcher, groups, step, starts, scales = self.launcher, self.groups, x.shape[1], None, None
         source = ExpertRows(x, 4 * step), step, ROW_COUNT, one.inputs, one.depth
         tiles, work = Unit(TILES, 1), groups.pairs * one.depth

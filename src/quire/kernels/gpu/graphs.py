@@ -298,7 +298,6 @@ class CudaRecorder:
                 gc.enable()
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """See `Recorder.begin`."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.add(graph)
@@ -314,7 +313,6 @@ class CudaRecorder:
             raise
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Recorder.alias`."""
         nbytes = spanned(tensor)
         if nbytes == 0:
             return tensor

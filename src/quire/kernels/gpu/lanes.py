@@ -58,7 +58,6 @@ class CudaLanes:
         return self._own.get(lane) or torch.cuda.current_stream()
 
     def run(self, lane: Lane, work: Callable[[], object]) -> None:
-        """See `Lanes.run`."""
         if lane is Lane.COMPUTE:
             work()
             return
@@ -66,21 +65,17 @@ class CudaLanes:
             work()
 
     def mark(self, lane: Lane) -> Mark:
-        """See `Lanes.mark`."""
         event = torch.cuda.Event()
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """See `Lanes.wait`."""
         self._stream(lane).wait_event(mark)
 
     def passed(self, mark: Mark) -> bool:
-        """See `Lanes.passed`."""
         return bool(mark.query())
 
     def join(self, mark: Mark) -> None:
-        """See `Lanes.join`."""
         mark.synchronize()
 
     def buffer(self, rows: int, nbytes: int) -> torch.Tensor:
@@ -96,23 +91,19 @@ class AtOnce:
     """See `Lanes`, where tensors are in the host's memory: everything is done when it is asked for."""
 
     def run(self, lane: Lane, work: Callable[[], object]) -> None:
-        """See `Lanes.run`."""
         work()
 
     def mark(self, lane: Lane) -> Mark:
-        """See `Lanes.mark`."""
         return None
 
     def wait(self, lane: Lane, mark: Mark) -> None:
         """See `Lanes.wait`."""
 
     def passed(self, mark: Mark) -> bool:
-        """See `Lanes.passed`."""
         return True
 
     def join(self, mark: Mark) -> None:
         """See `Lanes.join`."""
 
     def buffer(self, rows: int, nbytes: int) -> torch.Tensor:
-        """See `Lanes.buffer`."""
         return torch.empty((rows, nbytes), dtype=torch.uint8)

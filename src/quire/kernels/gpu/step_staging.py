@@ -118,7 +118,6 @@ class PackedStager:
         self._buffers[self._turn] = self._buffer = larger
 
     def send(self) -> None:
-        """See `Stager.send`."""
         if self._segments == 0:
             return
         if len(self._landing) < self._end:
