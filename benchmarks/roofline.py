@@ -27,7 +27,7 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu import simd, simd_int
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import op
-from quire.kernels.cpu.pointers import floats, halves, ints, uints, words
+from quire.kernels.cpu.pointers import bf16_ptr, f16_ptr, f32_ptr, i32_ptr, u32_ptr
 from quire.kernels.cpu.threads import Launcher
 
 MIB = 2**20
@@ -76,7 +76,7 @@ class Limits:
 @op
 def read(args, first, last, scratch):
     """Add up pieces of 64 KiB of memory. args: memory, out."""
-    memory, out = floats(args[0]), floats(args[1])
+    memory, out = f32_ptr(args[0]), f32_ptr(args[1])
     sums = (simd.splat(np.float32(0)), simd.splat(np.float32(0)), simd.splat(np.float32(0)), simd.splat(np.float32(0)))
     a, b, c, d = sums
     for i in range(first * 16384, last * 16384, 64):
@@ -88,7 +88,7 @@ def read(args, first, last, scratch):
 @op
 def multiply_floats(args, first, last, scratch):
     """Tiles of 8 x 32 over a K of 128, all in the cache. args: w, x, out."""
-    w, x, out = floats(args[0]), floats(args[1]), floats(args[2])
+    w, x, out = f32_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[2])
     rows = simd.TILE_ROWS
     for i in range(first, last):
         simd.tile_many(w, 0, 16, 2048, x, 0, rows, 1, 128, out, i * 256, 32, 0)
@@ -97,7 +97,7 @@ def multiply_floats(args, first, last, scratch):
 @op
 def multiply_pairs(args, first, last, scratch):
     """Like `multiply_floats` for bfloat16."""
-    w, x, out = words(args[0]), uints(args[1]), floats(args[2])
+    w, x, out = bf16_ptr(args[0]), u32_ptr(args[1]), f32_ptr(args[2])
     for i in range(first, last):
         simd.dot_many(w, 0, 2048, x, 0, 64, out, i * 256, 32, 0, 0, 0)
 
@@ -105,7 +105,7 @@ def multiply_pairs(args, first, last, scratch):
 @op
 def multiply_octets(args, first, last, scratch):
     """Like `multiply_floats` for 8-bit integers."""
-    w, x, out, starts, none = uints(args[0]), uints(args[1]), floats(args[2]), ints(args[0]), halves(args[3])
+    w, x, out, starts, none = u32_ptr(args[0]), u32_ptr(args[1]), f32_ptr(args[2]), i32_ptr(args[0]), f16_ptr(args[3])
     for i in range(first, last):
         octets_many(w, 0, 512, x, 0, 8, starts, 0, 1, 32, none, none, 0, 0, out, i * 256, 0, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import KVCacheSpec, LayerStateSpec
+from quire.step import KVCacheSpec, LayerStateSpec, ModelOutput, SchedulerOutput, Tier, TransferOp
 
 
 def make_core(folder: Path, *, executor: Executor | None = None, **options: object) -> EngineCore:
@@ -171,3 +172,26 @@ def test_models_with_recurrent_states_take_no_drafts(folder: Path) -> None:
     core.add(request("a", [1, 2, 3], max_tokens=4))
     core.step()
     assert core.scheduler.propose("a", [5, 6]) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: Path, fails: bool) -> None:
+    class Disk(NullExecutor):
+        stored = 0
+
+        def num_disk_blocks(self) -> int:
+            return 64
+
+        def execute(self, step: SchedulerOutput) -> ModelOutput:
+            if fails and step.num_scheduled_tokens:
+                raise RuntimeError("lost")
+            self.stored += step.num_transfers(TransferOp.STORE, Tier.DISK)
+            return super().execute(step)
+
+    executor = Disk()
+    core = make_core(folder, executor=executor, num_gpu_blocks_override=64, block_size=16)
+    core.add(request("a", list(range(1, 40)), max_tokens=40))
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        core.step()
+    core.close()
+    assert executor.stored == (0 if fails else 2)

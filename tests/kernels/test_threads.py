@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu.arithmetic import Arithmetic
 from quire.kernels.cpu.arrays import Recorded
 from quire.kernels.cpu.jit import op
-from quire.kernels.cpu.pointers import longs
+from quire.kernels.cpu.pointers import i64_ptr
 from quire.kernels.cpu.threads import SMALL_WORK, Launcher
 
 LARGE = SMALL_WORK  # work that is shared among threads
@@ -23,7 +23,7 @@ LARGE = SMALL_WORK  # work that is shared among threads
 @op
 def count_up(args, first, last, scratch):
     """x[i] = 10 * x[i] + digit, for items i. args: x, digit."""
-    x = longs(args[0])
+    x = i64_ptr(args[0])
     for i in range(first, last):
         x[i] = 10 * x[i] + args[1]
 
@@ -31,7 +31,7 @@ def count_up(args, first, last, scratch):
 @op
 def choose_items(args, first, last, scratch):
     """count[0] = wanted[0]. args: count, wanted."""
-    longs(args[0])[0] = longs(args[1])[0]
+    i64_ptr(args[0])[0] = i64_ptr(args[1])[0]
 
 
 def launcher(threads: int, spins: int = 600) -> Launcher:

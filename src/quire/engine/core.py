@@ -113,6 +113,7 @@ class EngineCore:
         # Called before steps are executed, or waited for, with their plans, oldest first.
         self.on_plans: Callable[[list[SchedulerOutput]], None] | None = None
         self._in_flight: deque[StepInFlight] = deque()
+        self._failed = False
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._processed: list[tuple[StepRecord, float]] = []  # steps processed since the last outputs; their host gaps
         self._last_result_time: float | None = None  # when the last step was processed, if there was work ever since
@@ -218,10 +219,12 @@ class EngineCore:
         refused = self._admit_deferred() if self._deferred else []
         try:
             outputs = self._advance()
-        except Exception:
-            for rank in self.executor.failed_ranks:
-                logger.error("rank %d of %d has died", rank, self.executor.world_size)
-            logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, Exception):
+                for rank in self.executor.failed_ranks:
+                    logger.error("rank %d of %d has died", rank, self.executor.world_size)
+                logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._release()
         result = self.snapshot(refused + outputs)
@@ -406,9 +409,15 @@ class EngineCore:
         return {"text": draw_picture(picture)} if show.text else picture
 
     def close(self) -> None:
-        """Release the model and its memory; with a disk tier, what is cached is written there first."""
-        if not self.sleep_level:
-            self._save_cached()
+        """Release the model and its memory; with a disk tier, what is cached is written there first.
+
+        After a step that failed nothing is written: blocks that it should have computed have their hashes already.
+        """
+        if not self._failed:
+            while self._in_flight:
+                self._process_oldest()
+            if not self.sleep_level:
+                self._save_cached()
         self.executor.close()
 
     def _save_cached(self) -> None:

@@ -183,7 +183,10 @@ class Scheduler:
         return self.admission.has_room_ahead()
 
     def closing_plan(self) -> SchedulerOutput:
-        """Return a last plan that writes to disk what is cached; an empty one without a disk tier."""
+        """Return a last plan that writes to disk what is cached; an empty one without a disk tier.
+
+        No step may be in flight: what it computes has its hashes already.
+        """
         self.kv.store_all()
         return Plan(0, self._in_flight).finish([], [], self.kv.take_transfers(), waits_for_loads=False)
 
