@@ -240,7 +240,8 @@ class ModelRunner:
         inputs = self.batch.inputs(plan.num_scheduled_tokens)
         step = StepInFlight(self._finish, plan, output)
         # Fewer tokens than planned may become final where there are drafts: no later step may count on them.
-        has_drafts = any(data.draft_token_ids for data in (*plan.continuing, *plan.new_sequences))
+        has_drafts = any(data.draft_token_ids for data in plan.continuing)
+        has_drafts |= any(data.draft_token_ids for data in plan.new_sequences)
         step.overlaps = not (has_drafts or self._needs_host(inputs, plan.forks))
         if step.overlaps or not self._in_flight:
             self._launch(step, inputs)
