@@ -11,11 +11,11 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import DEFERRED_WAIT_SECONDS, EngineCore
 from quire.engine.messages import AbortRequests
-from quire.engine_request import EngineRequest
-from quire.errors import RequestError
+from quire.engine_request import EngineRequest, LoRARequest
+from quire.errors import ConfigError, RequestError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.step import SequenceOutput
+from quire.step import AdapterResult, SequenceOutput
 
 
 class Compiler(NullExecutor):
@@ -57,6 +57,50 @@ def compiler() -> Compiler:
 def core(folder: Path, compiler: Compiler) -> EngineCore:
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
     return EngineCore(config, executor=compiler, info=load_model_info(folder))
+
+
+class AdapterLoader(NullExecutor):
+    """Loads adapters when the test says so, or fails to begin. It is its own store of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        self.error: RequestError | None = None
+        self.finished: dict[str, AdapterResult] = {}
+
+    @property
+    def adapters(self) -> AdapterLoader:  # type: ignore[override]
+        return self
+
+    def prepare(self, request: LoRARequest, user: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.user = user
+
+    def poll(self, wait: float = 0.0) -> dict[str, AdapterResult]:
+        finished, self.finished = self.finished, {}
+        return finished
+
+    def release(self, number: int, user: str) -> None:
+        assert user == self.user
+
+
+def test_sleep_waits_for_adapters_and_a_load_that_cannot_begin_is_none(folder: Path) -> None:
+    loader = AdapterLoader()
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    core = EngineCore(config, executor=loader, info=load_model_info(folder))
+    adapter = {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"}
+    loader.error = RequestError("no room for another adapter")
+    with pytest.raises(RequestError, match="no room"):
+        core.call("load_lora", adapter)
+    with pytest.raises(ConfigError, match="not being loaded"):
+        core.call("lora_status", {"lora_int_id": 1})
+    loader.error = None
+    assert core.call("load_lora", adapter) == {"state": "loading"}
+    with pytest.raises(RequestError, match="loading an adapter"):
+        core.call("sleep", {"level": 1})
+    loader.finished = {loader.user: AdapterResult(vocab_size=5)}
+    assert core.call("sleep", {"level": 1})["level"] == 1
+    assert core.call("lora_status", {"lora_int_id": 1})["state"] == "ready"
 
 
 def request(

@@ -345,8 +345,10 @@ class EngineCore:
     def _sleep(self, level: int) -> dict[str, Any]:
         """Free the KV cache, at level 2 also the weights; what is cached is forgotten, except on disk.
 
-        Raises `RequestError` while requests run: they would have to begin again.
+        Raises `RequestError` while requests run, which would have to begin again, and while an adapter is loaded.
         """
+        if self._lora.is_loading():
+            raise RequestError("the engine is loading an adapter; it sleeps once that has ended", code="engine_busy")
         if self._deferred or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
         while self._in_flight:  # for requests that were aborted

@@ -123,9 +123,14 @@ class LoadedAdapter:
     def load(self, arguments: LoadLoRA) -> dict[str, Any]:
         """Begin to load an adapter that no request needs yet, to see whether it can be used."""
         request = LoRARequest(arguments.lora_name, arguments.lora_int_id, arguments.lora_path)
-        self._loads[request.lora_int_id] = None
         self._adapters.prepare(request, _user_of_load(request.lora_int_id))
+        self._loads[request.lora_int_id] = None
         return self.status(request.lora_int_id)
+
+    def is_loading(self) -> bool:
+        """Whether a `load` has no outcome yet."""
+        self._poll(0.0)
+        return None in self._loads.values()
 
     def status(self, number: int) -> dict[str, Any]:
         """Return the outcome of `load`: "state" is "loading", "ready" or "failed"."""

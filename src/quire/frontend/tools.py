@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.checks import check_object, missing
-from quire.errors import RequestError, UnsupportedError, echo, retold
+from quire.errors import RequestError, UnsupportedError, echo, rename_field
 from quire.frontend.formats.message import Tool
 
 MAX_TOOLS = 128
@@ -214,4 +214,4 @@ def explain(error: RequestError, tools: ToolRequest) -> RequestError:
     # The front numbers the tools that may be called, a client all of them.
     ours, theirs = found[0], f"tools[{tools.places[int(found[1])]}].function.parameters"
     code = "invalid_function_parameters" if error.code == "invalid_json_schema" else error.code
-    return retold(error, error.message.replace(ours, theirs, 1), theirs, code)
+    return rename_field(error, ours, theirs, code)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
-from quire.errors import RequestError, UnsupportedError, retold
+from quire.errors import RequestError, UnsupportedError, rename_field
 from quire.frontend.formats.message import Event, MessageSpec
 from quire.frontend.input_processor import TextParams
 from quire.frontend.tools import explain, requested_tools
@@ -163,9 +163,10 @@ class ChatCompletion(Generation):
         """Return an error of the front with the names of the request's fields."""
         error = explain(super().explain(error), self.tools)
         if error.param == "structured_outputs" and self.structured_output is None:
-            return retold(error, error.message, "tools")
+            error.param = "tools"
+            return error
         if error.param == "logprobs" and self.body.top_logprobs is not None:
-            return retold(error, error.message.replace("logprobs", "top_logprobs", 1), "top_logprobs")
+            return rename_field(error, "logprobs", "top_logprobs")
         return error
 
     def reader(self) -> ChoiceReader:

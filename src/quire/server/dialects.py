@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import RequestError, retold
+from quire.errors import RequestError, rename_field
 from quire.server.json_io import json_response
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
 
@@ -40,8 +40,7 @@ class FieldNames:
             if pattern.search(param):
                 param = pattern.sub(name, param)
                 break
-        message = error.message.replace(error.param, param, 1) if param != error.param else error.message
-        return retold(error, message, param)
+        return rename_field(error, error.param, param)
 
     def _place(self, found: re.Match[str]) -> str:
         index = int(found[1])

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import wrong_value
-from quire.errors import RequestError, UnsupportedError, echo, retold
+from quire.errors import RequestError, UnsupportedError, echo, rename_field
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.input_processor import Prompt, TextParams
 from quire.frontend.output_processor import RequestStream
@@ -113,7 +113,7 @@ def _as_written(error: RequestError) -> RequestError:
     """Return an error with the request's name of a field, where it is not that of `SamplingParams`."""
     if error.param != "extra_args":
         return error
-    return retold(error, error.message.replace("extra_args", "vllm_xargs"), "vllm_xargs")
+    return rename_field(error, "extra_args", "vllm_xargs")
 
 
 def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:

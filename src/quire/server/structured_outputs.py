@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checks import missing, required, unknown_field, wrong_type, wrong_value
-from quire.errors import RequestError, retold
+from quire.errors import RequestError, translate_error
 from quire.sampling_params import check_structured_outputs
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
@@ -48,7 +48,7 @@ class StructuredOutput:
         if error.param is None or not PARAMS_FIELD.match(error.param):
             return error
         param = PARAMS_FIELD.sub(self._client_name, error.param, count=1)
-        return retold(error, PARAMS_FIELD.sub(self._client_name, error.message), param)
+        return translate_error(error, PARAMS_FIELD.sub(self._client_name, error.message), param)
 
     def _client_name(self, found: re.Match[str]) -> str:
         if found[0] == "structured_outputs":
