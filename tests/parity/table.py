@@ -21,7 +21,6 @@ from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.create import create_backend
 from quire.models.loader import load_model
-from quire.models.registry import OPTIONS
 from tests.helpers.checkpoints import load_oracle, logits_of, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
 from tests.parity import test_pooling as pooling
@@ -66,8 +65,8 @@ class Measured:
 
 
 def architectures() -> list[str]:
-    """Return the architectures that write texts, in the order of the registry."""
-    return [name for name in OPTIONS if FAMILIES[name].pools is None]
+    """Return the architectures that write texts, in the order of the tables of families."""
+    return [name for name, family in FAMILIES.items() if family.pools is None]
 
 
 def cases_of(architecture: str) -> dict[str, Case]:
@@ -134,7 +133,7 @@ def row(architecture: str) -> str:
 
 def file_of(architecture: str) -> str:
     """Return the file of `quire.models` that has an architecture's options."""
-    return f"`{OPTIONS[architecture].partition('.')[0]}.py`"
+    return f"`{FAMILIES[architecture].options.partition('.')[0]}.py`"
 
 
 def measure(case: str) -> Measured:

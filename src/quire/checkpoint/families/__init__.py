@@ -1,7 +1,8 @@
 """What each supported architecture's config.json leaves unsaid: its key names, its defaults, how positions enter.
 
-One row per architecture, in the file of its kind; `quire.models.registry` names the class for each. The defaults are
-those of the architecture's own configuration class, which apply when a folder's config.json omits the key.
+One row per architecture, in the file of its kind, which also names the function in `quire.models` that describes its
+decoder. The defaults are those of the architecture's own configuration class, which apply when a folder's config.json
+omits the key.
 """
 
 from __future__ import annotations

@@ -80,14 +80,17 @@ _GLM = {
 }
 
 DENSE: dict[str, Family] = {
-    "LlamaForCausalLM": llama_like("llama", 2048),
+    "LlamaForCausalLM": llama_like("llama", "llama.llama", 2048),
     "MistralForCausalLM": llama_like(
-        "mistral", 131072, num_key_value_heads=8, sliding_window=4096, windows=Windows.ALL
+        "mistral", "mistral.mistral", 131072, num_key_value_heads=8, sliding_window=4096, windows=Windows.ALL
     ),
-    "Qwen2ForCausalLM": llama_like("qwen2", 32768, **_WINDOW_LAYERS, windows=Windows.BY_LAYER),
-    "Qwen3ForCausalLM": llama_like("qwen3", 32768, **_WINDOW_LAYERS, head_dim=128, windows=Windows.BY_LAYER),
+    "Qwen2ForCausalLM": llama_like("qwen2", "qwen.qwen2", 32768, **_WINDOW_LAYERS, windows=Windows.BY_LAYER),
+    "Qwen3ForCausalLM": llama_like(
+        "qwen3", "qwen.qwen3", 32768, **_WINDOW_LAYERS, head_dim=128, windows=Windows.BY_LAYER
+    ),
     "Phi3ForCausalLM": llama_like(
         "phi3",
+        "llama.phi3",
         4096,
         rms_norm_eps=1e-5,
         original_max_position_embeddings=4096,
@@ -96,6 +99,7 @@ DENSE: dict[str, Family] = {
     ),
     "GPTNeoXForCausalLM": Family(
         "gpt_neox",
+        "gpt.gpt_neox",
         {
             "layer_norm_eps": 1e-5,
             "hidden_act": "gelu",
@@ -108,6 +112,7 @@ DENSE: dict[str, Family] = {
     ),
     "StableLmForCausalLM": Family(
         "stablelm",
+        "gpt.stablelm",
         {
             "layer_norm_eps": 1e-5,
             "hidden_act": "silu",
@@ -120,6 +125,7 @@ DENSE: dict[str, Family] = {
     ),
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
+        "gpt.starcoder2",
         {
             "norm_epsilon": 1e-5,
             "hidden_act": "gelu_pytorch_tanh",
@@ -130,10 +136,11 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "norm_epsilon"},
         windows=Windows.ALL,
     ),
-    "Olmo2ForCausalLM": llama_like("olmo2", 2048, rms_norm_eps=1e-5),
-    "GraniteForCausalLM": llama_like("granite", 2048),
+    "Olmo2ForCausalLM": llama_like("olmo2", "olmo.olmo2", 2048, rms_norm_eps=1e-5),
+    "GraniteForCausalLM": llama_like("granite", "granite.granite", 2048),
     "SmolLM3ForCausalLM": llama_like(
         "smollm3",
+        "llama.smollm3",
         32768,
         tie_word_embeddings=True,
         num_key_value_heads=4,
@@ -143,6 +150,7 @@ DENSE: dict[str, Family] = {
     ),
     "CohereForCausalLM": Family(
         "cohere",
+        "gpt.cohere",
         {
             "layer_norm_eps": 1e-5,
             "hidden_act": "silu",
@@ -154,6 +162,7 @@ DENSE: dict[str, Family] = {
     ),
     "GPTJForCausalLM": Family(
         "gptj",
+        "gpt.gptj",
         {
             "layer_norm_epsilon": 1e-5,
             "activation_function": "gelu_new",
@@ -166,6 +175,7 @@ DENSE: dict[str, Family] = {
     ),
     "FalconForCausalLM": Family(
         "falcon",
+        "gpt.falcon",
         {
             "layer_norm_epsilon": 1e-5,
             "activation": "gelu",
@@ -178,6 +188,7 @@ DENSE: dict[str, Family] = {
     ),
     "BloomForCausalLM": Family(
         "bloom",
+        "gpt.bloom",
         {
             "layer_norm_epsilon": 1e-5,
             "activation_function": "gelu_pytorch_tanh",
@@ -190,6 +201,7 @@ DENSE: dict[str, Family] = {
     ),
     "MptForCausalLM": Family(
         "mpt",
+        "gpt.mpt",
         {
             "layer_norm_epsilon": 1e-5,
             "activation_function": "gelu",
@@ -209,18 +221,21 @@ DENSE: dict[str, Family] = {
     ),
     "OPTForCausalLM": Family(
         "opt",
+        "gpt.opt",
         {"layer_norm_eps": 1e-5, "activation_function": "relu", "tie_word_embeddings": True},
         {"intermediate_size": "ffn_dim", "hidden_act": "activation_function", "norm_eps": "layer_norm_eps"},
         rotary=False,
     ),
     "GPT2LMHeadModel": Family(
         "gpt2",
+        "gpt.gpt2",
         {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
         _GPT2_KEYS,
         rotary=False,
     ),
     "GemmaForCausalLM": Family(
         "gemma",
+        "gemma.gemma",
         {
             "rms_norm_eps": 1e-6,
             "hidden_act": "gelu_pytorch_tanh",
@@ -232,6 +247,7 @@ DENSE: dict[str, Family] = {
     ),
     "PhiForCausalLM": Family(
         "phi",
+        "gpt.phi",
         {
             "layer_norm_eps": 1e-5,
             "hidden_act": "gelu_new",
@@ -242,9 +258,10 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "layer_norm_eps"},
         rotary_part="partial_rotary_factor",
     ),
-    "OlmoForCausalLM": llama_like("olmo", 2048, rms_norm_eps=1e-5),
+    "OlmoForCausalLM": llama_like("olmo", "olmo.olmo", 2048, rms_norm_eps=1e-5),
     "NemotronForCausalLM": Family(
         "nemotron",
+        "gpt.nemotron",
         {
             "norm_eps": 1e-5,
             "hidden_act": "relu2",
@@ -255,10 +272,11 @@ DENSE: dict[str, Family] = {
         {"norm_eps": "norm_eps"},
         rotary_part="partial_rotary_factor",
     ),
-    "ArceeForCausalLM": llama_like("arcee", 4096, rms_norm_eps=1e-5, hidden_act="relu2"),
-    "SeedOssForCausalLM": llama_like("seed_oss", 524288, num_key_value_heads=8, head_dim=128),
+    "ArceeForCausalLM": llama_like("arcee", "llama.arcee", 4096, rms_norm_eps=1e-5, hidden_act="relu2"),
+    "SeedOssForCausalLM": llama_like("seed_oss", "llama.seed_oss", 524288, num_key_value_heads=8, head_dim=128),
     "Ernie4_5ForCausalLM": llama_like(
         "ernie4_5",
+        "llama.ernie",
         131072,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -266,10 +284,11 @@ DENSE: dict[str, Family] = {
         head_dim=128,
         rope_theta=500000.0,
     ),
-    "GlmForCausalLM": Family("glm", _GLM, rotary_part="partial_rotary_factor"),
-    "Glm4ForCausalLM": Family("glm4", _GLM, rotary_part="partial_rotary_factor"),
+    "GlmForCausalLM": Family("glm", "glm.glm", _GLM, rotary_part="partial_rotary_factor"),
+    "Glm4ForCausalLM": Family("glm4", "glm.glm4", _GLM, rotary_part="partial_rotary_factor"),
     "Exaone4ForCausalLM": llama_like(
         "exaone4",
+        "olmo.exaone4",
         2048,
         rms_norm_eps=1e-5,
         use_sliding_window=True,
@@ -277,5 +296,7 @@ DENSE: dict[str, Family] = {
         windows=Windows.LISTED,
         derive=_exaone4_types,
     ),
-    "HunYuanDenseV1ForCausalLM": llama_like("hunyuan_v1_dense", 2048, rms_norm_eps=1e-5, derive=_hunyuan_base),
+    "HunYuanDenseV1ForCausalLM": llama_like(
+        "hunyuan_v1_dense", "llama.hunyuan", 2048, rms_norm_eps=1e-5, derive=_hunyuan_base
+    ),
 }

@@ -39,6 +39,7 @@ def _minimax_rotation(fields: Fields) -> dict[str, Any]:
 EXPERTS: dict[str, Family] = {
     "MixtralForCausalLM": llama_like(
         "mixtral",
+        "mistral.mixtral",
         131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
@@ -49,6 +50,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": llama_like(
         "qwen2_moe",
+        "qwen.qwen2_moe",
         32768,
         use_sliding_window=False,
         sliding_window=4096,
@@ -62,6 +64,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": llama_like(
         "qwen3_moe",
+        "qwen.qwen3_moe",
         32768,
         num_key_value_heads=4,
         use_sliding_window=False,
@@ -73,6 +76,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "GptOssForCausalLM": llama_like(
         "gpt_oss",
+        "llama.gpt_oss",
         131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
@@ -95,6 +99,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "Glm4MoeForCausalLM": llama_like(
         "glm4_moe",
+        "glm.glm4_moe",
         131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
@@ -105,10 +110,15 @@ EXPERTS: dict[str, Family] = {
         first_k_dense_replace=1,
         rotary_part="partial_rotary_factor",
     ),
-    "OlmoeForCausalLM": llama_like("olmoe", 4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8),
-    "GraniteMoeForCausalLM": llama_like("granitemoe", 2048, num_local_experts=8, num_experts_per_tok=2),
+    "OlmoeForCausalLM": llama_like(
+        "olmoe", "olmo.olmoe", 4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8
+    ),
+    "GraniteMoeForCausalLM": llama_like(
+        "granitemoe", "granite.granite_moe", 2048, num_local_experts=8, num_experts_per_tok=2
+    ),
     "Ernie4_5_MoeForCausalLM": llama_like(
         "ernie4_5_moe",
+        "llama.ernie_moe",
         131072,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -119,6 +129,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": llama_like(
         "minimax_m2",
+        "llama.minimax_m2",
         196608,
         num_key_value_heads=8,
         head_dim=128,

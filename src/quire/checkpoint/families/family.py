@@ -28,6 +28,7 @@ class Family:
 
     Attributes:
         model_type: the config's model_type, used when `architectures` is absent.
+        options: module of `quire.models`, and its function that returns the `DecoderOptions` of a config.json.
         defaults: values of keys that may be absent. A key that is present but null stays null.
         keys: our field name -> its key, where they differ.
         rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length, or by a
@@ -43,6 +44,7 @@ class Family:
     """
 
     model_type: str
+    options: str
     defaults: Mapping[str, Any]
     keys: Mapping[str, str] = field(default_factory=dict)
     rotary: bool = True
@@ -58,6 +60,7 @@ class Family:
 
 def llama_like(
     model_type: str,
+    options: str,
     max_position_embeddings: int,
     *,
     keys: Mapping[str, str] | None = None,
@@ -70,6 +73,7 @@ def llama_like(
     """Return a row of an architecture with Llama's defaults, but for these."""
     return Family(
         model_type,
+        options,
         {**LLAMA_LIKE, "max_position_embeddings": max_position_embeddings, **defaults},
         keys or {},
         rotary_part=rotary_part,

@@ -81,9 +81,10 @@ _QWEN35 = {"num_key_value_heads": 4}
 _QWEN35_MOE = {**_SHARED, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
 
 
-def _qwen(model_type: str, defaults: dict[str, Any], within: str | None = None) -> Family:
+def _qwen(model_type: str, options: str, defaults: dict[str, Any], within: str | None = None) -> Family:
     return Family(
         model_type,
+        options,
         {**_QWEN, **defaults},
         rotary_part="partial_rotary_factor",
         keeps_states=True,
@@ -94,11 +95,14 @@ def _qwen(model_type: str, defaults: dict[str, Any], within: str | None = None) 
 
 HYBRID: dict[str, Family] = {
     "Qwen3NextForCausalLM": _qwen(
-        "qwen3_next", {**_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
+        "qwen3_next",
+        "qwen.qwen3_next",
+        {**_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     ),
-    "Lfm2ForCausalLM": Family("lfm2", _LFM2, {"norm_eps": "norm_eps"}, keeps_states=True, derive=_lfm2),
+    "Lfm2ForCausalLM": Family("lfm2", "lfm2.lfm2", _LFM2, {"norm_eps": "norm_eps"}, keeps_states=True, derive=_lfm2),
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe",
+        "lfm2.lfm2_moe",
         {
             **_LFM2,
             "num_key_value_heads": 8,
@@ -111,8 +115,8 @@ HYBRID: dict[str, Family] = {
         keeps_states=True,
         derive=_lfm2,
     ),
-    "Qwen3_5ForCausalLM": _qwen("qwen3_5_text", _QWEN35),
-    "Qwen3_5MoeForCausalLM": _qwen("qwen3_5_moe_text", _QWEN35_MOE),
-    "Qwen3_5ForConditionalGeneration": _qwen("qwen3_5", _QWEN35, "text_config"),
-    "Qwen3_5MoeForConditionalGeneration": _qwen("qwen3_5_moe", _QWEN35_MOE, "text_config"),
+    "Qwen3_5ForCausalLM": _qwen("qwen3_5_text", "qwen.qwen3_5", _QWEN35),
+    "Qwen3_5MoeForCausalLM": _qwen("qwen3_5_moe_text", "qwen.qwen3_5", _QWEN35_MOE),
+    "Qwen3_5ForConditionalGeneration": _qwen("qwen3_5", "qwen.qwen3_5_multimodal", _QWEN35, "text_config"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen("qwen3_5_moe", "qwen.qwen3_5_multimodal", _QWEN35_MOE, "text_config"),
 }

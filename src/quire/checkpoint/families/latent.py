@@ -35,6 +35,7 @@ _DEEPSEEK = {**LLAMA_LIKE, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rop
 LATENT: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
+        "deepseek.deepseek_v2",
         {
             **_DEEPSEEK,
             "max_position_embeddings": 2048,
@@ -47,6 +48,7 @@ LATENT: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
+        "deepseek.deepseek_v3",
         {
             **_DEEPSEEK,
             "max_position_embeddings": 4096,
@@ -64,6 +66,7 @@ LATENT: dict[str, Family] = {
     ),
     "Glm4MoeLiteForCausalLM": Family(
         "glm4_moe_lite",
+        "deepseek.deepseek_v3",
         {
             **_DEEPSEEK,
             "rms_norm_eps": 1e-5,
@@ -81,6 +84,7 @@ LATENT: dict[str, Family] = {
     ),
     "MiniCPM3ForCausalLM": llama_like(
         "minicpm3",
+        "deepseek.minicpm3",
         32768,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,

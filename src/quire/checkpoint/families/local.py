@@ -70,6 +70,7 @@ _MISTRAL: dict[str, Any] = {**LLAMA_LIKE, "max_position_embeddings": 131072, "nu
 LOCAL: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         "gemma2",
+        "gemma.gemma2",
         {
             **_GEMMA,
             **_LISTED,
@@ -83,27 +84,41 @@ LOCAL: dict[str, Family] = {
         derive=lambda fields: every_nth_full(fields, 2),
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", _GEMMA3, {"hidden_act": "hidden_activation"}, windows=Windows.LISTED, derive=_gemma3
+        "gemma3_text",
+        "gemma.gemma3",
+        _GEMMA3,
+        {"hidden_act": "hidden_activation"},
+        windows=Windows.LISTED,
+        derive=_gemma3,
     ),
     "Gemma3ForConditionalGeneration": Family(
         "gemma3",
+        "gemma.gemma3_multimodal",
         _GEMMA3,
         {"hidden_act": "hidden_activation"},
         windows=Windows.LISTED,
         derive=_gemma3,
         within="text_config",
     ),
-    "Olmo3ForCausalLM": llama_like("olmo3", 2048, **_LISTED, rms_norm_eps=1e-5, windows=Windows.LISTED, derive=_olmo3),
-    "MinistralForCausalLM": Family("ministral", {**_MISTRAL, **_LISTED}, windows=Windows.LISTED, derive=_ministral),
+    "Olmo3ForCausalLM": llama_like(
+        "olmo3", "olmo.olmo2", 2048, **_LISTED, rms_norm_eps=1e-5, windows=Windows.LISTED, derive=_olmo3
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral", "mistral.mistral", {**_MISTRAL, **_LISTED}, windows=Windows.LISTED, derive=_ministral
+    ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
+        "mistral.mistral",
         {**_MISTRAL, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "head_dim": 128},
         windows=Windows.ALL,
         derive=_ministral3,
     ),
-    "Mistral3ForConditionalGeneration": Family("mistral3", _MISTRAL, windows=Windows.ALL, within="text_config"),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3", "mistral.mistral3", _MISTRAL, windows=Windows.ALL, within="text_config"
+    ),
     "Cohere2ForCausalLM": Family(
         "cohere2",
+        "gpt.cohere2",
         {
             **_LISTED,
             "layer_norm_eps": 1e-5,

@@ -48,13 +48,27 @@ def _modernbert_layers(fields: Fields) -> dict[str, Any]:
 
 
 _BERT_KEYS = {"norm_eps": "layer_norm_eps"}
-_BERT_FAMILY = Family("bert", _BERT, _BERT_KEYS, rotary=False, derive=_learned_positions, pools="embed", causal=False)
+_BERT_FAMILY = Family(
+    "bert",
+    "bert.bert",
+    _BERT,
+    _BERT_KEYS,
+    rotary=False,
+    derive=_learned_positions,
+    pools="embed",
+    causal=False,
+)
 _ROBERTA_FAMILY = replace(
-    _BERT_FAMILY, model_type="roberta", defaults={**_BERT, "pad_token_id": 1}, derive=_roberta_positions
+    _BERT_FAMILY,
+    model_type="roberta",
+    options="bert.roberta",
+    defaults={**_BERT, "pad_token_id": 1},
+    derive=_roberta_positions,
 )
 _XLM_ROBERTA_FAMILY = replace(_ROBERTA_FAMILY, model_type="xlm-roberta")
 _MODERNBERT_FAMILY = Family(
     "modernbert",
+    "bert.modernbert",
     {
         "norm_eps": 1e-5,
         "hidden_activation": "gelu",
@@ -75,7 +89,7 @@ _MODERNBERT_FAMILY = Family(
 
 
 def _of_classes(family: Family) -> Family:
-    return replace(family, pools="classify")
+    return replace(family, options=f"{family.options}_classifier", pools="classify")
 
 
 ENCODERS: dict[str, Family] = {
