@@ -78,11 +78,6 @@ class LayerNorm:
         """Normalize the last axis, [T, size]."""
         return self.backend.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Array, residual: Array) -> Array:
-        """Add `x` to `residual` in place and return the norm of the sum; both [T, size]."""
-        residual += x
-        return self(residual)
-
 
 class HeadLayerNorm:
     """Layer norm of every head by itself, each with a scale of its own and no shift.

@@ -288,8 +288,10 @@ class MLP:
 
     def __call__(self, x: Array) -> Array:
         """[T, H] -> [T, H]."""
-        inner = self.input(x)
-        return self.output(inner if self.act is None else self.act(inner))
+        x = self.input(x)
+        if self.act is not None:
+            x = self.act(x)
+        return self.output(x)
 
 
 def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: DecoderOptions) -> MLP | MoE:
@@ -314,13 +316,13 @@ def build_norm(builder: Builder, name: str, info: ModelInfo, options: DecoderOpt
     )
 
 
-def add_norm(norm: RMSNorm | LayerNorm | None, residual: Array, update: Array | None) -> Array:
-    """Add `update` to the stream in place, and return the norm of the sum; of no norm the stream itself."""
-    if norm is not None:
-        return norm(residual) if update is None else norm.add(update, residual)
-    if update is not None:
-        residual += update
-    return residual
+def add_norm(norm: RMSNorm | LayerNorm | None, hidden: HiddenStates) -> Array:
+    """Add the update to the stream in place, and return the norm of the sum; without a norm the stream itself."""
+    if isinstance(norm, RMSNorm) and hidden.update is not None:
+        return norm.add(hidden.take_update(), hidden.residual)
+    if hidden.update is not None:
+        hidden.residual += hidden.take_update()
+    return hidden.residual if norm is None else norm(hidden.residual)
 
 
 def scaled(x: Array, scale: float) -> Array:
@@ -359,26 +361,32 @@ class DecoderLayer:
     def __call__(self, positions: Array, hidden: HiddenStates, cache: Any, metadata: AttentionMetadata) -> HiddenStates:
         """Hidden states of T tokens -> of T, or after the last layer of R."""
         rows = metadata.logits_indices if self.is_last else None
-        normed = add_norm(self.attention_norm, *hidden)
+        normed = add_norm(self.attention_norm, hidden)
         out = self.mixer(positions, normed, cache, metadata, rows)
+        residual = hidden.residual
         if self.residual == "parallel":
             if self.mlp_norm is not None:
-                normed = self.mlp_norm(hidden.residual)
-            residual = take_rows(self.backend, hidden.residual, rows)
+                normed = self.mlp_norm(residual)
+            residual = take_rows(self.backend, residual, rows)
             residual += out
+            del out  # here and below: memory that is free for what follows
             return HiddenStates(residual, self.mlp(take_rows(self.backend, normed, rows)))
-        del normed  # its memory is free for what follows
-        residual = take_rows(self.backend, hidden.residual, rows)
+        del normed
+        if self.residual == "sequential":
+            if self.attention_output_norm is not None:
+                out = self.attention_output_norm(out)
+            out = scaled(out, self.scale)
+        hidden = HiddenStates(take_rows(self.backend, residual, rows), out)
+        del out, residual
         if self.residual == "post":
-            residual = add_norm(self.attention_output_norm, residual, out)
-            return HiddenStates(add_norm(self.mlp_output_norm, residual, self.mlp(residual)))
-        if self.attention_output_norm is not None:
-            out = self.attention_output_norm(out)
-        out = add_norm(self.mlp_norm, residual, scaled(out, self.scale))
-        out = self.mlp(out)
+            hidden = HiddenStates(add_norm(self.attention_output_norm, hidden))
+            hidden.update = self.mlp(hidden.residual)
+            return HiddenStates(add_norm(self.mlp_output_norm, hidden))
+        hidden.update = self.mlp(add_norm(self.mlp_norm, hidden))
         if self.mlp_output_norm is not None:
-            out = self.mlp_output_norm(out)
-        return HiddenStates(residual, scaled(out, self.scale))
+            hidden.update = self.mlp_output_norm(hidden.update)
+        hidden.update = scaled(hidden.update, self.scale)
+        return hidden
 
 
 class Decoder:
@@ -495,7 +503,7 @@ class Decoder:
 
     def norm(self, hidden: HiddenStates) -> Array:
         """Return what `compute_logits` takes, of hidden states after the last layer."""
-        return add_norm(self.final_norm, *hidden)
+        return add_norm(self.final_norm, hidden)
 
     def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
         hidden = self.embed(input_ids, positions, metadata)

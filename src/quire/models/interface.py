@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from quire.kernels.backend import Array, AttentionMetadata
 from quire.step import KVCacheSpec
 
 
-class HiddenStates(NamedTuple):
+@dataclass(slots=True)
+class HiddenStates:
     """What a layer hands to the next one, and a pipeline stage to the next stage (vLLM's intermediate tensors).
 
     Attributes:
@@ -20,6 +22,11 @@ class HiddenStates(NamedTuple):
 
     residual: Array
     update: Array | None = None
+
+    def take_update(self) -> Array | None:
+        """Return `update` and forget it, so that its memory is free as soon as it was added."""
+        update, self.update = self.update, None
+        return update
 
 
 class Model(Protocol):
