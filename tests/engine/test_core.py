@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import KVCacheSpec, LayerStateSpec, ModelOutput, SchedulerOutput, Tier, TransferOp
+from quire.step import KVCacheSpec, LayerStateSpec, Pending, SchedulerOutput, Tier, TransferOp
 
 
 def make_core(folder: Path, *, executor: Executor | None = None, **options: object) -> EngineCore:
@@ -182,11 +182,11 @@ def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: 
         def num_disk_blocks(self) -> int:
             return 64
 
-        def execute(self, step: SchedulerOutput) -> ModelOutput:
+        def submit(self, step: SchedulerOutput) -> Pending:
             if fails and step.num_scheduled_tokens:
                 raise RuntimeError("lost")
             self.stored += step.num_transfers(TransferOp.STORE, Tier.DISK)
-            return super().execute(step)
+            return super().submit(step)
 
     executor = Disk()
     core = make_core(folder, executor=executor, num_gpu_blocks_override=64, block_size=16)

@@ -27,7 +27,7 @@ from quire.engine.messages import AbortRequests, Call, FromEngine, Shutdown, ToE
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, SchedulerOutput
+from quire.step import Pending, SchedulerOutput
 
 
 class Time:
@@ -296,11 +296,11 @@ class DyingExecutor(NullExecutor):
         self.fatal: set[str] = set()
         self.seen: list[list[str]] = []
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
+    def submit(self, step: SchedulerOutput) -> Pending:
         self.seen.append(self.memory.request_ids())
         if any(new.sequence_id in self.fatal for new in step.new_sequences):
             raise Death
-        return super().execute(step)
+        return super().submit(step)
 
 
 def serve(memory: Heartbeat, folder: Path, messages: list[ToEngine], fatal: str = "") -> DyingExecutor:

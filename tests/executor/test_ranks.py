@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ from quire.worker.worker import Worker, new_backend
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.ranks import rank_backends
+
+
+def compute(worker: Worker, step: SchedulerOutput) -> ModelOutput:
+    return worker.submit(step).result()
 
 
 class PendingRanks:
@@ -53,8 +57,9 @@ class ThreadExecutor(RankedExecutor):
         """Return what all ranks return; raise what one of them raises, and remember which."""
         wait(futures, 60, FIRST_EXCEPTION)
         for rank, future in enumerate(futures):
-            if future.done() and future.exception() is not None:
-                self.failed_ranks = [rank]
+            error = future.exception() if future.done() else None
+            if error is not None:
+                error.add_note(f"on rank {rank} of {self.world_size}")
                 self._barrier.abort()  # the others wait for this one
         return [future.result(60) for future in reversed(futures)][::-1]
 
@@ -62,7 +67,7 @@ class ThreadExecutor(RankedExecutor):
         """Call every worker in its thread."""
         return self.gather(
             [
-                thread.submit(getattr(worker, method), *args)
+                thread.submit(attrgetter(method)(worker), *args)
                 for thread, worker in zip(self._threads, self.workers, strict=True)
             ]
         )
@@ -70,7 +75,7 @@ class ThreadExecutor(RankedExecutor):
     def submit(self, step: SchedulerOutput) -> Pending:
         """Have every worker compute the step."""
         workers = zip(self._threads, self.workers, strict=True)
-        return PendingRanks(self, [thread.submit(worker.execute, step) for thread, worker in workers])
+        return PendingRanks(self, [thread.submit(compute, worker, step) for thread, worker in workers])
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +117,23 @@ def test_two_ranks_say_what_one_says(folder: Path, driver: EngineDriver) -> None
     single.close()
 
 
-def test_the_rank_that_failed_is_named(driver: EngineDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rank_that_failed_is_named(driver: EngineDriver) -> None:
     executor = driver.core.executor
     assert isinstance(executor, ThreadExecutor)
 
-    def broken(step: SchedulerOutput) -> ModelOutput:
+    def broken(step: SchedulerOutput) -> Pending:
         raise ArithmeticError("as asked")
 
-    executor.workers[1].execute = broken  # type: ignore[method-assign]
+    executor.workers[1].submit = broken  # type: ignore[method-assign]
     driver.add("greedy", ASKS["greedy"])
-    with caplog.at_level(logging.ERROR), pytest.raises(ArithmeticError, match="as asked"):
+    with pytest.raises(ArithmeticError, match="as asked") as caught:
         driver.run()
-    assert executor.failed_ranks == [1] and "rank 1 of 2 has died" in caplog.text
+    assert caught.value.__notes__ == ["on rank 1 of 2"]
 
 
 def test_one_rank_is_called_directly(folder: Path) -> None:
     driver = EngineDriver(folder, **OPTIONS)
     executor = driver.core.executor
     assert isinstance(executor, InlineExecutor) and executor.world_size == 1
-    plan = SchedulerOutput([], [], {}, 0, [], [])
-    assert executor.submit(plan).result() == executor.execute(plan)
-    assert executor.collective_rpc("num_disk_blocks") == [0]
+    assert executor.collective_rpc("num_disk_blocks") == [0] and executor.adapters is None
     driver.close()

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine import process
 from quire.engine.core import EngineCore
 from quire.executor.null import NullExecutor
-from quire.step import ModelOutput, SchedulerOutput
+from quire.step import Pending, SchedulerOutput
 
 MODULE = "tests.helpers.faulty_engine"
 SEGFAULT, KILL, RAISE, HANG, SLOW = 990, 991, 992, 993, 994
@@ -25,7 +25,7 @@ SLOW_SECONDS = 0.002
 class FaultyExecutor(NullExecutor):
     """Does to itself what prompts say."""
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
+    def submit(self, step: SchedulerOutput) -> Pending:
         """Run a step, unless a prompt in it is a bad one."""
         for new in step.new_sequences:
             match new.token_ids[0]:
@@ -39,7 +39,7 @@ class FaultyExecutor(NullExecutor):
                     threading.Event().wait()
                 case 994:
                     time.sleep(SLOW_SECONDS)
-        return super().execute(step)
+        return super().submit(step)
 
 
 def make_core(config: EngineConfig) -> EngineCore:

@@ -31,7 +31,6 @@ def rank_backends(size: int, backend: Backend) -> tuple[list[Backend], threading
         own.rank, own.world_size = rank, size
         own.all_reduce = lambda x: reduce(lambda total, part: total + part, exchange(x))
         own.all_gather = lambda x: backend.concat(exchange(x))
-        own.broadcast = lambda x: exchange(x)[0]
         return own  # type: ignore[no-any-return]
 
     return [rank_backend(rank) for rank in range(size)], barrier

@@ -164,7 +164,7 @@ class RunnerDriver:
         """
         drafts = drafts or {}
         scheduled = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
-        output = self.runner.execute(self._plan(scheduled, forks or [], branches or {}, drafts))
+        output = self.runner.submit(self._plan(scheduled, forks or [], branches or {}, drafts)).result()
         self._planned(counts)
         for name, tokens in output.sampled_token_ids.items():
             self.sequences[name].tokens += tokens

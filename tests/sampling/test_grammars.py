@@ -119,7 +119,7 @@ def test_any_spelling_of_an_allowed_text_is_allowed(
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         assert bits[fitting].all()
         assert not bits[tokenizer.vocab_size :].any()
-        assert set(np.flatnonzero(bits)).isdisjoint(tokenizer.special_ids - set(store.end_ids))
+        assert set(np.flatnonzero(bits)).isdisjoint(tokenizer.special_ids - set(store.end_ids()))
         assert matcher.consume_token(index)
         rest = rest[len(tokenizer.token_bytes(index)) :]
     assert matcher.is_accepting()
@@ -155,7 +155,7 @@ def test_several_tokens_may_end_a_text() -> None:
     matcher = store.start('start: "a"?')
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     assert set(np.flatnonzero(bits)) == {tokenizer.token_to_id("a"), 420, 422}
-    assert store.end_ids == [422, 420]
+    assert store.end_ids() == [422, 420]
     assert matcher.consume_token(420)
     assert matcher.is_stopped()
     assert not matcher.is_error()
@@ -165,7 +165,7 @@ def test_without_an_end_token_a_text_ends_where_nothing_may_follow() -> None:
     backend = MAKERS["byte_level"]()
     store = GrammarStore(lambda: Tokenizer(backend), backend.get_vocab_size())
     matcher = store.start('start: "a" "b"?')
-    assert store.end_ids == []
+    assert store.end_ids() == []
     assert matcher.consume_token(backend.token_to_id("a"))
     assert not matcher.is_stopped()
     assert matcher.consume_token(backend.token_to_id("b"))

@@ -388,9 +388,9 @@ def test_a_step_may_only_move_blocks_or_let_sequences_go(folders: dict[str, Path
     new = [driver.free.pop() for _ in old]
     step = SchedulerOutput([], [], {}, 0, ["b"], [])
     step.transfers = transfers_of((COPY, source, destination) for source, destination in zip(old, new))
-    output = driver.runner.execute(step)
+    output = driver.runner.submit(step).result()
     assert output.sampled_token_ids == {} and output.errors == {}
     driver.spoil(old)
     replaced = [(0, index, block) for index, block in enumerate(new)]
     step = SchedulerOutput([], [ContinuingSequenceData("a", [], 9, replaced)], {"a": 1}, 1, [], [])
-    assert driver.runner.execute(step).errors == {}
+    assert driver.runner.submit(step).result().errors == {}

@@ -58,7 +58,7 @@ def run(
         preempted_sequence_ids=[],
         **rest,
     )
-    return worker.execute(plan)
+    return worker.submit(plan).result()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])

@@ -40,7 +40,7 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, create_scheduler
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import Done, ModelOutput, Pending, SchedulerOutput, SchedulerStats, SequenceOutput
+from quire.step import ModelOutput, Pending, SchedulerOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +222,6 @@ class EngineCore:
         except BaseException as error:
             self._failed = True
             if isinstance(error, Exception):
-                for rank in self.executor.failed_ranks:
-                    logger.error("rank %d of %d has died", rank, self.executor.world_size)
                 logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
         self._release()
@@ -248,15 +246,13 @@ class EngineCore:
         was_idle, step = not in_flight, self._begin(plan)
         in_flight.append(step)
         outputs = [] if was_idle or len(in_flight) < self._max_in_flight else self._process_oldest()
-        step.overlaps = step.pending.overlaps and self.scheduler.can_schedule_ahead()
+        step.overlaps = self._max_in_flight > 1 and step.pending.overlaps and self.scheduler.can_schedule_ahead()
         if len(in_flight) == 1 and not step.overlaps and (was_idle or not plan.num_scheduled_tokens):
             outputs += self._process_oldest()
         return outputs
 
     def _begin(self, plan: SchedulerOutput) -> StepInFlight:
         record = self.recorder.begin(plan, self.scheduler)
-        if self._max_in_flight == 1:
-            return StepInFlight(plan, Done(self.executor.execute(plan)), record)
         return StepInFlight(plan, self.executor.submit(plan), record)
 
     def _announce(self, plan: SchedulerOutput | None = None) -> None:
@@ -285,7 +281,7 @@ class EngineCore:
                 self.recorder.note_grammar(request.request_id, self.clock() - request.spec.arrival_time)
                 if request.spec.beam is not None:
                     # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
-                    request.add_stop_ids(self.executor.grammars.end_ids)
+                    request.add_stop_ids(self.executor.grammars.end_ids())
             self.scheduler.add_request(request)
         return failed
 

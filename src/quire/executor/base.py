@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine_request import LoRARequest
 from quire.kernels.memory import DeviceMemory
-from quire.step import AdapterResult, Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import AdapterResult, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
 
 
 class Adapters(Protocol):
@@ -30,9 +29,8 @@ class Adapters(Protocol):
 class Grammars(Protocol):
     """The compiled grammars of an executor, reference-counted by their users (`sampling.grammars.GrammarStore`)."""
 
-    @property
     def end_ids(self) -> list[int]:
-        """The tokens that end a text which has a grammar; complete once a grammar was compiled."""
+        """Return the tokens that end a text which has a grammar; complete once a grammar was compiled."""
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile a grammar if necessary. Every call must be followed by one of `release`."""
@@ -47,10 +45,11 @@ class Grammars(Protocol):
 class UnusedGrammars:
     """The grammars of an executor that ignores them: each is ready at once."""
 
-    end_ids: list[int] = []
-
     def __init__(self) -> None:
         self._ready: dict[str, str | None] = {}
+
+    def end_ids(self) -> list[int]:
+        return []
 
     def prepare(self, grammar: str) -> None:
         self._ready[grammar] = None
@@ -66,17 +65,13 @@ class UnusedGrammars:
 class Executor(ABC):
     """Runs steps on `world_size` ranks. `kv_cache_spec` and `device_memory` are called first, then `allocate`.
 
-    The defaults are those of an executor without adapters, grammars and disk tier that computes a step at a time.
-
-    Attributes:
-        failed_ranks: the ranks that no longer answer; steps fail from then on.
+    The defaults are those of an executor without adapters, grammars and disk tier.
     """
 
     world_size: int = 1
-    failed_ranks: Sequence[int] = ()
 
     def __init__(self) -> None:
-        self._grammars = UnusedGrammars()
+        self._grammars: Grammars = UnusedGrammars()
 
     @property
     def adapters(self) -> Adapters | None:
@@ -137,12 +132,12 @@ class Executor(ABC):
         return None
 
     @abstractmethod
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step and return its result."""
-
     def submit(self, step: SchedulerOutput) -> Pending:
         """Begin a step. One that does not overlap must be waited for before the next is submitted."""
-        return Done(self.execute(step))
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Run one step and return its result."""
+        return self.submit(step).result()
 
     def idle(self) -> bool:
         """With no request to compute, warm up one graph for later steps; return whether there was one."""

@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from operator import attrgetter
 from typing import Any
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.executor.base import Adapters, Executor, Grammars
+from quire.executor.base import Adapters, Executor
 from quire.kernels.memory import DeviceMemory
-from quire.step import KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import KVCacheSpec, Pending, SchedulerOutput
 from quire.worker.worker import Worker
+
+
+class RankedStore:
+    """The adapters or the grammars of all ranks (`Adapters`, `Grammars`): ready once every rank has them ready.
+
+    Args:
+        name: of the store in `Worker`.
+    """
+
+    def __init__(self, executor: RankedExecutor, name: str) -> None:
+        self._executor, self._name = executor, name
+        self._results: dict[str, dict[int, Any]] = {}  # by what `poll` names, the result of each rank that has one
+
+    def prepare(self, *args: Any) -> None:
+        self._call("prepare", *args)
+
+    def release(self, *args: Any) -> None:
+        self._call("release", *args)
+
+    def unload(self, number: int) -> None:
+        self._call("unload", number)
+
+    def end_ids(self) -> list[int]:
+        ids: list[int] = self._call("end_ids")[0]
+        return ids
+
+    def poll(self, wait: float = 0.0) -> dict[str, Any]:
+        for rank, results in enumerate(self._call("poll", wait)):
+            for key, result in results.items():
+                self._results.setdefault(key, {})[rank] = result
+        ready = [key for key, results in self._results.items() if len(results) == self._executor.world_size]
+        return {key: _worst(self._results.pop(key)) for key in ready}
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return self._executor.collective_rpc(f"{self._name}.{method}", *args)
+
+
+def _worst(results: dict[int, Any]) -> Any:
+    """Return an error if a rank has one, else the result of rank 0."""
+    failed = [result for result in results.values() if isinstance(result, str) or getattr(result, "error", None)]
+    return failed[0] if failed else results[0]
 
 
 class RankedExecutor(Executor):
@@ -20,16 +62,24 @@ class RankedExecutor(Executor):
     same tokens, so that a step's result is that of rank 0.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._adapters, self._grammars = RankedStore(self, "adapters"), RankedStore(self, "grammars")
+
     @abstractmethod
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `Worker` on all ranks; return the results in rank order. Raises what any rank raises."""
+        """Call a method of `Worker`, or of a part of it ("grammars.prepare"), on all ranks; return the results.
+
+        Raises what any rank raises, with a note (`BaseException.add_note`) that names the rank.
+        """
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> Pending:
-        """See `Executor`; the result is there when all ranks have ended the step."""
+        """See `Executor`; the result is there when all ranks have ended the step. Raises what `collective_rpc` does."""
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        return self.submit(step).result()
+    @property
+    def adapters(self) -> Adapters | None:
+        return self._adapters if self.collective_rpc("has_adapters")[0] else None
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """See `Executor`; heads are split evenly, so that all ranks have the same."""
@@ -77,22 +127,11 @@ class InlineExecutor(RankedExecutor):
         super().__init__()
         self.worker = worker
 
-    @property
-    def adapters(self) -> Adapters | None:
-        return self.worker.adapters
-
-    @property
-    def grammars(self) -> Grammars:
-        return self.worker.grammars
-
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
+        return [attrgetter(method)(self.worker)(*args)]
 
     def submit(self, step: SchedulerOutput) -> Pending:
         return self.worker.submit(step)
-
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        return self.worker.execute(step)
 
 
 def create_executor(config: EngineConfig, info: ModelInfo) -> Executor:

@@ -375,10 +375,6 @@ class CollectiveOps(Protocol):
         """Return the ranks' `x` joined along the last axis, in rank order."""
         return x
 
-    def broadcast(self, x: Array) -> Array:
-        """Return the `x` of rank 0."""
-        return x
-
 
 class ExpertOps(Protocol):
     """Mixtures of experts; see `kernels/experts.py` for what they consist of."""

@@ -153,9 +153,8 @@ class GrammarStore:
         self._vocabulary: GrammarVocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
 
-    @property
     def end_ids(self) -> list[int]:
-        """Ids of the tokens that end a text; complete once a grammar was compiled."""
+        """Return the ids of the tokens that end a text; complete once a grammar was compiled."""
         vocabulary = self._vocabulary
         ids = self._eos_token_ids if vocabulary is None else vocabulary.eos_token_ids
         return [index for index in ids if index < self.vocab_size]

@@ -32,9 +32,10 @@ from quire.simulate.trace import Synthetic, draw
 from quire.step import (
     BlockTransfer,
     ContinuingSequenceData,
+    Done,
     KVCacheSpec,
-    ModelOutput,
     NewSequenceData,
+    Pending,
     SchedulerOutput,
     Tier,
     TransferOp,
@@ -239,13 +240,13 @@ class TimedExecutor(Executor):
         """Return enough for any number of blocks: they are allocated."""
         return 2**62
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
+    def submit(self, step: SchedulerOutput) -> Pending:
         """Execute the step and measure it."""
         contents, _ = self._reader.read(step)
         before = self._clock()
         result = self._inner.execute(step)
         self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
-        return result
+        return Done(result)
 
 
 def measure_moves(executor: TimedExecutor, count: int) -> float:

@@ -284,7 +284,7 @@ class Guidance:
         """Wait for the bitmasks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
         self._writer.wait()
         bits = self._writer.bits[: len(self._index_of)]
-        all_end_ids = [] if self._grammars is None else self._grammars.end_ids
+        all_end_ids = [] if self._grammars is None else self._grammars.end_ids()
         self._end_ids = np.full(len(bits), -1, dtype=np.int64)
         for token_id in all_end_ids[:1]:
             self._end_ids[_has(bits, token_id)] = token_id

@@ -215,10 +215,6 @@ class ModelRunner:
         found = [caches[layer] for layer in sorted(caches)]
         return found + [LayerCache(layer.cache, 0, layer) for layer in (self.offload.layers if self.offload else ())]
 
-    def execute(self, plan: SchedulerOutput) -> ModelOutput:
-        """Run a step and return its result."""
-        return self.submit(plan).result()
-
     def submit(self, plan: SchedulerOutput) -> Pending:
         """Apply the step's changes and begin to compute it.
 

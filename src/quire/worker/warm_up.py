@@ -47,8 +47,8 @@ def warm_up(runner: ModelRunner) -> None:
     new = NewSequenceData(_SEQUENCE_ID, request, block_ids)
     plan = SchedulerOutput([new], [], {_SEQUENCE_ID: length}, length, [], [])
     plan.transfers = [BlockTransfer(TransferOp.COPY, Tier.DEVICE)]
-    runner.execute(plan)
-    runner.execute(SchedulerOutput([], [], {}, 0, [_SEQUENCE_ID], []))
+    runner.submit(plan).result()
+    runner.submit(SchedulerOutput([], [], {}, 0, [_SEQUENCE_ID], []))
 
 
 def largest_step(runner: ModelRunner, max_num_seqs: int, max_num_batched_tokens: int) -> SchedulerOutput:

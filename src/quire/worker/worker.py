@@ -22,7 +22,7 @@ from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
-from quire.step import KVCacheGroup, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import KVCacheGroup, KVCacheSpec, Pending, SchedulerOutput
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
@@ -144,7 +144,7 @@ class Worker:
             runner = self._new_runner(PROFILE_BLOCKS, length, 1 if swaps else 0)
             try:
                 runner.graphs.compile_ahead()  # side by side, before this step has to wait for one after the other
-                runner.execute(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens))
+                runner.submit(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens)).result()
             finally:
                 runner.close()
 
@@ -206,6 +206,10 @@ class Worker:
             adapters=self.adapters,
         )
 
+    def has_adapters(self) -> bool:
+        """Whether LoRA is on, and the model loaded."""
+        return self.adapters is not None
+
     def num_disk_blocks(self) -> int:
         """Return how many slots the disk tier has; 0 without one."""
         return 0 if self._store is None else self._store.capacity
@@ -217,11 +221,6 @@ class Worker:
     def hash_key(self) -> bytes | None:
         """Return the key of the disk tier's block hashes; None without a disk tier."""
         return None if self._store is None else self._store.hash_key
-
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step."""
-        assert self.runner is not None, "allocate() comes before execute()"
-        return self.runner.execute(step)
 
     def submit(self, step: SchedulerOutput) -> Pending:
         """Begin a step; see `Executor`."""
