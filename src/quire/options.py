@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,8 +167,12 @@ def _bad(known: OptionField, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{known.name}: {shown} is not allowed; it must be {allowed}", param=known.name)
 
 
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean X?" for the known word nearest to `word`, or nothing."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def unknown_option(name: str, known: list[str]) -> ConfigError:
     """Return the error for an option that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown option {name}{hint}", param=name, code="unknown_option")
+    return ConfigError(f"unknown option {name}{nearest(name, known)}", param=name, code="unknown_option")

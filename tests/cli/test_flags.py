@@ -10,8 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cli.flags import add_flags, flags_of, given_values, read_yaml
-from quire.cli.parser import Parser
+from quire.cli.flags import Command, Parser, flags_of, given_values, read_yaml
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
 from quire.options import option_fields
@@ -21,10 +20,9 @@ FLAGS = flags_of(SERVER_GROUPS)
 
 def parse(*words: str) -> dict:
     parser = Parser()
-    parser.add_argument("model_argument", nargs="?")
-    parser.add_argument("--config")
-    add_flags(parser, FLAGS)
-    return given_values(parser.parse_args(words), FLAGS)
+    command = Command(run=lambda values: 0, flags=FLAGS, description="")
+    command.add_parser(parser.add_subparsers(), "quire serve", "")
+    return given_values(parser.parse_args(["serve", *words]), FLAGS)
 
 
 def test_nothing_given_means_nothing_set():
@@ -51,7 +49,7 @@ def test_values_get_their_types():
 def test_every_option_has_a_flag_that_sets_it():
     samples = {int: "2", float: "0.5", str: "text", dict: "{}"}
     for flag in FLAGS:
-        word = flag.choices[-1] if flag.choices else samples.get(flag.kind, "")
+        word = flag.details.choices[-1] if flag.details.choices else samples.get(flag.kind, "")
         word = {
             "tensor_parallel_size": "1",
             "max_body_bytes": "2kib",

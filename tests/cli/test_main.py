@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import main as cli_main
+from quire.cli import serve
 from quire.errors import EngineDeadError, ModelError
 from tests.meta.source import ENVIRONMENT
 
@@ -142,10 +144,10 @@ def test_an_unknown_command_names_the_nearest(quire):
 
 
 def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(args: object) -> int:
+    def run(values: object) -> int:
         raise error
 
-    monkeypatch.setattr("quire.cli.serve.run", run)
+    monkeypatch.setattr("quire.cli.serve.COMMAND", dataclasses.replace(serve.COMMAND, run=run))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +183,11 @@ def test_a_reader_that_went_away_is_no_error():
     assert "Traceback" not in done.stderr
 
 
-def test_every_command_module_has_the_two_functions():
-    import importlib
-
-    for module, _ in cli_main.COMMANDS.values():
-        loaded = importlib.import_module(module)
-        assert callable(loaded.add_parser) and callable(loaded.run)
+@pytest.mark.parametrize("name", cli_main.COMMANDS)
+def test_every_command_explains_itself_and_refuses_unknown_flags(quire, capsys, name):
+    with pytest.raises(SystemExit) as leaving:
+        quire(name, "--help")
+    assert leaving.value.code == 0
+    assert f"usage: quire {name}" in capsys.readouterr().out
+    result = quire(name, "--no-such-flag")
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.cli import main as cli_main
+from quire.cli.output import write_json
 from tests.simulate.test_cost import made_up_cost
 
 LOAD = ["--synthetic", "poisson:rate=50,num=20,prompt=100,output=10"]
@@ -69,7 +70,7 @@ def test_json_and_csv_agree(quire, tmp_path):
 
 
 def test_a_fitted_cost_model_is_read_and_other_types_are_pointed_out(quire, tmp_path, caplog):
-    made_up_cost().save(tmp_path / "cost.json")
+    write_json(tmp_path / "cost.json", made_up_cost().to_dict(), "save")
     code, out, _ = quire(*LOAD, "--cost-model", str(tmp_path / "cost.json"), "--json")
     assert code == 0
     assert json.loads(out)["new_shapes"] > 0

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire.cli.train import add_parser, config_from_args, run
+from quire.cli.flags import Parser, given_values
+from quire.cli.train import COMMAND, run, train_config
 from quire.train.config import TrainConfig, config_from_preset
 
 
-def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(dest="command"))
-    return parser.parse_args(["train", *words])
+def parse(*words: str) -> dict[str, Any]:
+    parser = Parser()
+    COMMAND.add_parser(parser.add_subparsers(), "quire train", "")
+    return given_values(parser.parse_args(["train", *words]), COMMAND.flags)
 
 
 def test_no_options_give_the_defaults() -> None:
-    assert config_from_args(parse()) == TrainConfig()
+    assert train_config(parse()) == TrainConfig()
 
 
 def test_every_field_can_be_set_and_only_that_one_changes() -> None:
@@ -34,12 +35,12 @@ def test_every_field_can_be_set_and_only_that_one_changes() -> None:
         else:
             word = "fp32" if field.name == "precision" else values[str(field.type).split(" ")[0]]
             words, expected = [flag, word], {"7": 7, "0.25": 0.25}.get(word, word)
-        assert config_from_args(parse(*words)) == dataclasses.replace(TrainConfig(), **{field.name: expected})
+        assert train_config(parse(*words)) == dataclasses.replace(TrainConfig(), **{field.name: expected})
 
 
 def test_options_override_the_preset_whatever_the_order() -> None:
     expected = config_from_preset("shakespeare-char", steps=3)
-    assert config_from_args(parse("--steps", "3", "--preset", "shakespeare-char")) == expected
+    assert train_config(parse("--steps", "3", "--preset", "shakespeare-char")) == expected
 
 
 def test_missing_packages_are_named_with_the_extra_that_brings_them(

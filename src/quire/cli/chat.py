@@ -6,7 +6,6 @@ only the replies are written, so that it can be scripted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import (
     OFFLINE_GROUPS,
     LogOptions,
@@ -76,21 +75,8 @@ FLAGS = [
 ]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "chat",
-        FLAGS,
-        usage="chat [OPTIONS] [MODEL]",
-        help="talk to a model",
-        description="Talk to a model. With input from a pipe, each line is a turn and only the replies are written.",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Talk until /exit or the end of input."""
-    values = given_values(args, FLAGS)
     options: ChatOptions = options_from(ChatOptions, values)
     sampling = {"max_tokens": None, **sampling_values(values)}
     SamplingParams(**sampling)  # contradictions come to light before a model is loaded
@@ -241,3 +227,10 @@ def _show_reply(text: str, partner: Partner, conversation: Conversation, console
         console.print("\n[dim]stopped[/dim]")
     except QuireError as error:
         console.print(f"error: {error.message}", style="red", markup=False)
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Talk to a model. With input from a pipe, each line is a turn and only the replies are written.",
+)

@@ -6,7 +6,6 @@ user's, and no variable's value but those that change how the kernels run.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -14,9 +13,12 @@ import platform
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.cli.flags import Command, flags_of
+from quire.options import option
 from quire.version import __version__
 
 EXTRAS = ("torch", "triton", "transformers", "safetensors", "opentelemetry-sdk", "uvloop", "httptools")
@@ -25,22 +27,17 @@ COMPILERS = ("cc", "gcc", "clang")
 GIB = 2**30
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "collect-env",
-        usage="quire collect-env [--json]",
-        help="say what a report of a problem needs of this machine",
-        description="Print versions, processor, memory and limits, to go with the report of a problem.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectEnvOptions:
+    """Output"""
+
+    json: bool = option(False, "Print JSON.")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Print and return 0."""
     found = collect()
-    if args.json:
+    if values.get("json"):
         print(json.dumps(found, indent=2))
         return 0
     for part, values in found.items():
@@ -152,3 +149,12 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+COMMAND = Command(
+    run=run,
+    flags=flags_of((CollectEnvOptions,)),
+    description="Print versions, processor, memory and limits, to go with a bug report.",
+    arguments=(),
+    config_file=False,
+)

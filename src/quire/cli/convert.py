@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_flags, flags_of, given_values
+from quire.cli.flags import Argument, Command, flags_of
 from quire.cli.model import LogOptions, engine_config, options_from
 from quire.config import DeviceConfig, EngineConfig, ModelConfig
 from quire.errors import ConfigError, ModelError
@@ -54,29 +53,11 @@ COPIED = (
 STORED = ("quantization_config", "compression_config", "quire_packed")  # keys of config.json about weights
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "convert",
-        usage="quire convert [OPTIONS] MODEL OUT",
-        help="write a model packed for this machine, in another type, or quantized",
-        description="Write a model folder with the weights of MODEL (folder, GGUF file, Hugging Face id) as --dtype "
-        "and --quantization say; config, tokenizer and templates come along.",
-    )
-    parser.add_argument(
-        "model_argument", metavar="MODEL", help="model folder, GGUF file, Hugging Face id, or quire-demo"
-    )
-    parser.add_argument("out", metavar="OUT", help="folder to write; it must be empty, or not exist")
-    add_flags(parser, FLAGS)
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Convert, say what was written, and return 0."""
-    values = given_values(args, FLAGS)
     options = options_from(ConvertOptions, values)
-    out = Path(args.out).expanduser()
-    config = engine_config({**values, "model": args.model_argument})
+    out = Path(values.pop("out")).expanduser()
+    config = engine_config(values)
     logs.setup(values.get("log_level", "warning"))
     _check_out(out, force=options.force)
     from quire.engine.resolve import load_info, resolve_config
@@ -225,3 +206,16 @@ def _write_tokenizer(path: Path, out: Path) -> None:
         if template is not None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(template, encoding="utf-8")
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Write a model folder with the weights of MODEL (folder, GGUF file, Hugging Face id) as --dtype and "
+    "--quantization say; config, tokenizer and templates come along.",
+    arguments=(
+        Argument("model", "model folder, GGUF file, Hugging Face id, or quire-demo", required=True),
+        Argument("out", "folder to write; it must be empty, or not exist", required=True),
+    ),
+    config_file=False,
+)

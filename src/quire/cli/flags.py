@@ -1,8 +1,11 @@
 """From declared options to command-line flags and YAML keys, and back to checked values.
 
-A `Flag` is one option as a terminal user meets it. Flags are made from the config dataclasses (`flags_of`) and from the
-fields of `SamplingParams` (`cli.sampling`); a command adds them to its parser with `add_flags` and reads them back with
-`given_values`. Bounds and choices are not repeated here: each flag calls the check of the option it was made from.
+A `Flag` is one option as a terminal user meets it. Flags are made from option dataclasses (`flags_of`) and from the
+fields of `SamplingParams` (`cli.sampling`). A `Command` has flags and positional arguments, and the function that
+carries it out. Bounds and choices are not repeated here: each flag calls the check of the option it was made from.
+
+`Parser` is argparse, made strict and quiet: it knows no abbreviations, names an unknown flag together with the nearest
+known one, and raises every mistake as a `ConfigError`, which `main` prints as one line.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from quire.cli.parser import printable
 from quire.errors import ConfigError, QuireError, echo
-from quire.options import OptionField, check_option, option_fields, unknown_option
+from quire.options import Option, OptionField, check_option, nearest, option_fields, unknown_option
+
+MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +31,17 @@ class Flag:
 
     Attributes:
         name: the spelling with underscores. group: heading in the help. kind: bool, int, float, str or dict.
-        repeat: whether the flag may be given several times and makes a list. size: whether "4GiB" is understood.
-        allowed: bounds in words, for the docs. check: typed value -> typed value; raises `QuireError`.
+        repeat: whether the flag may be given several times and makes a list.
+        details: help text, bounds and how the value is written. check: typed value -> typed value; raises `QuireError`.
     """
 
     name: str
     group: str
     kind: type
-    help: str
+    details: Option
     check: Callable[[Any], Any]
     default: Any = None
     repeat: bool = False
-    size: bool = False
-    secret: bool = False
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    allowed: str = ""
 
     @property
     def option(self) -> str:
@@ -52,17 +51,18 @@ class Flag:
     @property
     def shown_default(self) -> str:
         """The default as help and docs show it; empty where the help text says it or there is none."""
-        if self.default is None or self.default in ([], {}) or "default:" in self.help:
+        if self.default is None or self.default in ([], {}) or "default:" in self.details.help:
             return ""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return str(self.default)
 
     @property
-    def shown_metavar(self) -> str:
+    def metavar(self) -> str:
         """The word that stands for the value in help and docs."""
         names = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
-        return self.metavar or ("{" + ",".join(self.choices) + "}" if self.choices else names[self.kind])
+        choices = self.details.choices
+        return self.details.metavar or ("{" + ",".join(choices) + "}" if choices else names[self.kind])
 
 
 def base_type(annotation: Any) -> tuple[type, bool]:
@@ -83,23 +83,58 @@ def flags_of(groups: tuple[type, ...]) -> list[Flag]:
 
 def _option_flag(item: OptionField) -> Flag:
     kind, repeat = base_type(item.type)
-    details = item.option
-    bounds = [f">= {details.low}"] if details.low is not None else []
-    bounds += [f"<= {details.high}"] if details.high is not None else []
     return Flag(
         name=item.name,
         group=(item.group.__doc__ or "Options").splitlines()[0].rstrip("."),
         kind=kind,
-        help=details.help,
+        details=item.option,
         check=lambda value: check_option(item, value),
         default=item.default,
         repeat=repeat,
-        size=details.size,
-        secret=details.secret,
-        choices=details.choices,
-        metavar=details.metavar,
-        allowed=", ".join(details.choices) if details.choices else ", ".join(bounds),
     )
+
+
+def printable(text: str) -> str:
+    """Return `text` fit for one line of a terminal: no control characters, at most 200 characters."""
+    if not text.isprintable():
+        text = ascii(text)[1:-1]
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `ConfigError` instead of printing usage and leaving."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError` with argparse's message."""
+        raise ConfigError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; refuse unknown arguments here, where the known flags are known too."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if flag.startswith("-") and flag != "--":
+                hint = nearest(flag, list(self._option_string_actions))
+                raise ConfigError(f"unknown option {printable(flag)}{hint}", param=printable(flag.lstrip("-")))
+        if rest:
+            raise ConfigError(f"unexpected argument {printable(rest[0])!r}")
+        return parsed, rest
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help with room for long flags; shows `--x, --no-x` as `--[no-]x`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = action.option_strings
+        if len(names) > 1 and names[-1].startswith("--no-"):
+            return ", ".join([*names[:-2], "--[no-]" + names[-2].removeprefix("--")])
+        return super()._format_action_invocation(action)
 
 
 class _Store(argparse.Action):
@@ -125,55 +160,80 @@ class _Store(argparse.Action):
 
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], short: Mapping[str, str] | None = None) -> None:
     """Add `flags` to `parser`, under one heading per group; `short` maps names to one-letter spellings."""
-    headings: dict[str, Any] = {}
+    headings: dict[str, Any] = {"": parser}
     for flag in flags:
         if flag.group not in headings:
             headings[flag.group] = parser.add_argument_group(flag.group)
         spellings = [flag.option]
         if short and flag.name in short:
             spellings.insert(0, short[flag.name])
-        text = flag.help + (f" (default: {flag.shown_default})" if flag.shown_default else "")
+        text = flag.details.help + (f" (default: {flag.shown_default})" if flag.shown_default else "")
         common = {"dest": flag.name, "flag": flag, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if flag.kind is bool:
-            headings[flag.group].add_argument(
-                *spellings, "--no-" + flag.option.removeprefix("--"), action=_Store, nargs=0, **common
-            )
+            spellings.append("--no-" + flag.option.removeprefix("--"))
+            headings[flag.group].add_argument(*spellings, action=_Store, nargs=0, **common)
         else:
-            headings[flag.group].add_argument(
-                *spellings, action=_Store, type=_converter(flag), metavar=flag.shown_metavar, **common
-            )
+            kind = _converter(flag)
+            headings[flag.group].add_argument(*spellings, action=_Store, type=kind, metavar=flag.metavar, **common)
 
 
-MODEL_HELP = "model folder, Hugging Face id, or quire-demo (default); the same as --model"
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A positional argument of a command; `name` is the option that it sets."""
+
+    name: str
+    help: str
+    required: bool = False
 
 
-def add_command(
-    subparsers: Any,
-    name: str,
-    flags: Sequence[Flag],
-    *,
-    usage: str,
-    help: str,
-    description: str,
-    short: Mapping[str, str] | None = None,
-    model: bool = True,
-    config_file: bool = True,
-) -> argparse.ArgumentParser:
-    """Register a command with its flags, and with the arguments that commands share.
+CONFIG = Flag(
+    name="config",
+    group="",
+    kind=str,
+    details=Option(help="YAML file of options; flags override it", metavar="FILE"),
+    check=lambda path: path,
+)
+MODEL = Argument("model", "model folder, Hugging Face id, or quire-demo (default); the same as --model")
 
-    Args:
-        usage: what follows "quire NAME ". short: see `add_flags`.
-        model: whether it takes an optional MODEL. config_file: whether it takes `--config FILE`.
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command: what its command line looks like, and the function that carries it out.
+
+    Attributes:
+        run: takes the values that were given, by name, and returns the exit code.
+        usage: what follows the name of the command in its help, before the positional arguments.
+        short: names of options to one-letter spellings. config_file: whether it takes `--config FILE`.
     """
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, usage=f"quire {usage}", help=help, description=description
-    )
-    if model:
-        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    if config_file:
-        parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags override it")
-    add_flags(parser, flags, short)
-    return parser
+
+    run: Callable[[dict[str, Any]], int]
+    flags: Sequence[Flag]
+    description: str
+    usage: str = "[OPTIONS]"
+    short: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[Argument] = (MODEL,)
+    config_file: bool = True
+
+    def add_parser(self, subparsers: Any, prog: str, summary: str) -> None:
+        """Register the command as the last word of `prog`, such as "quire bench latency"."""
+        words = [item.name.upper() if item.required else f"[{item.name.upper()}]" for item in self.arguments]
+        parser: argparse.ArgumentParser = subparsers.add_parser(
+            prog.split()[-1], usage=" ".join([prog, self.usage, *words]), help=summary, description=self.description
+        )
+        for item in self.arguments:
+            nargs = None if item.required else "?"
+            parser.add_argument(f"{item.name}_argument", nargs=nargs, metavar=item.name.upper(), help=item.help)
+        add_flags(parser, [CONFIG, *self.flags] if self.config_file else self.flags, self.short)
+        add_debug_flag(parser)
+
+    def main(self, args: argparse.Namespace) -> int:
+        """Run the command as parsed; return the exit code."""
+        return self.run(given_values(args, self.flags, self.arguments))
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--debug`, which `main` looks for by itself."""
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
 
 
 def _converter(flag: Flag) -> Callable[[str], Any]:
@@ -193,7 +253,7 @@ def parse_text(flag: Flag, text: str) -> Any:
     try:
         if flag.kind is dict:
             return json.loads(text)
-        if flag.kind in (int, float) and not flag.size:
+        if flag.kind in (int, float) and not flag.details.size:
             value = flag.kind(text)
             return [value] if flag.repeat else value
     except ValueError:
@@ -210,8 +270,10 @@ def checked(flag: Flag, value: Any) -> Any:
         raise ConfigError(error.message.removeprefix(f"{flag.name}: "), param=flag.name) from None
 
 
-def given_values(args: argparse.Namespace, flags: Sequence[Flag]) -> dict[str, Any]:
-    """Return name -> value of every flag that was given, on the command line or else in the `--config` file.
+def given_values(
+    args: argparse.Namespace, flags: Sequence[Flag], arguments: Sequence[Argument] = (MODEL,)
+) -> dict[str, Any]:
+    """Return name -> value of every option that was given, on the command line or else in the `--config` file.
 
     Raises:
         ConfigError: the file cannot be read, has an unknown or repeated key, or a bad value.
@@ -219,11 +281,13 @@ def given_values(args: argparse.Namespace, flags: Sequence[Flag]) -> dict[str, A
     path = getattr(args, "config", None)
     values = read_yaml(Path(path), flags) if path else {}
     values.update({flag.name: getattr(args, flag.name) for flag in flags if hasattr(args, flag.name)})
-    model = getattr(args, "model_argument", None)
-    if model is not None:
-        if hasattr(args, "model"):
-            raise ConfigError("the model is given twice, as MODEL and as --model", param="model")
-        values["model"] = model
+    for item in arguments:
+        value = getattr(args, f"{item.name}_argument", None)
+        if value is not None:
+            if hasattr(args, item.name):
+                word = f"{item.name.upper()} and as --{item.name}"
+                raise ConfigError(f"the {item.name} is given twice, as {word}", param=item.name)
+            values[item.name] = value
     return values
 
 
@@ -278,9 +342,8 @@ def load_yaml(path: Path, option: str) -> Any:
             return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
 
     try:
-        loaded = yaml.load(path.read_text("utf-8"), Loader=UniqueKeys)
+        return yaml.load(path.read_text("utf-8"), Loader=UniqueKeys)
     except OSError as error:
         raise ConfigError(f"--{option}: cannot read {path}: {error.strerror}", param=option) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}", param=option) from None
-    return loaded

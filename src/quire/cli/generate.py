@@ -6,17 +6,17 @@ result is written while others still run. A prompt that cannot be served becomes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import io
+import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import (
     OFFLINE_GROUPS,
     LogOptions,
@@ -25,11 +25,12 @@ from quire.cli.model import (
     options_from,
     recommended_sampling,
 )
+from quire.cli.output import open_output, progress_bar
 from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig
-from quire.errors import ConfigError, GenerationError, RequestError
+from quire.errors import ConfigError, GenerationError, QuireError, RequestError, echo
 from quire.options import option
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import (
     MAX_LENGTH_PENALTY,
     BeamSearchParams,
@@ -41,13 +42,6 @@ from quire.sampling_params import (
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.input_processor import Params
-
-
-import json
-from collections.abc import Iterable
-
-from quire.errors import QuireError, echo
-from quire.outputs import CompletionOutput, TokenLogprobs
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 LINE_KEYS = (*PROMPT_KEYS, "id", "sampling_params")
@@ -133,7 +127,7 @@ def _json_prompt(text: str, index: int, where: str) -> PromptLine:
     return PromptLine(index=index, source=source, key=key, value=item[key], params=params)
 
 
-def result_line(prompt: PromptLine, output: RequestOutput) -> str:
+def result_line(prompt: PromptLine, output: RequestOutput) -> bytes:
     """Return the result of one prompt as a line of JSON."""
     usage = {
         "prompt_tokens": len(output.prompt_token_ids),
@@ -148,20 +142,18 @@ def result_line(prompt: PromptLine, output: RequestOutput) -> str:
     return _json_line(result | {"usage": usage})
 
 
-def error_line(prompt: PromptLine, error: QuireError) -> str:
+def error_line(prompt: PromptLine, error: QuireError) -> bytes:
     """Return the failure of one prompt as a line of JSON."""
     details = {"message": error.message, "param": error.param, "code": error.code}
     return _json_line({"index": prompt.index, **prompt.source, "error": details})
 
 
-def _json_line(value: dict[str, Any]) -> str:
-    """Return `value` as readable JSON; escaped where it repeats what is no Unicode text (half a surrogate pair)."""
-    line = json.dumps(value, ensure_ascii=False)
+def _json_line(value: dict[str, Any]) -> bytes:
+    """Return `value` as readable JSON; escaped if it repeats text that is not Unicode (half a surrogate pair)."""
     try:
-        line.encode()
+        return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return json.dumps(value)
-    return line
+        return json.dumps(value).encode()
 
 
 def _completion(item: CompletionOutput) -> dict[str, Any]:
@@ -235,23 +227,8 @@ FLAGS = [
 ]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "generate",
-        FLAGS,
-        usage="generate [OPTIONS] [MODEL]",
-        help="complete prompts",
-        description='Complete prompts. A line of input is a prompt, or JSON with "prompt", "messages" or '
-        '"prompt_token_ids" (and, if wanted, "id" and "sampling_params").',
-        short={"prompt": "-p", "input": "-i", "output": "-o"},
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Generate; return 0, or 1 if any prompt failed."""
-    values = given_values(args, FLAGS)
     config = engine_config(values)
     options: GenerateOptions = options_from(GenerateOptions, values)
     sampling = sampling_values(values)
@@ -264,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
     if options.prompt is not None and options.output is None and not _needs_lines(sampling):
         return asyncio.run(_stream(config, options.prompt, asker))
     prompts = _prompts(options)
-    with _open_output(options.output) as output:
+    with open_output(options.output) as output:
         failed = asyncio.run(_batch(config, prompts, asker, output))
     if failed:
         print(f"error: {failed} of {len(prompts)} prompts failed; their lines say why", file=sys.stderr)
@@ -283,7 +260,8 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
     if options.input is None:
         if sys.stdin.isatty():
             raise ConfigError("there is nothing to complete: give --prompt TEXT, --input FILE, or lines on stdin")
-        _speak_utf8(sys.stdin)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says; JSON lines are UTF-8
         try:
             return read_prompts(sys.stdin, STDIN)
         except UnicodeDecodeError as error:
@@ -295,27 +273,6 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
         raise ConfigError(f"input: cannot read {options.input!r}: {error.strerror}", param="input") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"input: {options.input!r} is not UTF-8 text: {error}", param="input") from None
-
-
-def _speak_utf8(stream: TextIO) -> None:
-    """Switch a standard stream to UTF-8, whatever the locale says; JSON lines are UTF-8."""
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(encoding="utf-8", errors="strict")
-
-
-@contextlib.contextmanager
-def _open_output(path: str | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes one line; each line is flushed, so that a reader sees results as they come."""
-    if path is None:
-        _speak_utf8(sys.stdout)
-        yield lambda line: print(line, flush=True)
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "w", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"output: cannot write {path!r}: {error.strerror}", param="output") from None
-        yield lambda line: print(line, file=file, flush=True)
 
 
 @contextlib.asynccontextmanager
@@ -380,7 +337,7 @@ async def _stream(config: EngineConfig, prompt: str, asker: Asker) -> int:
     return 0
 
 
-async def _batch(config: EngineConfig, prompts: list[PromptLine], asker: Asker, write: Callable[[str], None]) -> int:
+async def _batch(config: EngineConfig, prompts: list[PromptLine], asker: Asker, write: Callable[[bytes], None]) -> int:
     """Complete all prompts, write their results in order, and return how many failed."""
     async with _started(config) as llm:
         room = asyncio.Semaphore(_prompts_at_once(config, asker.num_sequences))
@@ -395,7 +352,9 @@ async def _batch(config: EngineConfig, prompts: list[PromptLine], asker: Asker, 
         failed = 0
         tasks = [asyncio.create_task(complete(prompt)) for prompt in prompts]
         try:
-            with _progress(tasks):
+            with progress_bar("prompts", len(tasks)) as on_done:
+                for task in tasks:
+                    task.add_done_callback(lambda _: on_done())
                 for prompt, task in zip(prompts, tasks, strict=True):
                     result = await task
                     if isinstance(result, RequestOutput):
@@ -417,18 +376,10 @@ def _prompts_at_once(config: EngineConfig, num_sequences: int) -> int:
     return max(1, most // num_sequences)
 
 
-@contextlib.contextmanager
-def _progress(tasks: list[asyncio.Task[Any]]) -> Iterator[None]:
-    """Show a bar on standard error while the tasks run, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("prompts", total=len(tasks))
-        for task in tasks:
-            task.add_done_callback(lambda _: progress.advance(bar))
-        yield
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description='Complete prompts. A line of input is a prompt, or JSON with "prompt", "messages" or '
+    '"prompt_token_ids" (and optionally "id" and "sampling_params").',
+    short={"prompt": "-p", "input": "-i", "output": "-o"},
+)

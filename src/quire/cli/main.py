@@ -1,12 +1,11 @@
 """Entry point of the `quire` command: picks the command, and turns every failure into one line and an exit code.
 
-A command is a module with `add_parser(subparsers)` and `run(args) -> int`; only the chosen one is imported, and it
-imports what is heavy after its arguments are checked.
+A command is a module with a `COMMAND` (`cli.flags.Command`); only the chosen one is imported, and it imports what is
+heavy after its arguments are checked.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
@@ -14,22 +13,23 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from quire.cli.parser import Parser, nearest, printable
+from quire.cli.flags import Parser, add_debug_flag, printable
 from quire.errors import ConfigError, QuireError
+from quire.options import nearest
 from quire.version import __version__
 
 COMMANDS = {
-    "serve": ("quire.cli.serve", "Serve a model over HTTP, with the OpenAI API."),
-    "chat": ("quire.cli.chat", "Talk to a model in the terminal."),
-    "generate": ("quire.cli.generate", "Complete prompts from a file, standard input, or the command line."),
-    "run-batch": ("quire.cli.run_batch", "Answer a file of requests in OpenAI's batch format."),
-    "plan": ("quire.cli.plan", "Say what a model would take of memory and what would fit."),
-    "convert": ("quire.cli.convert", "Write a model packed for this machine, in another type, or quantized."),
-    "verify": ("quire.cli.verify", "Compare a model with transformers, layer by layer if it differs."),
-    "bench": ("quire.cli.bench", "Measure latency, throughput, quality, or a running server."),
-    "train": ("quire.cli.train", "Train a small model from scratch."),
-    "collect-env": ("quire.cli.collect_env", "Say what a report of a problem needs of this machine."),
-    "simulate": ("quire.cli.simulate", "Replay a trace against the scheduler in virtual time."),
+    "serve": ("quire.cli.serve", "serve a model over HTTP, with the OpenAI API"),
+    "chat": ("quire.cli.chat", "talk to a model in the terminal"),
+    "generate": ("quire.cli.generate", "complete prompts from a file, standard input, or the command line"),
+    "run-batch": ("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
+    "plan": ("quire.cli.plan", "show how much memory a model needs, and what fits beside it"),
+    "convert": ("quire.cli.convert", "write a model packed for this machine, in another dtype, or quantized"),
+    "verify": ("quire.cli.verify", "compare a model with transformers, layer by layer if it differs"),
+    "bench": ("quire.cli.bench", "measure latency, throughput, quality, or a running server"),
+    "train": ("quire.cli.train", "train a small model from scratch"),
+    "collect-env": ("quire.cli.collect_env", "print what a bug report should say about this machine"),
+    "simulate": ("quire.cli.simulate", "replay a trace against the scheduler in virtual time"),
 }
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -65,19 +65,18 @@ def _run(words: list[str]) -> int:
     if args.command is None:
         _build_parser(None).print_help(sys.stderr)
         return ConfigError.exit_code
-    return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+    return int(importlib.import_module(COMMANDS[args.command][0]).COMMAND.main(args))
 
 
 def _build_parser(chosen: str | None) -> Parser:
     """Build the parser with the arguments of the chosen command; the others appear by name only."""
     parser = Parser(prog="quire", description="An LLM inference and serving engine in pure Python.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
+    add_debug_flag(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, (module, summary) in COMMANDS.items():
         if name == chosen:
-            command = importlib.import_module(module).add_parser(commands)
-            command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+            importlib.import_module(module).COMMAND.add_parser(commands, f"quire {name}", summary)
         else:
             commands.add_parser(name, help=summary)
     return parser

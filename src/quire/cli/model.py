@@ -26,10 +26,19 @@ class LogOptions:
 OFFLINE_GROUPS = (*CONFIG_GROUPS, LogOptions)
 
 
+def values_of(groups: tuple[type, ...], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are options of these groups."""
+    return {item.name: values[item.name] for item in option_fields(groups) if item.name in values}
+
+
+def options_from(group: type, values: Mapping[str, Any]) -> Any:
+    """Build one option dataclass from checked values, ignoring those that belong to others."""
+    return group(**values_of((group,), values))
+
+
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """Build the config from those of `values` that are engine options; the engine runs in this process."""
-    names = {item.name for item in option_fields(CONFIG_GROUPS)}
-    config = EngineConfig.from_kwargs(**{name: value for name, value in values.items() if name in names})
+    config = EngineConfig.from_kwargs(**values_of(CONFIG_GROUPS, values))
     return dataclasses.replace(config, server=ServerConfig(engine="inline"))
 
 
@@ -37,8 +46,7 @@ def open_llm(config: EngineConfig) -> LLM:
     """Load a model for synchronous use."""
     from quire.frontend.llm import LLM
 
-    values = config.to_kwargs()
-    return LLM(**{item.name: values[item.name] for item in option_fields(CONFIG_GROUPS)})
+    return LLM(**values_of(CONFIG_GROUPS, config.to_kwargs()))
 
 
 def open_async_llm(config: EngineConfig) -> AsyncLLM:
@@ -46,12 +54,6 @@ def open_async_llm(config: EngineConfig) -> AsyncLLM:
     from quire.frontend.async_llm import AsyncLLM
 
     return AsyncLLM(config)
-
-
-def options_from(group: type, values: Mapping[str, Any]) -> Any:
-    """Build one option dataclass from checked values, ignoring those that belong to others."""
-    names = {item.name for item in dataclasses.fields(group)}
-    return group(**{name: value for name, value in values.items() if name in names})
 
 
 def recommended_sampling(llm: AsyncLLM) -> dict[str, Any]:

@@ -5,19 +5,16 @@ A test compares the file with what this prints, so that an option cannot change 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import typing
 from collections.abc import Iterable, Sequence
 
-from quire.cli import chat, generate, plan, run_batch, simulate
+from quire.cli import chat, generate, plan, run_batch, simulate, train
 from quire.cli.bench import latency, quality, serve, throughput
-from quire.cli.flags import Flag, base_type, flags_of
+from quire.cli.flags import Flag, flags_of
 from quire.cli.model import LogOptions
 from quire.cli.sampling import sampling_flags
 from quire.config import CONFIG_GROUPS
 from quire.server_config import ServerConfig
-from quire.train.config import TrainConfig
 
 HEAD = """\
 # Options
@@ -67,7 +64,7 @@ def document() -> str:
     parts += _section("chat, generate, bench: logging", flags_of((LogOptions,)))
     parts += _section("simulate", flags_of((simulate.SimulateOptions,)))
     parts += ["It takes the engine's options and those of logging too.\n"]
-    parts += _section("train", _train_flags())
+    parts += _section("train", train.COMMAND.flags)
     return "\n".join(parts)
 
 
@@ -88,37 +85,17 @@ def _section(title: str, flags: Iterable[Flag]) -> list[str]:
 
 
 def _row(flag: Flag) -> str:
-    spelling = f"`{flag.option}`" if flag.kind is bool else f"`{flag.option} {_value_name(flag)}`"
-    help_text = flag.help + (" May be repeated." if flag.repeat and "repeated" not in flag.help else "")
-    cells = (spelling, flag.shown_default, flag.allowed, help_text)
+    value = "" if flag.kind is bool else " TEXT" if flag.details.choices else f" {flag.metavar}"
+    details = flag.details
+    bounds = [f">= {details.low}"] if details.low is not None else []
+    bounds += [f"<= {details.high}"] if details.high is not None else []
+    help_text = details.help + (" May be repeated." if flag.repeat and "repeated" not in details.help else "")
+    cells = (f"`{flag.option}{value}`", flag.shown_default, ", ".join(details.choices or bounds), help_text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _value_name(flag: Flag) -> str:
-    return "TEXT" if flag.choices else flag.shown_metavar
 
 
 def _spelled(names: Sequence[str]) -> str:
     return ", ".join("`--" + name.replace("_", "-") + "`" for name in names)
-
-
-def _train_flags() -> list[Flag]:
-    hints = typing.get_type_hints(TrainConfig)
-    flags = []
-    for item in dataclasses.fields(TrainConfig):
-        flags.append(
-            Flag(
-                name=item.name,
-                group="Training",
-                kind=base_type(hints[item.name])[0],
-                help=item.metadata["help"],
-                check=lambda value: value,
-                default=item.default,
-                choices=tuple(str(choice) for choice in item.metadata["choices"] or ()) or None,
-                allowed=", ".join(str(choice) for choice in item.metadata["choices"] or ()),
-            )
-        )
-    return flags
 
 
 if __name__ == "__main__":

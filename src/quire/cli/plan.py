@@ -6,16 +6,16 @@ It takes the options of `quire serve`, reads config.json and the headers of weig
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
+from quire.cli.model import options_from, values_of
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
-from quire.options import check_option, option, option_fields
+from quire.options import option
 
 if TYPE_CHECKING:
     from quire.engine.plan import Plan
@@ -41,34 +41,16 @@ class PlanOptions:
     json: bool = option(False, "Print JSON, sizes in bytes.")
 
 
-FLAGS = flags_of(SERVER_GROUPS)
-PLAN_FLAGS = flags_of((PlanOptions,))
 WIDTH = 26  # of the names before values
 DOES_NOT_FIT = 1
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "plan",
-        [*PLAN_FLAGS, *FLAGS],
-        usage="plan [OPTIONS] [MODEL]",
-        help="say what a model would take of memory and what would fit",
-        description="Say what a model would take of this machine's memory, and how many tokens and requests would fit "
-        "beside it, without loading it. Takes the options of quire serve. Exit code 1 if they do not fit.",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Plan and print; return 0, or 1 if it does not fit."""
-    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **given_values(args, FLAGS))
+    options: PlanOptions = options_from(PlanOptions, values)
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values_of(SERVER_GROUPS, values))
     if config.server.models is not None:
         raise ConfigError("models: a plan is about one model; quire serve --models looks at several", param="models")
-    defaults = {item.name: item for item in option_fields((PlanOptions,))}
-    options = PlanOptions(
-        **{name: check_option(item, getattr(args, name)) for name, item in defaults.items() if hasattr(args, name)}
-    )
     logs.setup("error")
     from quire.engine.plan import make_plan  # heavy: only once the options are known to be good
     from quire.engine.resolve import load_info
@@ -165,3 +147,11 @@ def _fitting(plan: Plan) -> list[str]:
 
 def _line(name: str, value: str) -> str:
     return f"  {name:<{WIDTH}}{value}" if name != "Weights" else f"{name:<{WIDTH + 2}}{value}"
+
+
+COMMAND = Command(
+    run=run,
+    flags=flags_of((PlanOptions, *SERVER_GROUPS)),
+    description="Show how much of this machine's memory a model needs, and how many tokens and requests fit beside it, "
+    "without loading it. Takes the options of quire serve. Exit code 1 if they do not fit.",
+)

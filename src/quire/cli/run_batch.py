@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_async_llm, options_from
+from quire.cli.output import open_output
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.options import option
@@ -47,35 +47,14 @@ class BatchOptions:
 FLAGS = [*flags_of((BatchOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "run-batch",
-        FLAGS,
-        usage="run-batch -i FILE -o FILE [OPTIONS] [MODEL]",
-        help="answer a file of requests",
-        description="Answer a file of requests in OpenAI's batch format, without opening a port. A line of input has "
-        '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, '
-        '/v1/score, /v1/rerank) and "body"; a line of output has "custom_id" and "response" or "error".',
-        short={"input": "-i", "output": "-o"},
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Answer the file; return 0, or 1 if any request failed."""
-    values = given_values(args, FLAGS)
     options: BatchOptions = options_from(BatchOptions, values)
     config, concurrency = _settled(engine_config(values), options)
     logs.setup(options_from(LogOptions, values).log_level)
-    if options.input is None or options.output is None:
-        name = "input" if options.input is None else "output"
-        raise ConfigError(f"{name}: give a file with -{name[0]}, or - for standard {name}", param=name)
-    if options.input == STDIO and sys.stdin.isatty():
-        raise ConfigError("input: standard input is a terminal; give a file, or lines through a pipe", param="input")
-    with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(_open_input(options.input))
-        write = stack.enter_context(_open_output(options.output, options.input))
+    _check_files(options)
+    output = None if options.output == STDIO else options.output
+    with _open_input(str(options.input)) as lines, open_output(output) as write:
         done, failed = asyncio.run(_answer_all(config, concurrency, lines, write))
     if failed:
         print(f"error: {failed} of {done} requests failed; their lines say why", file=sys.stderr)
@@ -114,25 +93,16 @@ def _open_input(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-@contextlib.contextmanager
-def _open_output(path: str, source: str) -> Iterator[Callable[[bytes], None]]:
-    """Yield a function that writes one line; each line is flushed, so that a reader sees results as they come."""
-    with contextlib.ExitStack() as stack:
-        if path == STDIO:
-            file: IO[bytes] = sys.stdout.buffer
-        else:
-            if source != STDIO and os.path.exists(path) and os.path.samefile(path, source):
-                raise ConfigError(f"output: {path!r} is the input", param="output")
-            try:
-                file = stack.enter_context(open(path, "wb"))
-            except OSError as error:
-                raise ConfigError(f"output: cannot write {path!r}: {error.strerror}", param="output") from None
-
-        def write(line: bytes) -> None:
-            file.write(line + b"\n")
-            file.flush()
-
-        yield write
+def _check_files(options: BatchOptions) -> None:
+    """Raise `ConfigError` unless there are an input to read and another file to write."""
+    source, target = options.input, options.output
+    if source is None or target is None:
+        name = "input" if source is None else "output"
+        raise ConfigError(f"{name}: give a file with -{name[0]}, or - for standard {name}", param=name)
+    if source == STDIO and sys.stdin.isatty():
+        raise ConfigError("input: standard input is a terminal; give a file, or lines through a pipe", param="input")
+    if os.path.exists(target) and os.path.exists(source) and os.path.samefile(target, source):
+        raise ConfigError(f"output: {target!r} is the input", param="output")
 
 
 async def _answer_all(
@@ -184,3 +154,14 @@ async def _progress(batch: Batch) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    usage="-i FILE -o FILE [OPTIONS]",
+    description="Answer a file of requests in OpenAI's batch format, without opening a port. A line of input has "
+    '"custom_id", "method" (POST), "url" (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, '
+    '/v1/score, /v1/rerank) and "body"; a line of output has "custom_id" and "response" or "error".',
+    short={"input": "-i", "output": "-o"},
+)

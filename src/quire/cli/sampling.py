@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.cli.flags import Flag, base_type
+from quire.options import Option
 from quire.sampling_params import OPTIONS, SamplingParams
 
 # The engine has a --seed as well, so that of sampling is spelled differently.
@@ -36,7 +37,7 @@ def sampling_flags(*, exclude: tuple[str, ...] = (), defaults: Mapping[str, Any]
                 group="Sampling",
                 kind=kind,
                 repeat=repeat,
-                help=option.help,
+                details=Option(help=option.help),
                 check=_field_check(name),
                 default=shown[name],
             )

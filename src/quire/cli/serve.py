@@ -5,53 +5,33 @@ The file of `--models`, a list of models with options of their own, is read and 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import errno
 import os
 import socket
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
-from quire.config import SERVER_GROUPS, EngineConfig
+from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml
+from quire.config import CONFIG_GROUPS, SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
-from quire.server.model_entry import ModelEntry
+from quire.options import option
+from quire.server.model_entry import ModelEntry, accepted_names
+from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.engine.process import ProcessClient
 
-
-from dataclasses import dataclass
-
-from quire.cli.flags import Flag, check_mapping, load_yaml
-from quire.config import CONFIG_GROUPS
-from quire.options import option
-from quire.server.model_entry import accepted_names
-from quire.server_config import ServerConfig
-
 FLAGS = flags_of(SERVER_GROUPS)
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "serve",
-        FLAGS,
-        usage="serve [OPTIONS] [MODEL]",
-        help="serve a model over HTTP",
-        description="Serve a model over HTTP, with the OpenAI API. Without MODEL it serves the built-in one.",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Check everything that needs no model, then serve until told to stop; return the exit code."""
-    values = given_values(args, FLAGS)
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values)
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
@@ -259,3 +239,10 @@ def check_room(path: Path, entries: Sequence[ModelEntry]) -> None:
             f"{len(entries) - pinned} could never be loaded",
             param="max_loaded_models",
         )
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Serve a model over HTTP, with the OpenAI API. Without MODEL it serves the built-in one.",
+)

@@ -5,19 +5,18 @@ What is printed depends on trace and options alone; how long the simulation itse
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, options_from
+from quire.cli.output import write_json, write_text
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.options import option
@@ -65,21 +64,8 @@ class SimulateOptions:
 FLAGS = [*flags_of((SimulateOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "simulate",
-        FLAGS,
-        usage="simulate [OPTIONS] [MODEL]",
-        help="replay a trace against the scheduler in virtual time",
-        description="Replay a trace against the scheduler and the block manager in virtual time.",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Simulate or calibrate, and print the report."""
-    values = given_values(args, FLAGS)
     options: SimulateOptions = options_from(SimulateOptions, values)
     config = engine_config(values)
     _check(options)
@@ -130,7 +116,7 @@ def _simulate(options: SimulateOptions, config: EngineConfig) -> int:
     if meter is not None:
         result["waste"] = waste_report(meter.slots)
     if options.output is not None:
-        _write(options.output, as_csv(found.log.records))
+        write_text(options.output, as_csv(found.log.records), "output")
     if options.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -154,13 +140,6 @@ def _meter(options: SimulateOptions, requests: Sequence[TraceRequest]) -> WasteM
     return WasteMeter(requests) if options.waste else None
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"output: cannot write {path!r}: {error.strerror}", param="output") from None
-
-
 def _calibrate(options: SimulateOptions, config: EngineConfig) -> int:
     import platform
 
@@ -169,6 +148,11 @@ def _calibrate(options: SimulateOptions, config: EngineConfig) -> int:
     machine = f"{platform.machine()}, {platform.system()}"
     found = calibrate(config, seconds=options.calibrate_seconds, machine=machine)
     if options.save is not None:
-        found.cost.save(Path(options.save))
+        write_json(options.save, found.cost.to_dict(), "save")
     print(calibration_table(found))
     return 0
+
+
+COMMAND = Command(
+    run=run, flags=FLAGS, description="Replay a trace against the scheduler and the block manager in virtual time."
+)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, engine_config, options_from
 from quire.options import option
 
@@ -66,24 +65,8 @@ WIDTH = 34
 AFTER_ALL = "after the last attention: feed-forward layer, norm, or head"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command."""
-    return add_command(
-        subparsers,
-        "verify",
-        FLAGS,
-        usage="verify [OPTIONS] [MODEL]",
-        help="compare a model with transformers, and name the layer that differs",
-        description="Compare a model's logits and greedy text with those of transformers in float32, whole and cut "
-        "into pieces; where they differ, layer by layer. Our side computes in float32 unless --dtype says otherwise. "
-        "Needs PyTorch and transformers, and memory for both models. Exit code 1 if they differ.",
-        config_file=False,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Compare and print; return 0, or 1 if they differ."""
-    values = given_values(args, FLAGS)
     options = options_from(VerifyOptions, values)
     config = engine_config({"dtype": "float32", **values})
     logs.setup(values.get("log_level", "error"))
@@ -147,3 +130,13 @@ def _line(name: str, value: str) -> str:
 
 def _error(error: float, tolerance: float) -> str:
     return f"error {error:.1e}" + ("" if error <= tolerance else ", too large")
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Compare a model's logits and greedy text with those of transformers in float32, whole and cut into "
+    "pieces; where they differ, layer by layer. Our side computes in float32 unless --dtype says otherwise. Needs "
+    "PyTorch and transformers, and memory for both models. Exit code 1 if they differ.",
+    config_file=False,
+)

@@ -119,12 +119,9 @@ class FittedCost:
         moved += contents.num_disk_blocks * self.disk_block
         return self.device_seconds(contents) + self.host_seconds(contents) + moved
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON. Raises `ConfigError` if that fails."""
-        try:
-            path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigError(f"save: cannot write {str(path)!r}: {error.strerror}", param="save") from None
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model as `load_cost` reads it from JSON."""
+        return {"format": FORMAT, **asdict(self)}
 
 
 def load_cost(path: Path) -> FittedCost:

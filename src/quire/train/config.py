@@ -6,17 +6,12 @@ No PyTorch here: the command line builds its options from `TrainConfig` before a
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, echo
-
-
-def option(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that carries its help text and, where there are few, its allowed values."""
-    return field(default=default, metadata={"help": help_text, "choices": choices})
-
+from quire.options import option
 
 MUST_BE_POSITIVE = (
     "vocab_size",
@@ -45,7 +40,7 @@ class TrainConfig:
     data: str | None = option(None, "text file to train on; without it the built-in chat corpus is used")
     shakespeare: str | None = option(None, "with the built-in corpus: text file mixed in as plain prose or plays")
     chat_fraction: float = option(0.6, "share of chat rows where --shakespeare is mixed with the built-in corpus")
-    tokenizer: str = option("bpe", "kind of tokenizer", ("bpe", "char"))
+    tokenizer: str = option("bpe", "kind of tokenizer", choices=("bpe", "char"))
     vocab_size: int = option(1024, "largest number of tokens of a bpe tokenizer")
     hidden_size: int = option(256, "width of the model")
     intermediate_size: int = option(704, "width of the feed-forward layers")
@@ -63,7 +58,9 @@ class TrainConfig:
     weight_decay: float = option(0.1, "weight decay of the matrices")
     grad_clip: float = option(1.0, "largest gradient norm")
     prompt_weight: float = option(0.1, "loss weight of the user's side of a chat; the assistant's side has 1")
-    precision: str = option("bf16", "compute precision; weights and optimizer state stay in float32", ("bf16", "fp32"))
+    precision: str = option(
+        "bf16", "compute precision; weights and optimizer state stay in float32", choices=("bf16", "fp32")
+    )
     seed: int = option(0, "seed of the weights, the data order and the generated corpus")
     threads: int = option(2, "PyTorch threads; a run repeats bit by bit only with the same number")
     eval_every: int = option(200, "steps between measurements of the validation loss")

@@ -10,23 +10,32 @@ import argparse
 from typing import Any
 
 from quire.cli.bench import latency, quality, serve, throughput
+from quire.cli.flags import add_debug_flag
 
-KINDS = {"latency": latency, "throughput": throughput, "quality": quality, "serve": serve}
-
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the command and its kinds."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="measure latency, throughput, quality, or a running server",
-        description="Measure an engine or a server.",
-    )
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
-    for module in KINDS.values():
-        module.add_parser(kinds)
-    return parser
+BENCHMARKS = {
+    "latency": (latency.COMMAND, "time of one batch"),
+    "throughput": (throughput.COMMAND, "tokens per second of many requests"),
+    "quality": (quality.COMMAND, "perplexity with quantized weights and caches"),
+    "serve": (serve.COMMAND, "a running server under load"),
+}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run one benchmark."""
-    return KINDS[args.kind].run(args)
+class BenchCommand:
+    """The command whose first argument names a benchmark, which is a command itself."""
+
+    def add_parser(self, subparsers: Any, prog: str, summary: str) -> None:
+        """Register the command and its benchmarks."""
+        parser: argparse.ArgumentParser = subparsers.add_parser(
+            prog.split()[-1], help=summary, description="Measure an engine or a server."
+        )
+        add_debug_flag(parser)
+        benchmarks = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True)
+        for name, (command, text) in BENCHMARKS.items():
+            command.add_parser(benchmarks, f"{prog} {name}", text)
+
+    def main(self, args: argparse.Namespace) -> int:
+        """Run one benchmark."""
+        return BENCHMARKS[args.kind][0].main(args)
+
+
+COMMAND = BenchCommand()

@@ -6,16 +6,14 @@ All requests arrive together and the batch runs alone; the prompts are new in ea
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
+from quire.cli.output import print_table, write_json
 from quire.options import option
 from quire.sampling_params import SamplingParams
 
@@ -44,22 +42,8 @@ class LatencyOptions:
 FLAGS = [*flags_of((LatencyOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the benchmark."""
-    return add_command(
-        subparsers,
-        "latency",
-        FLAGS,
-        usage="bench latency [OPTIONS]",
-        help="time of one batch",
-        description="Measure the time that one batch of requests takes in the offline engine.",
-        model=False,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Run the benchmark and print its result."""
-    values = given_values(args, FLAGS)
     options: LatencyOptions = options_from(LatencyOptions, values)
     config = engine_config({"enable_prefix_caching": False, **values})
     logs.setup(options_from(LogOptions, values).log_level)
@@ -80,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if options.output_json is not None:
         result = {"avg_latency": mean, "std_latency": deviation, "latencies": latencies, "percentiles": percentiles}
-        write_json(Path(options.output_json), result, "output_json")
+        write_json(options.output_json, result, "output_json")
     return 0
 
 
@@ -98,3 +82,11 @@ def run_batch(llm: LLM, options: LatencyOptions, rng: np.random.Generator) -> fl
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - started
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Measure the time that one batch of requests takes in the offline engine.",
+    arguments=(),
+)

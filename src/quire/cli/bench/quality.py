@@ -7,7 +7,6 @@ difference is its standard error over passages. The demo model comes with passag
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gzip
 import json
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.bench.report import write_json
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
+from quire.cli.output import write_json
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.errors import ConfigError
 from quire.options import option
@@ -85,22 +84,8 @@ class Score:
         return mean, math.sqrt(spread * len(pairs) / max(1, len(pairs) - 1)) / self.num_tokens
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the benchmark."""
-    return add_command(
-        subparsers,
-        "quality",
-        FLAGS,
-        usage="bench quality [OPTIONS]",
-        help="perplexity with quantized weights and caches",
-        description="Measure what each kind of rounding costs, as perplexity on held-back text.",
-        model=False,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Score every variant and print the table."""
-    values = given_values(args, FLAGS)
     options: QualityOptions = options_from(QualityOptions, values)
     config = engine_config({"enable_prefix_caching": False, **values})
     names = options.variant or list(VARIANTS)
@@ -116,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             print_head(scores[name], name)
         print_row(name, scores[name], scores[names[0]])
     if options.output_json is not None:
-        write_json(Path(options.output_json), as_json(scores, names[0]), "output_json")
+        write_json(options.output_json, as_json(scores, names[0]), "output_json")
     return 0
 
 
@@ -205,3 +190,11 @@ def as_json(scores: dict[str, Score], first: str) -> dict[str, Any]:
             "weight_bytes": found.weight_bytes,
         }
     return {"compared_with": first, "num_tokens": scores[first].num_tokens, "variants": result}
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Measure what each kind of rounding costs, as perplexity on held-back text.",
+    arguments=(),
+)

@@ -6,21 +6,18 @@ users would put on it. Results have the keys of `vllm bench serve`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import LogOptions, options_from
+from quire.cli.output import print_table, progress_bar, write_json
 from quire.errors import ConfigError, QuireError
 from quire.options import option
 
@@ -114,22 +111,8 @@ class Plan:
         return self.target.endpoint or ENDPOINTS[self.target.backend]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the benchmark."""
-    return add_command(
-        subparsers,
-        "serve",
-        FLAGS,
-        usage="bench serve [OPTIONS]",
-        help="a running server under load",
-        description="Measure a running server: requests arrive at a given rate, whether or not it keeps up.",
-        model=False,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Run the benchmark; return 0 if any request succeeded."""
-    values = given_values(args, FLAGS)
     logs.setup(options_from(LogOptions, values).log_level)
     plan = make_plan(values)
     result, answers = asyncio.run(measure(plan))
@@ -178,7 +161,7 @@ async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
         times = arrival_times(rng, len(requests), plan.load.request_rate, plan.load.burstiness)
         for _ in range(plan.load.num_warmups):
             await run_load(client, plan.endpoint, requests[:1], [0.0])
-        with _progress(len(requests), plan.result.disable_tqdm) as on_done:
+        with progress_bar("requests", len(requests), disabled=plan.result.disable_tqdm) as on_done:
             started = time.perf_counter()
             answers = await run_load(client, plan.endpoint, requests, times, plan.load.max_concurrency, on_done)
             duration = time.perf_counter() - started
@@ -312,15 +295,9 @@ def save(plan: Plan, result: dict[str, Any], answers: list[Answer]) -> None:
     write_json(Path(plan.result.result_dir) / name, stored, "result_dir")
 
 
-@contextlib.contextmanager
-def _progress(total: int, disabled: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error if that is a terminal; yield what is to be called per answer."""
-    if disabled or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("requests", total=total)
-        yield lambda: progress.advance(bar)
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Measure a running server: requests arrive at a given rate, whether or not it keeps up.",
+    arguments=(),
+)

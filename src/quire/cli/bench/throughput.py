@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import logs
-from quire.cli.bench.report import print_table, write_json
-from quire.cli.flags import add_command, flags_of, given_values
+from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
+from quire.cli.output import print_table, write_json
 from quire.options import option
 from quire.sampling_params import SamplingParams
 
@@ -48,22 +46,8 @@ class ThroughputOptions:
 FLAGS = [*flags_of((ThroughputOptions,)), *flags_of(OFFLINE_GROUPS)]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Register the benchmark."""
-    return add_command(
-        subparsers,
-        "throughput",
-        FLAGS,
-        usage="bench throughput [OPTIONS]",
-        help="tokens per second of many requests",
-        description="Measure the offline engine with all requests there from the start.",
-        model=False,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(values: dict[str, Any]) -> int:
     """Run the benchmark and print its result."""
-    values = given_values(args, FLAGS)
     options: ThroughputOptions = options_from(ThroughputOptions, values)
     config = engine_config(values)
     logs.setup(options_from(LogOptions, values).log_level)
@@ -94,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     if options.output_json is not None:
-        write_json(Path(options.output_json), result, "output_json")
+        write_json(options.output_json, result, "output_json")
     return 0
 
 
@@ -142,3 +126,11 @@ def run_samples(llm: LLM, samples: list[Sample], options: ThroughputOptions) -> 
     outputs = llm.generate(prompts, params)
     elapsed = time.perf_counter() - started
     return elapsed, sum(len(item.token_ids) for output in outputs for item in output.outputs)
+
+
+COMMAND = Command(
+    run=run,
+    flags=FLAGS,
+    description="Measure the offline engine with all requests there from the start.",
+    arguments=(),
+)
