@@ -16,47 +16,39 @@ MAX_TEXT_LENGTH = 1024
 def check_int(name: str, value: Any, low: int, high: int) -> int:
     """Return `value` if it is an int (not a bool) within [low, high]; raise `RequestError` naming the field else."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "an integer", value)
     if value < low:
-        raise RequestError(
-            f"{name} must be at least {low}, got {echo(value)}", param=name, code="integer_below_min_value"
-        )
+        raise wrong_value(name, f"at least {low}", value, "integer_below_min_value")
     if value > high:
-        raise RequestError(
-            f"{name} must be at most {high}, got {echo(value)}", param=name, code="integer_above_max_value"
-        )
+        raise wrong_value(name, f"at most {high}", value, "integer_above_max_value")
     return value
 
 
 def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
     """Return `value` as a finite float within [low, high] ((low, high] with `low_open`); raise `RequestError` else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} must be a number, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "a number", value)
     if isinstance(value, float) and math.isnan(value):  # huge integers are no floats
         raise RequestError(f"{name} must be a finite number, got nan", param=name, code="invalid_value")
     if value < low or (low_open and value == low):
         bound = "greater than" if low_open else "at least"
-        raise RequestError(
-            f"{name} must be {bound} {low:g}, got {echo(value)}", param=name, code="decimal_below_min_value"
-        )
+        raise wrong_value(name, f"{bound} {low:g}", value, "decimal_below_min_value")
     if value > high:
-        raise RequestError(
-            f"{name} must be at most {high:g}, got {echo(value)}", param=name, code="decimal_above_max_value"
-        )
+        raise wrong_value(name, f"at most {high:g}", value, "decimal_above_max_value")
     return float(value)
 
 
 def check_bool(name: str, value: Any) -> bool:
     """Return `value` if it is a bool; raise `RequestError` naming the field otherwise."""
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "true or false", value)
     return value
 
 
 def check_list(name: str, value: Any, most: int) -> list[Any]:
     """Return `value` if it is a list of at most `most` items; raise `RequestError` naming the field otherwise."""
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a list, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "a list", value)
     if len(value) > most:
         raise RequestError(
             f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
@@ -73,7 +65,7 @@ def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENG
     for index, item in enumerate(strings):
         where = name if isinstance(value, str) else f"{name}[{index}]"
         if not isinstance(item, str):
-            raise RequestError(f"{where} must be a string, got {echo(item)}", param=where, code="invalid_type")
+            raise wrong_type(where, "a string", item)
         if not item:
             raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
         if len(item) > longest:
@@ -142,7 +134,7 @@ def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestEr
 def check_object(value: Any, where: str, known: Sequence[str], ignore_unknown: bool = False) -> Mapping[str, Any]:
     """Return `value` if it is an object of no other fields than `known`; raise `RequestError` naming the place else."""
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", value)
     for name in value:
         if name not in known and not ignore_unknown:
             raise unknown_field(name, known, f"{where}.")

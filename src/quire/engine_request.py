@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.errors import RequestError, echo
+from quire.checks import wrong_value
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
@@ -36,12 +36,10 @@ class LoRARequest(msgspec.Struct, frozen=True):
         for name, most in (("lora_name", MAX_NAME_LENGTH), ("lora_path", MAX_PATH_LENGTH)):
             value = getattr(self, name)
             if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
-                raise RequestError(
-                    f"{name} must be a text of 1 to {most} printable characters, got {echo(value)}", param=name
-                )
+                raise wrong_value(name, f"a text of 1 to {most} printable characters", value)
         number = self.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < 2**63:
-            raise RequestError(f"lora_int_id must be a positive integer, got {echo(number)}", param="lora_int_id")
+            raise wrong_value("lora_int_id", "a positive integer", number)
 
 
 class ThinkingData(msgspec.Struct, frozen=True):

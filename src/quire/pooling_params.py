@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.checks import INT64_MAX, check_bool, check_int
-from quire.errors import RequestError, echo
+from quire.checks import INT64_MAX, check_bool, check_int, wrong_value
+from quire.errors import RequestError
 
 PoolingTask = Literal["embed", "token_embed", "classify", "score"]
 TASKS = ("embed", "token_embed", "classify", "score")
@@ -43,7 +43,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
         if self.task is not None and self.task not in TASKS:
-            raise RequestError(f"task must be one of {', '.join(TASKS)}, got {echo(self.task)}", param="task")
+            raise wrong_value("task", f"one of {', '.join(TASKS)}", self.task)
         if self.dimensions is not None:
             check_int("dimensions", self.dimensions, 1, INT64_MAX)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:

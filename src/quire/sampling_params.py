@@ -16,7 +16,17 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from quire.checks import INT64_MAX, MAX_TEXT_LENGTH, check_bool, check_float, check_int, check_list, check_strings
+from quire.checks import (
+    INT64_MAX,
+    MAX_TEXT_LENGTH,
+    check_bool,
+    check_float,
+    check_int,
+    check_list,
+    check_strings,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.structured_outputs import StructuredOutputParams
 
@@ -118,9 +128,9 @@ def _token_ids(most: int, *, least: int = 0) -> Check:
 
 def _check_token_id(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a token id, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "a token id", value)
     if value < 0:
-        raise RequestError(f"{name} must be a token id >= 0, got {echo(value)}", param=name, code="invalid_value")
+        raise wrong_value(name, "a token id >= 0", value)
     return value
 
 
@@ -164,13 +174,13 @@ def _check_top_n_sigma(name: str, value: Any) -> float:
 
 def _check_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "an object", value)
     return value
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:
     if not isinstance(value, bool) and value != "never":
-        raise RequestError(f"{name} must be true, false or 'never', got {echo(value)}", param=name)
+        raise wrong_value(name, "true, false or 'never'", value)
     return value
 
 
@@ -220,7 +230,7 @@ def as_struct(name: str, value: Any, kind: type[_S]) -> _S:
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} must be an object, got {echo(value)}", param=name, code="invalid_type")
+        raise wrong_type(name, "an object", value)
     unknown = [key for key in value if key not in kind.__struct_fields__]
     if unknown:
         raise RequestError(f"unknown parameter {name}.{echo(unknown[0])[1:-1]}", param=name, code="unknown_parameter")
@@ -519,10 +529,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self._refuse(NOT_GREEDY, why)
         ids = self.logprob_token_ids
         if ids is not None and self.logprobs not in (None, len(ids)):
-            raise RequestError(
-                f"logprobs must be absent or {len(ids)}, the number of logprob_token_ids, got {echo(self.logprobs)}",
-                param="logprobs",
-            )
+            raise wrong_value("logprobs", f"absent or {len(ids)}, the number of logprob_token_ids", self.logprobs)
         if self.stream_interval is not None:
             self._check_interval()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import check_bool, check_list
-from quire.errors import RequestError, echo
+from quire.checks import check_bool, check_list, wrong_type, wrong_value
+from quire.errors import RequestError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 PROPERTY_ORDERS = ("any", "schema")
@@ -63,17 +63,15 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     param="structured_outputs.whitespace_pattern",
                 )
         if self.property_order not in PROPERTY_ORDERS:
-            raise RequestError(
-                f"structured_outputs.property_order must be one of {', '.join(PROPERTY_ORDERS)}, got "
-                f"{echo(self.property_order)}",
-                param="structured_outputs.property_order",
+            raise wrong_value(
+                "structured_outputs.property_order", f"one of {', '.join(PROPERTY_ORDERS)}", self.property_order
             )
 
     def _check_kind(self, kind: str) -> None:
         where, value = f"structured_outputs.{kind}", getattr(self, kind)
         if kind == "json_object":
             if value is not True:
-                raise RequestError(f"{where} must be true or absent, got {echo(value)}", param=where)
+                raise wrong_value(where, "true or absent", value)
         elif kind == "choice":
             if not value and isinstance(value, list | tuple):
                 raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
@@ -84,17 +82,13 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _check_text(where, value, code="invalid_grammar")
         elif kind == "json":
             if not isinstance(value, str | dict | bool):
-                raise RequestError(
-                    f"{where} must be a schema or its JSON text, got {echo(value)}", param=where, code="invalid_type"
-                )
+                raise wrong_type(where, "a schema or its JSON text", value)
         elif not isinstance(value, str | dict):
-            raise RequestError(
-                f"{where} must be an object or its JSON text, got {echo(value)}", param=where, code="invalid_type"
-            )
+            raise wrong_type(where, "an object or its JSON text", value)
 
 
 def _check_text(where: str, value: Any, code: str = "string_below_min_length") -> None:
     if not isinstance(value, str):
-        raise RequestError(f"{where} must be a string, got {echo(value)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a string", value)
     if not value:
         raise RequestError(f"{where} must not be empty", param=where, code=code)

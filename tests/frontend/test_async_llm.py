@@ -494,7 +494,7 @@ def test_two_hundred_clients_that_come_and_go() -> None:
         assert {"read", "cancel", "break", "drop", "bad", "early"} <= set(hows)
         assert client.engine.live == []
         assert llm.num_unfinished == 0
-        assert not llm._outputs._sequences
+        assert not llm._requests.outputs._sequences
         tasks = {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
         assert tasks == {"quire-receiver", "quire-watchdog"}
         assert len(await text_of(llm.generate("hello", SamplingParams(max_tokens=30)))) > 0

@@ -16,8 +16,8 @@ from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import InputProcessor
-from quire.frontend.pooling import INSTRUCTION, JUDGE, PoolingInput, pair_input, with_prompt
+from quire.frontend.input_processor import InputProcessor, RequestInput
+from quire.frontend.pooling import INSTRUCTION, JUDGE, pair_input, with_prompt
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
 from tests.helpers.fake_engine import fake_front_model
@@ -206,7 +206,7 @@ def test_many_texts_of_one_call_leave_room_in_the_queue(embedder: Path) -> None:
 
     async def work() -> list[int]:
         async with AsyncLLM(model=str(embedder), engine="inline", num_threads=1, max_num_queued_reqs=8) as llm:
-            inputs = [PoolingInput("a b", PoolingParams(), "input")] * 20
+            inputs = [RequestInput("a b", PoolingParams(), "input")] * 20
             waiting: list[int] = []
             await llm.pool_all(inputs, note=lambda stream: waiting.append(llm.num_unfinished))
             return waiting

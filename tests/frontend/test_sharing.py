@@ -258,8 +258,8 @@ def test_tenants_are_passed_on() -> None:
 
 def test_ids_of_the_parts_of_an_unfinished_request_cannot_be_taken() -> None:
     llm, _ = fake_llm(max_num_seqs=2)
-    processor = llm._processor
-    outputs = llm._outputs
+    processor = llm._requests.inputs
+    outputs = llm._requests.outputs
 
     def add(request_id: str, **fields: Any) -> None:
         params = SamplingParams(**fields)

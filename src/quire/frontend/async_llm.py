@@ -25,31 +25,29 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.create import create_client
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, check_sleep_level
+from quire.engine.messages import Call, CallResult, check_sleep_level
 from quire.engine_request import LoRARequest, ThinkingData
 from quire.errors import EngineAsleepError, EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.input_processor import InputProcessor, Params, Prompt, prompt_text, split_prompt, text_size
-from quire.frontend.output_processor import OutputProcessor, RequestStream, beam_search_output
+from quire.frontend.input_processor import InputProcessor, Params, Prompt, RequestInput, split_prompt, text_size
+from quire.frontend.output_processor import RequestStream, beam_search_output
 from quire.frontend.pooling import (
+    PairScoring,
     Pooled,
-    PoolingInput,
     as_classification,
     as_embedding,
-    as_prompts,
     as_texts,
     check_task,
-    paired,
     pooled_output,
-    score_inputs,
-    scores,
+    pooling_inputs,
     spec_of,
     with_prompt,
 )
 from quire.frontend.recovery import SupervisedClient
+from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.stats import StatListener, TTFTEstimator
 from quire.outputs import (
     BeamSearchOutput,
@@ -111,7 +109,7 @@ class AsyncLLM:
         self._client = SupervisedClient(
             client or create_client(self.config, server.engine),
             make_client if server.max_engine_restarts else None,
-            outputs=lambda: self._outputs,
+            outputs=lambda: self._started().outputs,
             max_restarts=server.max_engine_restarts,
             stall_timeout=server.engine_stall_timeout,
             on_death=self._on_engine_death,
@@ -119,8 +117,7 @@ class AsyncLLM:
         )
         self._front = front_model
         self._starting = asyncio.Lock()
-        self._processor: InputProcessor | None = None
-        self._outputs = OutputProcessor(None)
+        self._requests: RequestProcessor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -157,8 +154,13 @@ class AsyncLLM:
             try:
                 if self._front is None:
                     self._front = await self._in_thread(lambda: load_front_model(self.config))
-                ready = await engine
-                self._processor = self._front.processor(ready)
+                self._requests = RequestProcessor(
+                    self._front,
+                    await engine,
+                    self._client.send,
+                    listeners=self._listeners,
+                    on_idle=self._refresh_stats,
+                )
             except BaseException as error:
                 self._dead = error if isinstance(error, QuireError) else EngineDeadError("the engine did not start")
                 engine.cancel()
@@ -166,7 +168,6 @@ class AsyncLLM:
                 await self._client.close()
                 self._threads.shutdown(wait=False)
                 raise
-            self._outputs = OutputProcessor(self._front.tokenizer, self._listeners)
             self._receiver = asyncio.create_task(self._receive(), name="quire-receiver")
 
     async def __aenter__(self) -> AsyncLLM:
@@ -206,7 +207,7 @@ class AsyncLLM:
             OverloadedError: as `check_room`. EngineDeadError: the engine is gone. EngineAsleepError: it sleeps.
         """
         await self.start()
-        processor = self._alive()
+        processor = self._alive().inputs
         if self._sleep_level:
             raise EngineAsleepError("the engine is asleep; wake it up first")
         self.check_room(within=within)
@@ -220,7 +221,8 @@ class AsyncLLM:
         finally:
             self._num_admitting -= 1
         self.check_room(len(token_ids), within)
-        engine_requests = self._alive().build(
+        requests = self._alive()
+        engine_requests = requests.inputs.build(
             token_ids,
             params,
             request_id,
@@ -233,10 +235,8 @@ class AsyncLLM:
             lora=lora_request,
         )
         changed = asyncio.Event()
-        state = self._outputs.add(request_id, prompt_text(prompt), engine_requests, params.clone(), changed.set)
+        state = requests.start(request_id, prompt, params.clone(), engine_requests, changed.set)
         self.ttft.add(len(token_ids))
-        for engine_request in engine_requests:
-            self._client.send(engine_request)
         return RequestStream(
             state,
             changed,
@@ -364,17 +364,14 @@ class AsyncLLM:
     ) -> list[ScoringRequestOutput]:
         """Return how well each document fits the query, or its query; as `LLM.score`."""
         await self.start()
-        questions, texts = as_texts(queries, "queries"), as_texts(documents, "documents")
-        front, pairs = self.front_model, paired(questions, texts)
+        texts = as_texts(queries, "queries"), as_texts(documents, "documents")
         params = pooling_params or PoolingParams()
-        inputs = await asyncio.to_thread(
-            score_inputs, front, self.processor, questions, texts, pairs, params, instruction
-        )
-        return scores(front, await self.pool_all(inputs), len(questions), pairs)
+        scoring = await asyncio.to_thread(PairScoring, self.front_model, self.processor, *texts, params, instruction)
+        return scoring.scores(await self.pool_all(scoring.inputs))
 
     async def pool_all(
         self,
-        inputs: Sequence[PoolingInput],
+        inputs: Sequence[RequestInput],
         *,
         note: Callable[[RequestStream], None] = lambda stream: None,
         **options: Any,
@@ -420,10 +417,8 @@ class AsyncLLM:
         await self.start()
         front, rest = self.front_model, dict(options)
         check_task(spec_of(front), task)
-        name = rest.pop("prompt_name", None)
-        params = (rest.pop("pooling_params", None) or PoolingParams()).clone(task=task)
-        texts = [with_prompt(front, prompt, name) for prompt in as_prompts(prompts)]
-        return await self.pool_all([PoolingInput(text, params) for text in texts], **rest)
+        params, name = rest.pop("pooling_params", None), rest.pop("prompt_name", None)
+        return await self.pool_all(pooling_inputs(front, prompts, params, task=task, prompt_name=name), **rest)
 
     async def chat_prompt(
         self,
@@ -448,14 +443,12 @@ class AsyncLLM:
             ContextLengthError: the conversation does not fit.
         """
         await self.start()
-        processor = self._alive()
-        assert self._front is not None
-        front = self._front
+        requests = self._alive()
 
         def render() -> list[int]:
-            return front.template(chat_template).encode(
+            return requests.model.template(chat_template).encode(
                 messages,
-                processor,
+                requests.inputs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -468,11 +461,9 @@ class AsyncLLM:
         return await self._in_thread(render) if size > THREAD_CHARS or chat_template is not None else render()
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str, lora: LoRARequest | None) -> list[int]:
-        processor = self._alive()
+        work = partial(self.processor.tokenize, prompt, params, param=param, lora=lora)
         content, _ = split_prompt(prompt, param)
-        if len(content) > THREAD_CHARS:
-            return await self._in_thread(lambda: processor.tokenize(prompt, params, param=param, lora=lora))
-        return processor.tokenize(prompt, params, param=param, lora=lora)
+        return await self._in_thread(work) if len(content) > THREAD_CHARS else work()
 
     async def _constraints(
         self, params: Params, token_ids: list[int], message_spec: MessageSpec | None
@@ -499,9 +490,8 @@ class AsyncLLM:
 
     def abort_now(self, request_ids: Sequence[str]) -> None:
         """As `abort`, for several requests and without a coroutine; call it on the event loop."""
-        engine_ids = self._outputs.abort(request_ids)
-        if engine_ids and self._dead is None:
-            self._send_aborts(engine_ids)
+        if self._requests is not None:
+            self._requests.abort(request_ids)
 
     def abort_from_anywhere(self, request_id: str) -> None:
         """As `abort`, from any thread, also when the event loop is closed already."""
@@ -590,29 +580,20 @@ class AsyncLLM:
                 if isinstance(message, CallResult):
                     self._answer(message)
                 else:
-                    self._deliver(message)
+                    self._stats = message.stats
+                    self._started().process(message)
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # task boundary: every stream must hear of it
             logger.exception("the front end failed")
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
 
-    def _deliver(self, outputs: EngineOutputs) -> None:
-        self._stats = outputs.stats
-        _, aborts = self._outputs.process(outputs)
-        if aborts:
-            self._send_aborts(aborts)
-
-    def _send_aborts(self, engine_ids: list[str]) -> None:
-        self._client.send(AbortRequests(request_ids=engine_ids))
-        if self._outputs.num_unfinished == 0 and self._client.running:
-            self._refresh_stats()
-
     def _refresh_stats(self) -> None:
-        """Ask for new numbers: an idle engine sends nothing, so those of its last step would stay."""
-        self._num_calls += 1
-        self._stats_calls.add(self._num_calls)
-        self._client.send(Call(call_id=self._num_calls, method="stats"))
+        """Request new numbers: an idle engine sends nothing, so those of its last step would stay."""
+        if self._client.running:
+            self._num_calls += 1
+            self._stats_calls.add(self._num_calls)
+            self._client.send(Call(call_id=self._num_calls, method="stats"))
 
     def _on_engine_death(self) -> None:
         self._fail_calls(EngineDeadError("the engine died before it had answered"))
@@ -638,7 +619,8 @@ class AsyncLLM:
     def _die(self, error: QuireError) -> None:
         if self._dead is None:
             self._dead = error
-        self._outputs.fail_all(self._dead)
+        if self._requests is not None:
+            self._requests.outputs.fail_all(self._dead)
         self._fail_calls(self._dead)
 
     def _fail_calls(self, error: QuireError) -> None:
@@ -648,11 +630,14 @@ class AsyncLLM:
         self._calls.clear()
         self._stats_calls.clear()
 
-    def _alive(self) -> InputProcessor:
+    def _started(self) -> RequestProcessor:
+        assert self._requests is not None, "start() comes first"
+        return self._requests
+
+    def _alive(self) -> RequestProcessor:
         if self._dead is not None:
             raise self._dead
-        assert self._processor is not None, "started before"
-        return self._processor
+        return self._started()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -662,8 +647,7 @@ class AsyncLLM:
     @property
     def model_info(self) -> ModelInfo:
         """What the model's config.json says; there once started."""
-        assert self._front is not None, "start() comes first"
-        return self._front.info
+        return self.front_model.info
 
     @property
     def front_model(self) -> FrontModel:
@@ -674,8 +658,7 @@ class AsyncLLM:
     @property
     def processor(self) -> InputProcessor:
         """Request checks and default sampling parameters; there once started."""
-        assert self._processor is not None, "start() comes first"
-        return self._processor
+        return self._started().inputs
 
     @property
     def max_model_len(self) -> int:
@@ -695,7 +678,8 @@ class AsyncLLM:
     @property
     def num_unfinished(self) -> int:
         """Requests that were accepted and have not ended."""
-        return self._outputs.num_unfinished + self._num_admitting
+        num_started = 0 if self._requests is None else self._requests.outputs.num_unfinished
+        return num_started + self._num_admitting
 
     @property
     def errored(self) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from quire.checks import wrong_type
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.chat_messages import (
@@ -266,9 +267,7 @@ class _Arguments:
     def check(self, template: ChatTemplate) -> None:
         """Raise `RequestError` for what no template could make something of, and for documents nobody reads."""
         if not isinstance(self.messages, list | tuple):
-            raise RequestError(
-                f"messages must be a list of objects, got {echo(self.messages)}", param="messages", code="invalid_type"
-            )
+            raise wrong_type("messages", "a list of objects", self.messages)
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages", code="empty_array")
         if self.add_generation_prompt and self.continue_final_message:
@@ -307,9 +306,7 @@ class RequestTemplates:
             RequestError: it is no text, too long, or has a syntax error; param is "chat_template".
         """
         if not isinstance(source, str):
-            raise RequestError(
-                f"chat_template must be a string, got {echo(source)}", param="chat_template", code="invalid_type"
-            )
+            raise wrong_type("chat_template", "a string", source)
         if len(source) > MAX_REQUEST_TEMPLATE:
             raise RequestError(
                 f"chat_template has {len(source)} characters; at most {MAX_REQUEST_TEMPLATE} are allowed",

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from quire.checks import wrong_type, wrong_value
 from quire.errors import RequestError, echo
 
 MAX_DEPTH = 64
@@ -127,7 +128,7 @@ def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Mark
     """
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(message)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", message)
     role = message.get("role")
     if role is None:
         raise RequestError(f"{where}.role is missing", param=f"{where}.role", code="missing_required_parameter")
@@ -173,13 +174,13 @@ def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
 def _shown_calls(calls: Any, traits: TemplateTraits, where: str) -> Any:
     """Return tool calls with their arguments as objects, or as texts for templates that cannot read objects."""
     if not isinstance(calls, list | tuple):
-        raise RequestError(f"{where} must be a list of objects, got {echo(calls)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a list of objects", calls)
     return [_shown_call(call, traits, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
     if not isinstance(call, Mapping):
-        raise RequestError(f"{where} must be an object, got {echo(call)}", param=where, code="invalid_type")
+        raise wrong_type(where, "an object", call)
     function = call.get("function")
     nested = isinstance(function, Mapping)
     holder = function if isinstance(function, Mapping) else call
@@ -215,9 +216,7 @@ def _read_arguments(text: str, where: str, keep: bool) -> Any:
     if not isinstance(arguments, dict):
         if keep:
             return text
-        raise RequestError(
-            f"{where} must be the JSON text of an object for this model's chat template, got {echo(text)}", param=where
-        )
+        raise wrong_value(where, "the JSON text of an object for this model's chat template", text)
     return arguments
 
 
@@ -228,13 +227,11 @@ def _no_constant(name: str) -> NoReturn:
 def check_documents(documents: Any) -> None:
     """Raise `RequestError` unless documents are a list of objects."""
     if not isinstance(documents, list | tuple):
-        raise RequestError(
-            f"documents must be a list of objects, got {echo(documents)}", param="documents", code="invalid_type"
-        )
+        raise wrong_type("documents", "a list of objects", documents)
     for index, document in enumerate(documents):
         if not isinstance(document, Mapping):
             place = f"documents[{index}]"
-            raise RequestError(f"{place} must be an object, got {echo(document)}", param=place, code="invalid_type")
+            raise wrong_type(place, "an object", document)
 
 
 def plain_data(value: Any, path: str, mark: Marker, depth: int = 0) -> Any:

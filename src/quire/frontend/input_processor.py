@@ -16,14 +16,16 @@ import math
 import random
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.checkpoint.pooling_spec import PoolingSpec
-from quire.checks import check_int
+from quire.checks import check_int, wrong_type, wrong_value
 from quire.engine_request import EngineRequest, LoRARequest, ThinkingData
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.sequence_breakers import SequenceBreakerIndex, Spelling
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
@@ -38,6 +40,22 @@ from quire.tokenizer.tokenizer import Tokenizer, check_text
 Prompt = str | list[int] | Mapping[str, Any]
 TextParams = SamplingParams | BeamSearchParams
 Params = TextParams | PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInput:
+    """A prompt with its parameters.
+
+    Attributes:
+        param: what errors call the prompt.
+        message_spec: what the message that follows the prompt may contain; None if it is no message.
+    """
+
+    prompt: Prompt
+    params: Params
+    param: str = "prompt"
+    message_spec: MessageSpec | None = None
+
 
 PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 PIECE_CHARS = 32768
@@ -329,7 +347,7 @@ class InputProcessor:
         if lora is None:
             return self.vocab_size
         if not isinstance(lora, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {echo(lora)}", param="lora_request")
+            raise wrong_value("lora_request", "a LoRARequest", lora)
         if self.lora_vocab_size is None:
             raise UnsupportedError("this engine serves no LoRA adapters (enable_lora)", param="lora_request")
         return self.lora_vocab_size
@@ -396,23 +414,13 @@ class InputProcessor:
     @staticmethod
     def _check_options(request_id: str, priority: int, cache_salt: str | None, tenant: str) -> None:
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(
-                f"request_id must be a non-empty text, got {echo(request_id)}", param="request_id", code="invalid_type"
-            )
+            raise wrong_type("request_id", "a non-empty text", request_id)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_LIMIT:
-            raise RequestError(
-                f"priority must be an integer from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}, got {echo(priority)}",
-                param="priority",
-            )
+            raise wrong_value("priority", f"an integer from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}", priority)
         if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_LENGTH):
-            raise RequestError(
-                f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters, got {echo(cache_salt)}",
-                param="cache_salt",
-            )
+            raise wrong_value("cache_salt", f"a text of 1 to {MAX_SALT_LENGTH} characters", cache_salt)
         if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
-            raise RequestError(
-                f"tenant must be a text of at most {MAX_TENANT_LENGTH} characters, got {echo(tenant)}", param="tenant"
-            )
+            raise wrong_value("tenant", f"a text of at most {MAX_TENANT_LENGTH} characters", tenant)
 
     def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token sequences that spell each word: at the start of a text, after a space, inside a text."""
@@ -460,16 +468,47 @@ def _params_of_beams(params: BeamSearchParams) -> SamplingParams:
     )
 
 
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        shown = type(prompts).__name__
+        message = f"prompts must be a prompt or a list of prompts, got {shown}"
+        raise RequestError(message, param="prompts", code="invalid_type")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def one_each(value: Any, count: int, name: str, kind: type | None = None) -> list[Any]:
+    """Repeat a single value, or check that a list has one for each prompt; and that each is of this kind."""
+    items = list(value) if isinstance(value, list | tuple) else [value] * count
+    if len(items) != count:
+        raise RequestError(f"{name} has {len(items)} items for {count} prompts", param=name)
+    for item in items:
+        if kind is not None and not isinstance(item, kind):
+            message = f"{name} must be {kind.__name__}, got {type(item).__name__}"
+            raise RequestError(message, param=name, code="invalid_type")
+    return items
+
+
+def request_inputs(prompts: Sequence[Prompt], params: Sequence[Params]) -> list[RequestInput]:
+    """Return prompts with their parameters, named by their place if there are several."""
+    names = ["prompt"] if len(prompts) == 1 else [f"prompts[{index}]" for index in range(len(prompts))]
+    return [RequestInput(*item) for item in zip(prompts, params, names, strict=True)]
+
+
 def split_prompt(prompt: Prompt, param: str = "prompt") -> tuple[str | Sequence[int], str]:
     """Return the text or ids of a prompt of any kind, and the name that errors should give it."""
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
-            raise RequestError(f"{param} must be {PROMPT_KINDS}, got {echo(dict(prompt))}", param=param)
+            raise wrong_value(param, f"{PROMPT_KINDS}", dict(prompt))
         prompt, param = prompt[keys[0]], keys[0]
     if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not isinstance(prompt, str)):
         return prompt, param
-    raise RequestError(f"{param} must be {PROMPT_KINDS}, got {echo(prompt)}", param=param, code="invalid_type")
+    raise wrong_type(param, f"{PROMPT_KINDS}", prompt)
 
 
 def prompt_text(prompt: Prompt) -> str | None:
@@ -497,7 +536,7 @@ def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = F
     for index, token in enumerate(ids):
         where = param if text else f"{param}[{index}]"
         if isinstance(token, bool) or not isinstance(token, int):
-            raise RequestError(f"{where} must be a token id, got {echo(token)}", param=where, code="invalid_type")
+            raise wrong_type(where, "a token id", token)
         if token < 0:
             raise RequestError(f"{where}: token id {echo(token)} < 0", param=where)
         if token >= vocab_size:

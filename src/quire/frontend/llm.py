@@ -7,35 +7,32 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.create import create_inline_engine
-from quire.engine.messages import AbortRequests, check_sleep_level
+from quire.engine.messages import check_sleep_level
 from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
 from quire.frontend.formats.message import Message as AssistantMessage
-from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.input_processor import Params, Prompt, prompt_text
-from quire.frontend.output_processor import OutputProcessor, RequestState, beam_search_output
+from quire.frontend.input_processor import Prompt, RequestInput, as_prompts, one_each, request_inputs
+from quire.frontend.output_processor import RequestState, beam_search_output
 from quire.frontend.pooling import (
+    PairScoring,
     Pooled,
     as_classification,
     as_embedding,
-    as_prompts,
     as_texts,
     check_task,
-    paired,
-    params_for_prompts,
     pooled_output,
-    score_inputs,
-    scores,
+    pooling_inputs,
     spec_of,
-    with_prompt,
 )
+from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.tools import requested_tools
 from quire.outputs import (
     BeamSearchOutput,
@@ -86,8 +83,7 @@ class LLM:
         self.config = config
         self._engine = engine
         self._front = front_model
-        self._processor = front_model.processor(engine.ready, seed=config.model.seed)
-        self._outputs = OutputProcessor(front_model.tokenizer)
+        self._requests = RequestProcessor(front_model, engine.ready, engine.send, seed=config.model.seed)
         self._grammars = GrammarCompiler()
         self._num_requests = 0
         self._sleep_level = 0
@@ -119,10 +115,8 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
         """
-        items = as_prompts(prompts)
-        params = self._params_for(items, sampling_params)
-        states = self._run(items, params, use_tqdm, priority=priority, tenant=tenant, adapters=lora_request)
-        return _outputs(states)
+        inputs = self._inputs(as_prompts(prompts), sampling_params)
+        return _outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request))
 
     def beam_search(
         self,
@@ -142,14 +136,10 @@ class LLM:
             RequestError: a prompt or parameter is bad, or a search can never fit; other prompts have no result then.
             GenerationError: the engine could not go on with a search.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(
-                f"params must be BeamSearchParams, got {type(params).__name__}", param="params", code="invalid_type"
-            )
         items = as_prompts(prompts)
-        chosen = [params] * len(items)
-        states = self._run(items, chosen, use_tqdm, priority=priority, tenant=tenant, adapters=lora_request)
-        return [beam_search_output(output, params, self._front.tokenizer) for output in _outputs(states)]
+        inputs = request_inputs(items, one_each([params], 1, "params", BeamSearchParams) * len(items))
+        outputs = _outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request))
+        return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -190,7 +180,7 @@ class LLM:
         prompts = [
             template.encode(
                 conversation,  # type: ignore[arg-type]
-                self._processor,
+                self._requests.inputs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -200,21 +190,11 @@ class LLM:
             for conversation in conversations
         ]
         offered = requested.callable if fmt.handles_tools else ()
-        message_specs = [
-            self._front.message_spec(prompt, tools=offered, choice=requested.choice, parallel=requested.parallel)
-            for prompt in prompts
-        ]
-        params = self._params_for(prompts, sampling_params)
-        states = self._run(
-            prompts,
-            params,
-            use_tqdm,
-            priority=priority,
-            tenant=tenant,
-            message_specs=message_specs,
-            adapters=lora_request,
-        )
-        return _outputs(states)
+        options: dict[str, Any] = {"choice": requested.choice, "parallel": requested.parallel}
+        specs = [self._front.message_spec(prompt, tools=offered, **options) for prompt in prompts]
+        inputs = self._inputs(prompts, sampling_params)
+        inputs = [replace(item, message_spec=spec) for item, spec in zip(inputs, specs, strict=True)]
+        return _outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request))
 
     def read_message(
         self, output: RequestOutput, index: int = 0, *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -224,12 +204,11 @@ class LLM:
         Args:
             tools: those that `chat` was given; without them there are no calls.
         """
-        if self._front.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        tokenizer = self.get_tokenizer()
         requested = requested_tools(None if tools is None else list(tools), None, True)
         spec = self._front.message_spec(output.prompt_token_ids, tools=requested.callable, choice=requested.choice)
         completion = output.outputs[index]
-        text = self._front.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         if isinstance(completion.stop_reason, str) and completion.stop_reason in text:
             text = text[: text.rindex(completion.stop_reason)]
         parser = self._front.message_format.parser(spec)
@@ -263,11 +242,15 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is bad, or the model generates text. GenerationError: it failed.
         """
-        spec_of(self._front)
-        items = [with_prompt(self._front, prompt, prompt_name) for prompt in as_prompts(prompts)]
-        chosen = params_for_prompts(pooling_params, len(items), pooling_task, truncate_prompt_tokens)
-        states = self._run(items, chosen, use_tqdm, priority=priority, tenant=tenant)
-        return [pooled_output(state) for state in states]
+        inputs = pooling_inputs(
+            self._front,
+            prompts,
+            pooling_params,
+            task=pooling_task,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            prompt_name=prompt_name,
+        )
+        return [pooled_output(state) for state in self._run(inputs, use_tqdm, priority, tenant)]
 
     def embed(
         self,
@@ -328,32 +311,37 @@ class LLM:
             queries: one, or as many as documents. instruction: what rerankers that are asked for yes or no judge by.
             The others as for `encode`.
         """
-        questions, texts = as_texts(queries, "queries"), as_texts(documents, "documents")
-        front, pairs = self._front, paired(questions, texts)
-        params = params_for_prompts(pooling_params, 1, None, truncate_prompt_tokens)[0]
-        inputs = score_inputs(front, self._processor, questions, texts, pairs, params, instruction)
-        states = self._run([item.prompt for item in inputs], [item.params for item in inputs], use_tqdm)
-        return scores(front, [pooled_output(state) for state in states], len(questions), pairs)
+        [params] = one_each(pooling_params or PoolingParams(), 1, "pooling_params", PoolingParams)
+        if truncate_prompt_tokens is not None:
+            params = params.clone(truncate_prompt_tokens=truncate_prompt_tokens)
+        texts = as_texts(queries, "queries"), as_texts(documents, "documents")
+        scoring = PairScoring(self._front, self._requests.inputs, *texts, params, instruction)
+        return scoring.scores([pooled_output(state) for state in self._run(scoring.inputs, use_tqdm)])
+
+    def _inputs(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestInput]:
+        """Return the prompts with their parameters, which all have one output at their end."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        chosen = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+        return request_inputs(prompts, [item.clone(output_kind=RequestOutputKind.FINAL_ONLY) for item in chosen])
 
     def _run(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
+        inputs: Sequence[RequestInput],
         use_tqdm: bool,
-        *,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
-        message_specs: Sequence[MessageSpec] | None = None,
         adapters: Adapters = None,
     ) -> list[RequestState]:
-        """Run requests to their end; return their states in the order of the prompts."""
+        """Run requests to their end; return their states in the same order."""
         engine = self._open_engine()
         if self._sleep_level:
             raise EngineAsleepError("this LLM is asleep; call wake_up() first")
-        priorities = _one_each(priority, len(prompts), "priority")
-        tenants = _one_each(tenant, len(prompts), "tenant")
-        loras = _one_each(adapters, len(prompts), "lora_request")
-        states = self._admit(prompts, params, priorities, tenants, message_specs, loras)
+        priorities = one_each(priority, len(inputs), "priority")
+        tenants = one_each(tenant, len(inputs), "tenant")
+        states = self._admit(inputs, priorities, tenants, one_each(adapters, len(inputs), "lora_request"))
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
         num_left = len(states)
         with (
@@ -370,67 +358,39 @@ class LLM:
                 num_left -= num_finished
         return states
 
-    def _params_for(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        chosen = _one_each(sampling_params, len(prompts), "sampling_params")
-        for item in chosen:
-            if not isinstance(item, SamplingParams):
-                raise RequestError(
-                    f"sampling_params must be SamplingParams, got {type(item).__name__}",
-                    param="sampling_params",
-                    code="invalid_type",
-                )
-        return [item.clone(output_kind=RequestOutputKind.FINAL_ONLY) for item in chosen]
-
     def _admit(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
+        inputs: Sequence[RequestInput],
         priorities: Sequence[int],
         tenants: Sequence[str],
-        message_specs: Sequence[MessageSpec] | None,
-        loras: Sequence[LoRARequest | None],
+        adapters: Sequence[LoRARequest | None],
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
-        engine = self._open_engine()
+        processor = self._requests.inputs
         checked = []
-        for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
-            param = "prompt" if len(prompts) == 1 else f"prompts[{index}]"
-            request_id = str(self._num_requests + index)
+        for index, (item, priority, tenant, lora) in enumerate(zip(inputs, priorities, tenants, adapters, strict=True)):
             arrival_time = time.monotonic()
-            token_ids = self._processor.tokenize(prompt, item, param=param, lora=loras[index])
-            constraints = self._front.constraints(
-                item, token_ids, None if message_specs is None else message_specs[index]
-            )
-            engine_requests = self._processor.build(
+            token_ids = processor.tokenize(item.prompt, item.params, param=item.param, lora=lora)
+            constraints = self._front.constraints(item.params, token_ids, item.message_spec)
+            engine_requests = processor.build(
                 token_ids,
-                item,
-                request_id,
+                item.params,
+                str(self._num_requests + index),
                 arrival_time=arrival_time,
-                priority=priorities[index],
-                tenant=tenants[index],
+                priority=priority,
+                tenant=tenant,
                 grammar=None if constraints.job is None else self._grammars.compile(constraints.job),
                 thinking=constraints.thinking,
-                lora=loras[index],
+                lora=lora,
             )
-            checked.append((request_id, prompt, engine_requests, item))
+            checked.append((str(self._num_requests + index), item.prompt, item.params, engine_requests))
         self._num_requests += len(checked)
-        states = []
-        for request_id, prompt, engine_requests, item in checked:
-            states.append(self._outputs.add(request_id, prompt_text(prompt), engine_requests, item))
-            for engine_request in engine_requests:
-                engine.send(engine_request)
-        return states
+        return [self._requests.start(*request) for request in checked]
 
     def _step(self, engine: InlineEngine) -> tuple[int, int]:
         """Run a step; return how many requests it finished, and how many tokens it generated."""
         outputs = engine.step()
-        updated, aborts = self._outputs.process(outputs)
-        if aborts:
-            engine.send(AbortRequests(request_ids=aborts))
+        updated = self._requests.process(outputs)
         num_tokens = sum(
             len(output.new_token_ids) + sum(len(beam.token_ids) for beam in output.beams or ())
             for output in outputs.outputs
@@ -443,20 +403,18 @@ class LLM:
         try:
             yield
         except BaseException:
-            aborts = self._outputs.abort([state.request_id for state in states])
-            if aborts and self._engine is not None:
-                self._engine.send(AbortRequests(request_ids=aborts))
+            self._requests.abort([state.request_id for state in states])
             raise
 
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding table."""
-        return self._processor.vocab_size
+        return self._requests.inputs.vocab_size
 
     @property
     def max_model_len(self) -> int:
         """Context length [tokens]."""
-        return self._processor.max_model_len
+        return self._requests.inputs.max_model_len
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `RequestError` if the engine runs without one."""
@@ -466,7 +424,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's makers recommend (a new object each time)."""
-        return self._processor.default_sampling_params()
+        return self._requests.inputs.default_sampling_params()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -530,15 +488,6 @@ def _outputs(states: Sequence[RequestState]) -> list[RequestOutput]:
 
 def _is_conversation(messages: Any) -> bool:
     return not messages or not isinstance(messages, list | tuple) or isinstance(messages[0], Mapping)
-
-
-def _one_each(value: Any, count: int, name: str) -> list[Any]:
-    """Repeat a single value, or check that a list has one for each prompt."""
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} items for {count} prompts", param=name)
-    return list(value)
 
 
 @contextlib.contextmanager

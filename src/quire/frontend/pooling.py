@@ -7,16 +7,16 @@ does it for cross-encoders, or in a conversation that a generative reranker answ
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.checkpoint.pooling_spec import PoolingSpec
-from quire.errors import GenerationError, RequestError, UnsupportedError, echo
+from quire.checks import wrong_value
+from quire.errors import GenerationError, RequestError, UnsupportedError
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import InputProcessor, Prompt
+from quire.frontend.input_processor import InputProcessor, Prompt, RequestInput, as_prompts, one_each, request_inputs
 from quire.frontend.output_processor import RequestState
 from quire.outputs import (
     ClassificationOutput,
@@ -45,15 +45,6 @@ JUDGE = (
 ABORTED = "request_aborted"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PAIR_ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingInput:
-    """One request to the engine, and what errors call its text."""
-
-    prompt: Prompt
-    params: PoolingParams
-    param: str = "prompt"
 
 
 def spec_of(front: FrontModel) -> PoolingSpec:
@@ -86,23 +77,14 @@ def with_prompt(front: FrontModel, prompt: Prompt, name: str | None) -> Prompt:
     spec = spec_of(front)
     if name is not None and name not in spec.prompts:
         known = ", ".join(spec.prompts) or "none"
-        raise RequestError(
-            f"prompt_name must be one of the model's prompts ({known}), got {echo(name)}", param="prompt_name"
-        )
+        raise wrong_value("prompt_name", f"one of the model's prompts ({known})", name)
     name = name if name is not None else spec.default_prompt
     return prompt if name is None else spec.prompts[name] + prompt
 
 
-def prompt_named(front: FrontModel, names: Sequence[str]) -> str | None:
+def _prompt_named(spec: PoolingSpec, names: Sequence[str]) -> str | None:
     """Return the first of these names that the model has a prompt for."""
-    return next((name for name in names if name in spec_of(front).prompts), None)
-
-
-def tokenizer_of(front: FrontModel) -> Tokenizer:
-    """Return the tokenizer. Raises `RequestError` if the engine runs without one."""
-    if front.tokenizer is None:
-        raise RequestError("pairs of texts need a tokenizer, and this engine runs without one (skip_tokenizer_init)")
-    return front.tokenizer
+    return next((name for name in names if name in spec.prompts), None)
 
 
 def pair_input(
@@ -114,7 +96,7 @@ def pair_input(
     *,
     instruction: str | None = None,
     param: str = "documents",
-) -> PoolingInput:
+) -> RequestInput:
     """Return the request that scores a pair with a cross-encoder.
 
     Args:
@@ -123,7 +105,9 @@ def pair_input(
     Raises:
         RequestError: the pair cannot be made; ContextLengthError: it can never fit.
     """
-    spec, tokenizer = spec_of(front), tokenizer_of(front)
+    spec, tokenizer = spec_of(front), front.tokenizer
+    if tokenizer is None:
+        raise RequestError("pairs of texts need a tokenizer, and this engine runs without one (skip_tokenizer_init)")
     keep = params.truncate_prompt_tokens
     most = None if keep is None else processor.max_model_len if keep == -1 else min(keep, processor.max_model_len)
     if most is None:
@@ -138,11 +122,11 @@ def pair_input(
                 f"{param}: the pair has {len(ids)} tokens, and what the model is asked cannot be cut to {most}",
                 param="truncate_prompt_tokens",
             )
-        return PoolingInput(ids, params, param)
+        return RequestInput(ids, params, param)
     if instruction is not None:
         raise UnsupportedError("instruction is for models that are asked for yes or no", param="instruction")
     ids, start = tokenizer.encode_pair(query, document, most)
-    return PoolingInput(ids, params.clone(token_type_start=start), param)
+    return RequestInput(ids, params.clone(token_type_start=start), param)
 
 
 def _question(
@@ -173,93 +157,94 @@ def _question(
     return template.encode(messages, processor, variables={"enable_thinking": False})
 
 
-def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[int, int]]:
-    """Return which query goes with which document: one with all, or each with its own. Raises `RequestError`."""
-    if not queries or not documents:
-        raise RequestError("there must be at least one query and one document", param="documents", code="empty_array")
-    if len(queries) not in (1, len(documents)):
-        raise RequestError(
-            f"there must be one query, or as many as documents ({len(documents)}), got {len(queries)}", param="queries"
-        )
-    return [(0 if len(queries) == 1 else index, index) for index in range(len(documents))]
-
-
-def score_inputs(
+def pooling_inputs(
     front: FrontModel,
-    processor: InputProcessor,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    pairs: Sequence[tuple[int, int]],
-    params: PoolingParams,
-    instruction: str | None = None,
+    prompts: Any,
+    params: PoolingParams | Sequence[PoolingParams] | None,
     *,
-    names: tuple[Sequence[str], Sequence[str]] | None = None,
-) -> list[PoolingInput]:
-    """Return the requests that score these pairs: one for each, or with a model of vectors one for each text.
+    task: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+    prompt_name: str | None = None,
+) -> list[RequestInput]:
+    """Return a request for each prompt. Task and truncation replace those of `params`, if they are given.
 
-    `names` are what errors call each text. Raises `RequestError`; `UnsupportedError` if the model has several classes.
+    Raises:
+        RequestError: the model generates text, or something is malformed.
     """
-    spec = spec_of(front)
-    check_task(spec, "score", "embed")
-    if names is None:
-        names = [f"queries[{i}]" for i in range(len(queries))], [f"documents[{i}]" for i in range(len(documents))]
-    if spec.task == "classify":
-        return [
-            pair_input(
-                front,
-                processor,
-                queries[left],
-                documents[right],
-                params.clone(task="score"),
-                instruction=instruction,
-                param=names[1][right],
-            )
-            for left, right in pairs
+    spec_of(front)
+    items = [with_prompt(front, prompt, prompt_name) for prompt in as_prompts(prompts)]
+    chosen = one_each(params or PoolingParams(), len(items), "pooling_params", PoolingParams)
+    given = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return request_inputs(items, [item.clone(**changes) for item in chosen])
+
+
+class PairScoring:
+    """The scores of pairs of texts: one query with all documents, or each with its own.
+
+    A model of classes reads both texts of a pair together. With a model of vectors, the score is the cosine of those of
+    the two texts.
+
+    Args:
+        names: what errors call each query and each document.
+
+    Attributes:
+        inputs: the requests to run, one for each pair or for each text.
+
+    Raises:
+        RequestError: the numbers of texts do not match, or a pair cannot be made.
+        UnsupportedError: the model has several classes, or generates text.
+    """
+
+    def __init__(
+        self,
+        front: FrontModel,
+        processor: InputProcessor,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        params: PoolingParams,
+        instruction: str | None = None,
+        *,
+        names: tuple[Sequence[str], Sequence[str]] | None = None,
+    ) -> None:
+        if not queries or not documents:
+            message = "there must be at least one query and one document"
+            raise RequestError(message, param="documents", code="empty_array")
+        if len(queries) not in (1, len(documents)):
+            message = f"there must be one query, or as many as documents ({len(documents)}), got {len(queries)}"
+            raise RequestError(message, param="queries")
+        spec = spec_of(front)
+        check_task(spec, "score", "embed")
+        self._pairs = [(0 if len(queries) == 1 else index, index) for index in range(len(documents))]
+        self._num_queries = len(queries)
+        self._by_class = spec.task == "classify"
+        if names is None:
+            names = [f"queries[{i}]" for i in range(len(queries))], [f"documents[{i}]" for i in range(len(documents))]
+        self.inputs: list[RequestInput]
+        if self._by_class:
+            params = params.clone(task="score")
+            self.inputs = [
+                pair_input(
+                    front, processor, queries[i], documents[j], params, instruction=instruction, param=names[1][j]
+                )
+                for i, j in self._pairs
+            ]
+            return
+        if instruction is not None:
+            raise RequestError("instruction is for models that are asked for yes or no", param="instruction")
+        params = params.clone(task="embed")
+        sides = ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1]))
+        self.inputs = [
+            RequestInput(with_prompt(front, text, _prompt_named(spec, prompts)), params, name)
+            for texts, prompts, labels in sides
+            for text, name in zip(texts, labels, strict=True)
         ]
-    if instruction is not None:
-        raise RequestError("instruction is for models that are asked for yes or no", param="instruction")
-    params = params.clone(task="embed")
-    sides = ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1]))
-    return [
-        PoolingInput(with_prompt(front, text, prompt_named(front, prompts)), params, name)
-        for texts, prompts, labels in sides
-        for text, name in zip(texts, labels, strict=True)
-    ]
 
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, list | tuple):
-        if prompts and all(isinstance(item, int) for item in prompts):
-            return [list(prompts)]
-        return list(prompts)
-    raise RequestError(
-        f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
-        param="prompts",
-        code="invalid_type",
-    )
-
-
-def params_for_prompts(
-    given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: str | None, truncate: int | None
-) -> list[PoolingParams]:
-    """Return the parameters of each prompt, with a task and a truncation that the caller gave beside them."""
-    chosen: list[Any] = list(given) if isinstance(given, list | tuple) else [given or PoolingParams()] * count
-    if len(chosen) != count:
-        raise RequestError(f"pooling_params has {len(chosen)} items for {count} prompts", param="pooling_params")
-    for item in chosen:
-        if not isinstance(item, PoolingParams):
-            raise RequestError(
-                f"pooling_params must be PoolingParams, got {type(item).__name__}",
-                param="pooling_params",
-                code="invalid_type",
-            )
-    changes: dict[str, Any] = {} if task is None else {"task": task}
-    if truncate is not None:
-        changes["truncate_prompt_tokens"] = truncate
-    return [item.clone(**changes) for item in chosen]
+    def scores(self, outputs: Sequence[Pooled]) -> list[ScoringRequestOutput]:
+        """Return the score of each pair; `outputs` are those of `inputs`."""
+        if self._by_class:
+            return [_convert(output, ScoringOutput(float(output.outputs.data[0]))) for output in outputs]
+        return [_similarity(outputs[i], outputs[self._num_queries + j]) for i, j in self._pairs]
 
 
 def as_texts(value: Any, name: str) -> list[str]:
@@ -315,12 +300,3 @@ def _similarity(first: Pooled, second: Pooled) -> ScoringRequestOutput:
         first.prompt_token_ids + second.prompt_token_ids,
         num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
     )
-
-
-def scores(
-    front: FrontModel, found: Sequence[Pooled], num_queries: int, pairs: Sequence[tuple[int, int]]
-) -> list[ScoringRequestOutput]:
-    """Return a score for each pair of what came of `score_inputs`."""
-    if spec_of(front).task == "classify":
-        return [_convert(output, ScoringOutput(float(output.outputs.data[0]))) for output in found]
-    return [_similarity(found[left], found[num_queries + right]) for left, right in pairs]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import check_object, missing
+from quire.checks import check_object, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, rename_field
 from quire.frontend.formats.message import Tool
 
@@ -74,7 +74,7 @@ def _without_nulls(function: Mapping[str, Any]) -> dict[str, Any]:
 def check_tools(tools: Any, *, ignore_unknown: bool = False) -> list[Tool]:
     """Return the tools of a request. Raises as `requested_tools`."""
     if not isinstance(tools, list):
-        raise RequestError(f"tools must be a list, got {echo(tools)}", param="tools", code="invalid_type")
+        raise wrong_type("tools", "a list", tools)
     if not tools:
         raise RequestError("tools must not be empty; leave it out", param="tools", code="empty_array")
     if len(tools) > MAX_TOOLS:
@@ -112,7 +112,7 @@ def _typed(value: Mapping[str, Any], name: str, kind: type, shown: str, where: s
     item = value.get(name)
     if item is not None and not isinstance(item, kind):
         where = f"{where}.{name}"
-        raise RequestError(f"{where} must be {shown}, got {echo(item)}", param=where, code="invalid_type")
+        raise wrong_type(where, f"{shown}", item)
     return item
 
 
@@ -121,9 +121,9 @@ def check_name(name: Any, where: str) -> str:
     if name is None:
         raise missing(where)
     if not isinstance(name, str):
-        raise RequestError(f"{where} must be a string, got {echo(name)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a string", name)
     if not NAME.fullmatch(name):
-        raise RequestError(f"{where} must be 1 to 64 of the characters A-Za-z0-9_-, got {echo(name)}", param=where)
+        raise wrong_value(where, "1 to 64 of the characters A-Za-z0-9_-", name)
     return name
 
 
@@ -132,7 +132,7 @@ def _check_parameters(schema: Any, where: str) -> dict[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping):
-        raise RequestError(f"{where} must be a JSON schema, got {echo(schema)}", param=where, code="invalid_type")
+        raise wrong_type(where, "a JSON schema", schema)
     if schema.get("type", "object") != "object":
         raise RequestError(
             f"{where} must be the schema of an object, got type {echo(schema['type'])} (at #/type)",
@@ -145,14 +145,9 @@ def _check_parameters(schema: Any, where: str) -> dict[str, Any]:
 def _check_mode(choice: Any) -> None:
     if isinstance(choice, str):
         if choice not in MODES:
-            raise RequestError(
-                f"tool_choice must be one of {', '.join(MODES)}, or name a function, got {echo(choice)}",
-                param="tool_choice",
-            )
+            raise wrong_value("tool_choice", f"one of {', '.join(MODES)}, or name a function", choice)
     elif not isinstance(choice, Mapping):
-        raise RequestError(
-            f"tool_choice must be a string or an object, got {echo(choice)}", param="tool_choice", code="invalid_type"
-        )
+        raise wrong_type("tool_choice", "a string or an object", choice)
 
 
 def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
@@ -169,7 +164,7 @@ def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
     where = "tool_choice.type"
     if kind is None:
         raise missing(where)
-    raise RequestError(f"{where} must be function or allowed_tools, got {echo(kind)}", param=where)
+    raise wrong_value(where, "function or allowed_tools", kind)
 
 
 def _chosen(value: Any, where: str, names: list[str]) -> str:

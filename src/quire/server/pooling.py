@@ -17,16 +17,13 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.input_processor import check_ids
+from quire.frontend.input_processor import RequestInput, check_ids
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.pooling import (
     ABORTED,
+    PairScoring,
     Pooled,
-    PoolingInput,
     check_task,
-    paired,
-    score_inputs,
-    scores,
     spec_of,
     with_prompt,
 )
@@ -135,7 +132,7 @@ class PoolingJob(EngineJob):
         super().__init__(context, body, f"{prefix}-{uuid.uuid4().hex}")
 
     async def answer(
-        self, request: Request, inputs: Sequence[PoolingInput], build: Callable[[list[Pooled]], dict[str, Any]]
+        self, request: Request, inputs: Sequence[RequestInput], build: Callable[[list[Pooled]], dict[str, Any]]
     ) -> Response:
         """Run the requests and respond with `build(outputs)`, id and usage; aborts if the client disconnects.
 
@@ -156,7 +153,7 @@ class PoolingJob(EngineJob):
         head = {"id": self.response_id, "created": self.created, "model": self.model}
         return await large_json_response(num_values(outputs), lambda: {**head, **build(outputs), "usage": usage})
 
-    async def run(self, request: Request, inputs: Sequence[PoolingInput]) -> list[Pooled]:
+    async def run(self, request: Request, inputs: Sequence[RequestInput]) -> list[Pooled]:
         """Run the requests; return their outputs in order. Raises `QuireError`, and `ClientGoneError`."""
 
         def add(stream: RequestStream) -> None:
@@ -213,7 +210,7 @@ async def _embed(request: Request, model: type[EmbeddingRequest], task: Task, na
     return await PoolingJob(context, body, prefix).answer(request, inputs, build)
 
 
-async def embedding_inputs(context: ModelContext, body: EmbeddingRequest, task: Task = "embed") -> list[PoolingInput]:
+async def embedding_inputs(context: ModelContext, body: EmbeddingRequest, task: Task = "embed") -> list[RequestInput]:
     """Return the engine's requests of a body. Raises `RequestError`."""
     front = context.llm.front_model
     spec = front.info.pooling
@@ -318,16 +315,15 @@ async def _score(
     llm = context.llm
     queries, documents = [[str(text) for text, _ in side] for side in sides]
     names = [name for _, name in sides[0]], [name for _, name in sides[1]]
-    pairs, params = paired(queries, documents), _params(body)
+    params = _params(body)
     context.server.check_room(context.model)
-    front, processor = llm.front_model, llm.processor
 
-    def make() -> list[PoolingInput]:
-        return score_inputs(front, processor, queries, documents, pairs, params, body.instruction, names=names)
+    def make() -> PairScoring:
+        return PairScoring(llm.front_model, llm.processor, queries, documents, params, body.instruction, names=names)
 
-    inputs = await asyncio.to_thread(make)
+    scoring = await asyncio.to_thread(make)
     return await PoolingJob(context, body, task).answer(
-        request, inputs, lambda outputs: build(scores(front, outputs, len(queries), pairs))
+        request, scoring.inputs, lambda outputs: build(scoring.scores(outputs))
     )
 
 
@@ -360,16 +356,16 @@ def _params(body: PoolingRequest, **fields: Any) -> PoolingParams:
 
 async def _inputs(
     context: ModelContext, body: PoolingRequest, items: Items, params: PoolingParams
-) -> list[PoolingInput]:
+) -> list[RequestInput]:
     """Return the engine's request of each text; texts are tokenized here only without special tokens."""
     context.server.check_room(context.model)
     if not body.add_special_tokens:
         ids = await _encode(context.llm, body, items)
-        return [PoolingInput(found, params, where) for found, (_, where) in zip(ids, items, strict=True)]
+        return [RequestInput(found, params, where) for found, (_, where) in zip(ids, items, strict=True)]
     for item, where in items:
         if isinstance(item, str) and body.truncate_prompt_tokens is None:
             await _check_long(context.llm, item, where)
-    return [PoolingInput(item, params, where) for item, where in items]
+    return [RequestInput(item, params, where) for item, where in items]
 
 
 async def _encode(llm: AsyncLLM, body: PoolingRequest, items: Items) -> list[list[int]]:
