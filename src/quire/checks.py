@@ -1,16 +1,24 @@
-"""Checks of single fields: each returns the value, or raises a `RequestError` that names field, value and bound."""
+"""Checks of single fields: each returns the value, or raises a `RequestError` that names field, value and bound.
+
+`Fields` reads the fields of an object within a request.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.errors import RequestError, echo
+from quire.errors import RequestError, UnsupportedError, echo
 
 INT64_MAX = 2**63 - 1
 MAX_TEXT_LENGTH = 1024
+
+# Fields that are known but not honoured, each with the values that are accepted because they ask for nothing.
+Refused = Mapping[str, Sequence[Any]]
+NONE_REFUSED: Refused = {}
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -94,33 +102,9 @@ def check_string(value: Any, where: str) -> str:
     return value
 
 
-def check_choice(value: Any, where: str, choices: Collection[str]) -> str:
-    """Return `value` if it is one of these strings; raise `RequestError` naming the field else."""
-    if not isinstance(value, str) or value not in choices:
-        raise wrong_value(where, f"one of {', '.join(choices)}", value)
-    return value
-
-
 def missing(where: str) -> RequestError:
     """Return the error for a field that must be there."""
     return RequestError(f"{where} is required", param=where, code="missing_required_parameter")
-
-
-def required(value: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return a field of an object; raise `RequestError` if it is absent or null."""
-    if value.get(name) is None:
-        raise missing(f"{where}.{name}")
-    return value[name]
-
-
-def string_field(value: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a string field of an object; raise `RequestError` if it is absent, null or no string."""
-    return check_string(required(value, name, where), f"{where}.{name}")
-
-
-def choice_field(value: Mapping[str, Any], name: str, where: str, choices: Collection[str]) -> str:
-    """Return a field of an object that is one of these strings; raise `RequestError` else."""
-    return check_choice(required(value, name, where), f"{where}.{name}", choices)
 
 
 def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestError:
@@ -139,3 +123,121 @@ def check_object(value: Any, where: str, known: Sequence[str], ignore_unknown: b
         if name not in known and not ignore_unknown:
             raise unknown_field(name, known, f"{where}.")
     return value
+
+
+def check_refused(name: str, value: Any, accepted: Sequence[Any]) -> None:
+    """Raise `UnsupportedError` unless a value is one of those that ask for nothing: no field is silently ignored."""
+    if any(type(value) is type(item) and value == item for item in accepted):
+        return
+    hint = f"; the only values accepted are {', '.join(map(json.dumps, accepted))} and null" if accepted else ""
+    raise UnsupportedError(f"{name} is not supported by this server{hint}", param=name)
+
+
+def check_length(value: str, where: str, most: int) -> str:
+    """Return `value` if it has at most `most` characters; raise `RequestError` naming the field else."""
+    if len(value) > most:
+        raise RequestError(
+            f"{where} may have at most {most} characters, got {len(value)}", param=where, code="string_above_max_length"
+        )
+    return value
+
+
+def list_items(
+    value: Any, where: str, expected: str = "a list", *, most: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a list, each with its place, such as `tools[0]`; raise `RequestError` if it is no list.
+
+    Args:
+        most: its greatest length.
+    """
+    if not isinstance(value, list):
+        raise wrong_type(where, expected, value)
+    if most is not None and len(value) > most:
+        raise RequestError(
+            f"{where} may have at most {most} items, got {len(value)}", param=where, code="array_above_max_length"
+        )
+    for index, item in enumerate(value):
+        yield f"{where}[{index}]", item
+
+
+def check_not_empty(value: Any, where: str) -> None:
+    """Raise `RequestError` for an empty list."""
+    if value == []:
+        raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
+
+
+class Fields:
+    """The fields of an object within a request. A null field is an absent one. Errors name the place of the field.
+
+    Args:
+        where: the object's place in the request, such as `messages[0]`; "" is the whole body.
+        ignore_unknown: whether `only` lets unknown fields pass.
+
+    Attributes:
+        given: the object as it was sent. values: its fields that are not null.
+
+    Raises:
+        RequestError: it is no object.
+    """
+
+    def __init__(self, value: Any, where: str, *, ignore_unknown: bool = False) -> None:
+        if not isinstance(value, Mapping):
+            raise wrong_type(where, "an object", value)
+        self.given = value
+        self.where = where
+        self.values = {name: item for name, item in value.items() if item is not None}
+        self._ignore_unknown = ignore_unknown
+
+    def only(self, known: Collection[str], refused: Refused = NONE_REFUSED) -> Fields:
+        """Return this; raise `RequestError` for an unknown field, `UnsupportedError` for one that is not honoured."""
+        for name, value in self.values.items():
+            if name in refused:
+                check_refused(self.place(name), value, refused[name])
+            elif name not in known and not self._ignore_unknown:
+                raise unknown_field(name, [*known, *refused], self.place(""))
+        return self
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def place(self, name: str) -> str:
+        """Return the place of a field, such as `messages[0].role`."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of any type, `default` if it is absent."""
+        return self.values.get(name, default)
+
+    def required(self, name: str) -> Any:
+        """Return a field of any type. Raises `RequestError` if it is absent."""
+        if name not in self.values:
+            raise missing(self.place(name))
+        return self.values[name]
+
+    def string(self, name: str, default: str | None = None) -> str:
+        """Return a string field; without a default it must be there."""
+        return check_string(self.required(name) if default is None else self.get(name, default), self.place(name))
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """Return a boolean field, `default` if it is absent."""
+        return check_bool(self.place(name), self.get(name, default))
+
+    def choice(self, name: str, choices: Collection[str], default: str | None = None, *, expected: str = "") -> str:
+        """Return a field that is one of these strings; without a default it must be there.
+
+        Args:
+            expected: what errors say in place of the list of choices.
+        """
+        value = self.required(name) if default is None else self.get(name, default)
+        if not isinstance(value, str) or value not in choices:
+            raise wrong_value(self.place(name), expected or f"one of {', '.join(choices)}", value)
+        return value
+
+    def part(self, value: Any, where: str) -> Fields:
+        """Return the fields of an object within this one, at a place that is named in full."""
+        return Fields(value, where, ignore_unknown=self._ignore_unknown)
+
+    def object(self, name: str, known: Collection[str] | None = None) -> Fields:
+        """Return a field that is an object and must be there, with no other fields than `known`."""
+        fields = self.part(self.required(name), self.place(name))
+        return fields if known is None else fields.only(known)

@@ -13,13 +13,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from quire.checks import wrong_value
+from quire.checks import Refused, wrong_value
 from quire.errors import RequestError, echo
 from quire.server.context import ServerContext, context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
 from quire.server.parsing import check_query, describe_query, parse_request
-from quire.server.protocol import Harmless, RequestModel, body_schema
+from quire.server.protocol import RequestModel, body_schema
 from quire.server.served_model import ServedModel
 
 LEVELS = {"1": 1, "2": 2}
@@ -117,7 +117,7 @@ def _state(model: ServedModel) -> Response:
 class LoadAdapterRequest(RequestModel):
     """POST /v1/load_lora_adapter. lora_path: the adapter's folder on the server's machine."""
 
-    refused: ClassVar[Harmless] = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
+    refused: ClassVar[Refused] = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
 
     lora_name: str
     lora_path: str
@@ -127,7 +127,7 @@ class LoadAdapterRequest(RequestModel):
 class UnloadAdapterRequest(RequestModel):
     """POST /v1/unload_lora_adapter."""
 
-    refused: ClassVar[Harmless] = {}
+    refused: ClassVar[Refused] = {}
 
     lora_name: str
     lora_int_id: int | None = None

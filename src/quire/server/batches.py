@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from quire.checks import check_object, check_string, missing, wrong_type, wrong_value
+from quire.checks import Fields, check_length, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.server.parsing import parse_json
 
@@ -81,36 +81,25 @@ class Reader:
         except RequestError as error:
             error.message = error.message.replace("the body", "it", 1)
             raise
-        custom_id = _text(value, "custom_id")
-        if len(custom_id) > MAX_ID_LENGTH:
-            raise RequestError(
-                f"custom_id may have at most {MAX_ID_LENGTH} characters, got {len(custom_id)}",
-                param="custom_id",
-                code="string_above_max_length",
-            )
+        fields = Fields(value, "")
+        custom_id = check_length(_text(fields, "custom_id"), "custom_id", MAX_ID_LENGTH)
         first = self._seen.setdefault(custom_id, number)
         if first != number:
             raise RequestError(
                 f"custom_id: line {first} has {echo(custom_id)}, too", param="custom_id", code="duplicate_custom_id"
             )
-        return self._checked(custom_id, value)
-
-    def _checked(self, custom_id: str, value: Mapping[str, Any]) -> BatchRequest:
-        check_object(value, "line", FIELDS)
-        if _text(value, "method") != "POST":
-            raise wrong_value("method", "POST", value["method"])
-        url = _text(value, "url")
+        Fields(value, "line").only(FIELDS)
+        if _text(fields, "method") != "POST":
+            raise wrong_value("method", "POST", fields.get("method"))
+        url = _text(fields, "url")
         if url not in URLS:
             raise wrong_value("url", f"one of {', '.join(URLS)}", url, "unknown_url")
-        body = value.get("body")
-        if body is None:
-            raise missing("body")
-        if not isinstance(body, Mapping):
-            raise wrong_type("body", "an object", body)
+        body = fields.object("body")
         for name in UNSUPPORTED:
-            if body.get(name) not in (None, False):
-                raise UnsupportedError(f"body.{name} has no place in a batch; leave it out", param=f"body.{name}")
-        return BatchRequest(custom_id, url, json.dumps(body).encode())
+            if body.get(name, False) is not False:
+                where = body.place(name)
+                raise UnsupportedError(f"{where} has no place in a batch; leave it out", param=where)
+        return BatchRequest(custom_id, url, json.dumps(body.given).encode())
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -123,11 +112,8 @@ def custom_id_of(line: bytes) -> str | None:
     return custom_id if known else None
 
 
-def _text(value: Mapping[str, Any], name: str) -> str:
-    text = value.get(name)
-    if text is None:
-        raise missing(name)
-    check_string(text, name)
+def _text(fields: Fields, name: str) -> str:
+    text = fields.string(name)
     if _is_broken(text):
         raise RequestError(f"{name} has a lone surrogate; it is not valid Unicode text", param=name)
     return text

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from quire.checks import missing, unknown_field, wrong_type, wrong_value
-from quire.errors import RequestError, UnsupportedError, echo
+from quire.checks import check_not_empty, check_refused, list_items, missing, unknown_field, wrong_type, wrong_value
+from quire.errors import RequestError, echo
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import (
     MAX_VALUES,
@@ -229,7 +229,7 @@ def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = 
         if name in model.model_fields:
             known[name] = value
         elif name in model.refused:
-            refuse_unless_harmless(name, value, model.refused[name])
+            check_refused(name, value, model.refused[name])
         elif not ignore_unknown:
             raise unknown_field(name, [*model.model_fields, *model.refused])
     try:
@@ -263,30 +263,17 @@ def split_prompts(value: Any, name: str, most: int) -> list[tuple[str | list[int
         raise missing(name)
     if isinstance(value, str):
         return [(value, name)]
-    if not isinstance(value, list):
-        raise wrong_type(name, "a string, a list of strings, of token ids, or of such lists", value)
-    if not value:
-        raise RequestError(f"{name} must not be empty", param=name, code="empty_array")
-    kind = type(value[0])
-    if kind not in (str, list):
+    check_not_empty(value, name)
+    if isinstance(value, list) and not isinstance(value[0], str | list):
         return [(value, name)]
-    if len(value) > most:
-        raise RequestError(
-            f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
-        )
-    for index, item in enumerate(value):
+    expected = "a string, a list of strings, of token ids, or of such lists"
+    prompts = [(item, where) for where, item in list_items(value, name, expected, most=most)]
+    kind = type(value[0])
+    for item, where in prompts:
         if type(item) is not kind:
             expected = "a string" if kind is str else "a list of token ids"
-            raise wrong_type(f"{name}[{index}]", f"{expected}, as {name}[0] is", item)
-    return [(item, f"{name}[{index}]") for index, item in enumerate(value)]
-
-
-def refuse_unless_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
-    """Raise `UnsupportedError` unless `value` is one that changes nothing: fields are never silently ignored."""
-    if any(type(value) is type(item) and value == item for item in harmless):
-        return
-    hint = f"; the only values accepted are {', '.join(map(json.dumps, harmless))} and null" if harmless else ""
-    raise UnsupportedError(f"{name} is not supported by this server{hint}", param=name)
+            raise wrong_type(where, f"{expected}, as {name}[0] is", item)
+    return prompts
 
 
 # pydantic's error type -> (our code, what the value must be). Numeric bounds of sampling fields are SamplingParams'.

@@ -14,7 +14,7 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int, check_object, missing, wrong_type
+from quire.checks import INT64_MAX, Fields, Refused, check_int, list_items, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import RequestInput, check_ids
@@ -33,7 +33,7 @@ from quire.server.context import ModelContext, model_context
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import large_json_response
 from quire.server.parsing import parse_request, split_prompts
-from quire.server.protocol import EngineBody, Harmless, ShortText, body_schema
+from quire.server.protocol import EngineBody, ShortText, body_schema
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
 from quire.server.tokenize import encode_text, tokenizer_of
 from quire.tokenizer.tokenizer import check_text
@@ -49,7 +49,7 @@ VERBS: dict[Task, str] = {
     "classify": "classify texts",
     "pool": "make vectors of texts",
 }
-REFUSED: Harmless = {
+REFUSED: Refused = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "mm_processor_kwargs": (),
@@ -68,7 +68,7 @@ R = TypeVar("R", bound="PoolingRequest")
 class PoolingRequest(EngineBody):
     """Fields of all these bodies."""
 
-    refused: ClassVar[Harmless] = REFUSED
+    refused: ClassVar[Refused] = REFUSED
 
     truncate_prompt_tokens: SkipValidation[int | None] = None
     add_special_tokens: bool = True
@@ -79,7 +79,7 @@ class PoolingRequest(EngineBody):
 class EmbeddingRequest(PoolingRequest):
     """POST /v1/embeddings."""
 
-    refused: ClassVar[Harmless] = {**REFUSED, "messages": ()}
+    refused: ClassVar[Refused] = {**REFUSED, "messages": ()}
 
     input: Prompts = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -96,7 +96,7 @@ class PoolRequest(EmbeddingRequest):
 class ClassifyRequest(PoolingRequest):
     """POST /classify."""
 
-    refused: ClassVar[Harmless] = {**REFUSED, "messages": ()}
+    refused: ClassVar[Refused] = {**REFUSED, "messages": ()}
 
     input: Prompts = None
 
@@ -104,7 +104,7 @@ class ClassifyRequest(PoolingRequest):
 class RerankRequest(PoolingRequest):
     """POST /rerank."""
 
-    refused: ClassVar[Harmless] = {**REFUSED, "max_chunks_per_doc": (), "rank_fields": (), "max_tokens_per_doc": ()}
+    refused: ClassVar[Refused] = {**REFUSED, "max_chunks_per_doc": (), "rank_fields": (), "max_tokens_per_doc": ()}
 
     query: SkipValidation[str | None] = None
     documents: SkipValidation[list[str | dict[str, str]] | None] = None
@@ -412,17 +412,11 @@ def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[Any, str]:
 
 def _documents(documents: Any) -> list[Any]:
     """Return the texts of documents, which may be objects with a text."""
-    if not isinstance(documents, list):
-        raise wrong_type("documents", "a list of strings", documents)
-    texts = []
-    for index, document in enumerate(documents[: MAX_INPUTS + 1]):
-        if isinstance(document, dict):
-            where = f"documents[{index}]"
-            document = check_object(document, where, ("text",)).get("text")
-            if document is None:
-                raise missing(f"{where}.text")
-        texts.append(document)
-    return texts
+    items = list_items(documents, "documents", "a list of strings", most=MAX_INPUTS)
+    return [
+        Fields(document, where).only(("text",)).required("text") if isinstance(document, dict) else document
+        for where, document in items
+    ]
 
 
 def _texts(value: Any, name: str, *, single: bool = False) -> Items:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hi
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
+from quire.checks import Refused
 from quire.sampling_params import SamplingParams
 
 MAX_USER_LENGTH = 256
@@ -19,11 +20,10 @@ MAX_KEY_LENGTH = 1024
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]+$"
 SALT_PATTERN = r"^[^/@\\\x00-\x1f\x7f]+$"
 
-Harmless = Mapping[str, tuple[Any, ...]]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 
-REFUSED_EVERYWHERE: Harmless = {
+REFUSED_EVERYWHERE: Refused = {
     "custom_logit_processor": (),
     "detokenize": (True,),
     "ec_transfer_params": (),
@@ -43,7 +43,7 @@ REFUSED_EVERYWHERE: Harmless = {
     "truncation_side": ("left",),
     "watermarking": (),
 }
-REFUSED_IN_CHAT: Harmless = {
+REFUSED_IN_CHAT: Refused = {
     **REFUSED_EVERYWHERE,
     "audio": (),
     "echo": (False,),
@@ -55,7 +55,7 @@ REFUSED_IN_CHAT: Harmless = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-REFUSED_IN_COMPLETIONS: Harmless = {
+REFUSED_IN_COMPLETIONS: Refused = {
     **REFUSED_EVERYWHERE,
     "documents": ([],),
     "include_reasoning": (True,),
@@ -72,7 +72,7 @@ class RequestModel(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    refused: ClassVar[Harmless] = {}
+    refused: ClassVar[Refused] = {}
     not_null: ClassVar[frozenset[str]] = frozenset()
 
 
@@ -174,7 +174,7 @@ class GenerationRequest(SamplingRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    refused: ClassVar[Harmless] = REFUSED_IN_COMPLETIONS
+    refused: ClassVar[Refused] = REFUSED_IN_COMPLETIONS
 
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]] | None] = None
     echo: bool = False
@@ -185,7 +185,7 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    refused: ClassVar[Harmless] = REFUSED_IN_CHAT
+    refused: ClassVar[Refused] = REFUSED_IN_CHAT
     not_null: ClassVar[frozenset[str]] = frozenset({"messages"})
 
     messages: SkipValidation[list[dict[str, Any]]]
@@ -208,7 +208,7 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(RequestModel):
     """POST /tokenize: a prompt or a conversation."""
 
-    refused: ClassVar[Harmless] = {"mm_processor_kwargs": ()}
+    refused: ClassVar[Refused] = {"mm_processor_kwargs": ()}
 
     model: str | None = None
     prompt: str | None = None

@@ -10,14 +10,21 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.checks import missing, required, unknown_field, wrong_type, wrong_value
+from quire.checks import Fields, wrong_value
 from quire.errors import RequestError, translate_error
 from quire.sampling_params import check_structured_outputs
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+# Types of `response_format` -> the fields that belong to them.
+RESPONSE_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("format", "structures", "triggers"),
+}
+JSON_SCHEMA_FIELDS = ("name", "schema", "strict", "description")
 GUIDED = ("json", "regex", "choice", "grammar")
 # Not followed by another field: options keep their names.
 PARAMS_FIELD = re.compile(
@@ -85,15 +92,9 @@ def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) 
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    name = "structured_outputs"
     if value is None:
         return None
-    if not isinstance(value, Mapping):
-        raise wrong_type(name, "an object", value)
-    for field in value:
-        if field not in StructuredOutputParams.__struct_fields__:
-            raise unknown_field(field, StructuredOutputParams.__struct_fields__, f"{name}.")
-    return {field: item for field, item in value.items() if item is not None}
+    return Fields(value, "structured_outputs").only(StructuredOutputParams.__struct_fields__).values
 
 
 def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:
@@ -105,51 +106,31 @@ def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:
 
 
 def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput | None:
-    where = "response_format"
-    if not isinstance(value, Mapping):
-        raise wrong_type(where, "an object", value)
-    kind = required(value, "type", where)
-    if kind not in RESPONSE_FORMATS:
-        raise wrong_value(f"{where}.type", f"one of {', '.join(RESPONSE_FORMATS)}", kind)
-    known = {"json_schema": ["json_schema"], "structural_tag": ["format", "structures", "triggers"]}.get(kind, [])
-    if not ignore_unknown:
-        for name in value:
-            if name != "type" and name not in known:
-                raise unknown_field(name, ["type", *known], f"{where}.")
-    if kind == "json_schema":
-        return _json_schema(value.get("json_schema"), f"{where}.json_schema", options, ignore_unknown)
-    if kind == "json_object":
-        return StructuredOutput({"json_object": True, **options}, {"structured_outputs.json_object": where})
-    if kind == "structural_tag":
-        tag = {name: item for name, item in value.items() if item is not None and name in ("type", *known)}
-        return StructuredOutput({"structural_tag": tag, **options}, {"structured_outputs.structural_tag": where})
+    form = Fields(value, "response_format", ignore_unknown=ignore_unknown)
+    kind = form.choice("type", RESPONSE_FORMATS)
+    known = ("type", *RESPONSE_FORMATS[kind])
+    form.only(known)
+    match kind:
+        case "json_schema":
+            return _json_schema(form.object("json_schema", JSON_SCHEMA_FIELDS), options)
+        case "json_object":
+            return StructuredOutput({"json_object": True, **options}, {"structured_outputs.json_object": form.where})
+        case "structural_tag":
+            tag = {name: item for name, item in form.values.items() if name in known}
+            return StructuredOutput(
+                {"structural_tag": tag, **options}, {"structured_outputs.structural_tag": form.where}
+            )
     if options:
         raise RequestError(f"structured_outputs needs one of {', '.join(KINDS)}", param="structured_outputs")
     return None
 
 
-def _json_schema(value: Any, where: str, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput:
-    if value is None:
-        raise missing(where)
-    if not isinstance(value, Mapping):
-        raise wrong_type(where, "an object", value)
-    known = ("name", "schema", "strict", "description")
-    for name in value:
-        if name not in known and not ignore_unknown:
-            raise unknown_field(name, known, f"{where}.")
-    for name, kind, shown in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
-        if value.get(name) is not None and not isinstance(value[name], kind):
-            raise wrong_type(f"{where}.{name}", f"{shown}", value[name])
-    for name in ("name", "schema"):
-        if value.get(name) is None:
-            raise missing(f"{where}.{name}")
-    if not NAME.fullmatch(value["name"]):
-        raise wrong_value(f"{where}.name", "1 to 64 of the characters A-Za-z0-9_-", value["name"])
-    schema = value["schema"]
-    if not isinstance(schema, Mapping):
-        raise wrong_type(f"{where}.schema", "an object", schema)
+def _json_schema(fields: Fields, options: Mapping[str, Any]) -> StructuredOutput:
+    name, place = fields.string("name"), fields.place("schema")
+    if not NAME.fullmatch(name):
+        raise wrong_value(fields.place("name"), "1 to 64 of the characters A-Za-z0-9_-", name)
+    fields.string("description", "")
     # OpenAI's strict answers have their properties in the order of the schema.
-    order = "schema" if value.get("strict") else "any"
-    return StructuredOutput(
-        {"json": schema, "property_order": order, **options}, {"structured_outputs.json": f"{where}.schema"}
-    )
+    order = "schema" if fields.boolean("strict", False) else "any"
+    schema = fields.object("schema").given
+    return StructuredOutput({"json": schema, "property_order": order, **options}, {"structured_outputs.json": place})

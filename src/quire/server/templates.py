@@ -123,3 +123,23 @@ def check_template(front: FrontModel, body: Body, tools: ToolRequest, *, answere
     raise UnsupportedError(
         f"reasoning_effort: this model's chat template does not read it{hint}", param="reasoning_effort"
     )
+
+
+def thinking_fields(front: FrontModel, on: bool, where: str) -> dict[str, Any]:
+    """Return the fields of a chat that switch reasoning on or off.
+
+    Args:
+        where: the field of a dialect that asks for it.
+
+    Raises:
+        UnsupportedError: the model always reasons.
+    """
+    template = front.template()
+    switches = [name for name in THINKING_SWITCHES if template.reads(name)]
+    if switches:
+        return {"chat_template_kwargs": dict.fromkeys(switches, on)}
+    if on or not front.message_format.can_reason:
+        return {}
+    if not template.reads("reasoning_effort"):
+        raise UnsupportedError(f"{where}: this model's reasoning cannot be disabled", param=where)
+    return {"reasoning_effort": "none"}

@@ -10,29 +10,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import (
-    check_bool,
-    check_object,
-    choice_field,
-    missing,
-    required,
-    string_field,
-    wrong_type,
-    wrong_value,
-)
+from quire.checks import Fields, Refused, check_not_empty, list_items, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
+from quire.server.messages import read_content, text_type
 
 ROLES = ("user", "assistant", "system")
 MAX_MESSAGES = 100_000
-MEDIA_BLOCKS = ("image", "document", "search_result", "container_upload", "video", "audio")
-# Which blocks a message of a role may have, with the fields of each.
-BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "text": ("type", "text", "cache_control", "citations"),
-    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
-    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
-    "thinking": ("type", "thinking", "signature"),
+# The fields of each type of block, and those that are refused.
+BLOCKS: Mapping[str, tuple[tuple[str, ...], Refused]] = {
+    "text": (("type", "text", "cache_control"), {"citations": ([],)}),
+    "tool_use": (
+        ("type", "id", "name", "input", "cache_control"),
+        {"caller": ({"type": "direct"},), "toolset_name": ()},
+    ),
+    "tool_result": (("type", "tool_use_id", "content", "is_error", "cache_control"), {"toolset_name": ()}),
+    "thinking": (("type", "thinking", "signature"), {}),
 }
+# The types of blocks that a message of a role may have.
 ALLOWED: Mapping[str, tuple[str, ...]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking"),
@@ -56,52 +51,41 @@ class Conversation:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the chat: messages, and whether its last one is continued."""
-        last = self.messages[-1]
-        fields: dict[str, Any] = {"messages": [_finished(message) for message in self.messages]}
+        last, place = self.messages[-1], self.places[-1]
+        fields: dict[str, Any] = {"messages": [_with_plain_content(message) for message in self.messages]}
         if last["role"] == "assistant":
             if "tool_calls" in last:
                 raise RequestError(
-                    f"{self.places[-1]}: the last message has tool_use blocks that no tool_result answers",
-                    param=self.places[-1],
+                    f"{place}: the last message has tool_use blocks that no tool_result answers", param=place
                 )
             fields["continue_final_message"] = True
         return fields
 
-    def add_system(self, content: Any, where: str) -> None:
+    def add_system(self, content: Any) -> None:
         """Add the field `system`."""
         if content is not None:
-            self._add_content("system", content, where)
+            self._add_content("system", content, "system")
 
     def add_all(self, messages: Any) -> None:
         """Add the field `messages`. Raises `RequestError` naming the place."""
-        if not isinstance(messages, list):
-            raise wrong_type("messages", "a list of objects", messages)
-        if not messages:
-            raise RequestError("messages must not be empty", param="messages", code="empty_array")
-        if len(messages) > MAX_MESSAGES:
-            raise RequestError(
-                f"messages may have at most {MAX_MESSAGES} items, got {len(messages)}",
-                param="messages",
-                code="array_above_max_length",
-            )
-        for index, message in enumerate(messages):
-            where = f"messages[{index}]"
-            message = check_object(message, where, ("role", "content"), self._ignore_unknown)
-            role = choice_field(message, "role", where, ROLES)
-            if message.get("content") is None:
-                raise missing(f"{where}.content")
-            self._add_content(role, message["content"], f"{where}.content")
+        check_not_empty(messages, "messages")
+        for where, item in list_items(messages, "messages", "a list of objects", most=MAX_MESSAGES):
+            message = Fields(item, where, ignore_unknown=self._ignore_unknown).only(("role", "content"))
+            role = message.choice("role", ROLES)
+            self._add_content(role, message.required("content"), message.place("content"))
 
     def _add_content(self, role: str, content: Any, where: str) -> None:
         if isinstance(content, str):
             self._last_of(role, where)["content"].append({"type": "text", "text": content})
             return
-        if not isinstance(content, list):
-            raise wrong_type(where, "a string or a list of blocks", content)
-        if not content:
-            raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
-        for index, block in enumerate(content):
-            self._add_block(role, block, f"{where}[{index}]")
+        check_not_empty(content, where)
+        for place, item in list_items(content, where, "a string or a list of blocks"):
+            block = Fields(item, place, ignore_unknown=self._ignore_unknown)
+            kind = _check_block(block)
+            if kind not in ALLOWED[role]:
+                allowed = f"one of {', '.join(ALLOWED[role])} in a message of the role {role}"
+                raise wrong_value(block.place("type"), allowed, kind)
+            self._add_block(role, kind, block)
 
     def _last_of(self, role: str, where: str) -> dict[str, Any]:
         """Return the last message, a new one if its role is another."""
@@ -113,128 +97,81 @@ class Conversation:
         self.messages.append(message)
         self.places.append(where.partition(".")[0])
 
-    def _add_block(self, role: str, block: Any, where: str) -> None:
-        kind = check_kind(block, where)
-        if kind not in ALLOWED[role]:
-            allowed = ", ".join(ALLOWED[role])
-            raise wrong_value(f"{where}.type", f"one of {allowed} in a message of the role {role}", kind)
-        block = without_nulls(check_object(block, where, BLOCKS[kind], self._ignore_unknown))
-        if "cache_control" in block:
-            check_cache_control(block["cache_control"], f"{where}.cache_control")
-        if block.get("toolset_name") is not None:
-            raise UnsupportedError(f"{where}.toolset_name: there are no toolsets here", param=f"{where}.toolset_name")
+    def _add_block(self, role: str, kind: str, block: Fields) -> None:
+        if kind == "tool_result":
+            self._append(self._result(block), block.where)
+            return
+        message = self._last_of(role, block.where)
         match kind:
             case "text":
-                part = {"type": "text", "text": _text_of(block, where)}
-                self._last_of(role, where)["content"].append(part)
-            case "tool_result":
-                self._append(self._result(block, where), where)
+                message["content"].append({"type": "text", "text": block.string("text")})
             case "tool_use":
-                self._last_of(role, where).setdefault("tool_calls", []).append(self._call(block, where))
+                message.setdefault("tool_calls", []).append(self._call(block))
             case "thinking":
-                self._add_thinking(self._last_of(role, where), block, where)
+                thinking = block.string("thinking")
+                block.string("signature")
+                if thinking:
+                    before = message.get("reasoning")
+                    message["reasoning"] = thinking if before is None else f"{before}\n\n{thinking}"
 
-    def _add_thinking(self, message: dict[str, Any], block: Mapping[str, Any], where: str) -> None:
-        for name in ("thinking", "signature"):
-            string_field(block, name, where)
-        if block["thinking"]:
-            before = message.get("reasoning")
-            message["reasoning"] = block["thinking"] if before is None else f"{before}\n\n{block['thinking']}"
-
-    def _call(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
-        call_id = string_field(block, "id", where)
+    def _call(self, block: Fields) -> dict[str, Any]:
+        call_id, where = block.string("id"), block.place("id")
         if call_id in self._calls:
-            raise RequestError(f"{where}.id: there are two calls with the id {echo(call_id)}", param=f"{where}.id")
+            raise RequestError(f"{where}: there are two calls with the id {echo(call_id)}", param=where)
         self._calls.add(call_id)
-        name = check_name(block.get("name"), f"{where}.name")
-        if "input" not in block:
-            raise missing(f"{where}.input")
-        if not isinstance(block["input"], Mapping):
-            raise wrong_type(f"{where}.input", "an object", block["input"])
-        if block.get("caller", {"type": "direct"}) != {"type": "direct"}:
-            raise UnsupportedError(
-                f"{where}.caller: only calls of the model's own (direct) are supported", param=f"{where}.caller"
-            )
-        arguments = json.dumps(block["input"], ensure_ascii=False)
+        name = check_name(block.get("name"), block.place("name"))
+        arguments = json.dumps(block.object("input").given, ensure_ascii=False)
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _result(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
-        call_id = string_field(block, "tool_use_id", where)
+    def _result(self, block: Fields) -> dict[str, Any]:
+        call_id, where = block.string("tool_use_id"), block.place("tool_use_id")
         if call_id not in self._calls:
             raise RequestError(
-                f"{where}.tool_use_id: no message before has a tool_use block with the id {echo(call_id)}",
-                param=f"{where}.tool_use_id",
+                f"{where}: no message before has a tool_use block with the id {echo(call_id)}", param=where
             )
-        content = self._result_content(block.get("content", ""), f"{where}.content")
-        if "is_error" in block and check_bool(f"{where}.is_error", block["is_error"]):
-            content = [{"type": "text", "text": ERROR_MARK}, *content]
-            content = [{"type": "text", "text": "".join(part["text"] for part in content)}]
-        return {"role": "tool", "tool_call_id": call_id, "content": content}
-
-    def _result_content(self, content: Any, where: str) -> list[dict[str, Any]]:
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        if not isinstance(content, list):
-            raise wrong_type(where, "a string or a list of blocks", content)
-        parts = []
-        for index, block in enumerate(content):
-            place = f"{where}[{index}]"
-            kind = check_kind(block, place)
-            if kind != "text":
-                raise wrong_value(f"{place}.type", "text", kind)
-            block = without_nulls(check_object(block, place, BLOCKS["text"], self._ignore_unknown))
-            if "cache_control" in block:
-                check_cache_control(block["cache_control"], f"{place}.cache_control")
-            parts.append({"type": "text", "text": _text_of(block, place)})
-        return parts or [{"type": "text", "text": ""}]
+        given = block.get("content", "")
+        content = read_content(given, block, _result_text, "blocks") if given != [] else ""
+        texts = [content] if isinstance(content, str) else content
+        if block.boolean("is_error", False):
+            texts = [ERROR_MARK + "".join(texts)]
+        return {"role": "tool", "tool_call_id": call_id, "content": [{"type": "text", "text": text} for text in texts]}
 
 
-def check_kind(block: Any, where: str) -> str:
-    """Return the type of a block. Raises `UnsupportedError` for types that are not supported."""
-    if not isinstance(block, Mapping):
-        raise wrong_type(where, "an object", block)
-    kind = string_field(block, "type", where)
-    where = f"{where}.type"
-    if kind in MEDIA_BLOCKS:
-        raise UnsupportedError(
-            f"{where}: this model reads text only, got {echo(kind)}", param=where, code="unsupported_content_type"
-        )
-    if kind == "redacted_thinking":
-        raise UnsupportedError(f"{where}: what is in redacted_thinking blocks can be read by nobody here", param=where)
-    if kind not in BLOCKS:
-        raise UnsupportedError(f"{where} must be one of {', '.join(BLOCKS)}, got {echo(kind)}", param=where)
+def _result_text(block: Fields) -> str:
+    kind = _check_block(block)
+    if kind != "text":
+        raise wrong_value(block.place("type"), "text", kind)
+    return block.string("text")
+
+
+def _check_block(block: Fields) -> str:
+    """Check the fields of a block; return its type. Raises `UnsupportedError` for types that are not supported."""
+    where = block.place("type")
+    if block.string("type") == "redacted_thinking":
+        raise UnsupportedError(f"{where}: redacted_thinking blocks cannot be read by this server", param=where)
+    kind = text_type(block, BLOCKS, f"one of {', '.join(BLOCKS)}")
+    block.only(*BLOCKS[kind])
+    check_cache_control(block)
     return kind
 
 
-def check_cache_control(value: Any, where: str) -> None:
-    """Check a cache breakpoint. It has no effect: every prefix is cached, and none for a certain time."""
-    value = check_object(value, where, ("type", "ttl"))
-    if required(value, "type", where) != "ephemeral":
-        raise wrong_value(f"{where}.type", "ephemeral", value["type"])
-    if value.get("ttl") not in (None, "5m", "1h"):
-        raise wrong_value(f"{where}.ttl", "5m or 1h", value["ttl"])
+def check_cache_control(fields: Fields) -> None:
+    """Check a cache breakpoint, if there is one. It has no effect: every prefix is cached, for as long as possible."""
+    if "cache_control" in fields:
+        control = fields.object("cache_control", ("type", "ttl"))
+        control.choice("type", ("ephemeral",), expected="ephemeral")
+        control.choice("ttl", ("5m", "1h"), "5m", expected="5m or 1h")
 
 
-def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without its null fields, which are absent ones."""
-    return {name: item for name, item in value.items() if item is not None}
-
-
-def _text_of(block: Mapping[str, Any], where: str) -> str:
-    if block.get("citations", []) != []:
-        raise UnsupportedError(f"{where}.citations are not supported", param=f"{where}.citations")
-    return string_field(block, "text", where)
-
-
-def _finished(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its content as a string where that is equivalent."""
-    finished = dict(message)
-    content = finished["content"]
+    plain = dict(message)
+    content = plain["content"]
     if len(content) == 1:
-        finished["content"] = content[0]["text"]
+        plain["content"] = content[0]["text"]
     elif not content:
         # Beside something else empty content is left out: templates look at whether there is any.
-        del finished["content"]
-        if not ("tool_calls" in finished or "reasoning" in finished):
-            finished["content"] = ""
-    return finished
+        del plain["content"]
+        if not ("tool_calls" in plain or "reasoning" in plain):
+            plain["content"] = ""
+    return plain

@@ -9,26 +9,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import SkipValidation
 
-from quire.checks import (
-    INT64_MAX,
-    check_bool,
-    check_choice,
-    check_int,
-    check_object,
-    check_string,
-    missing,
-    required,
-    wrong_type,
-    wrong_value,
-)
+from quire.checks import INT64_MAX, Fields, Refused, check_int, check_length, list_items, wrong_type
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
-from quire.server.anthropic.conversation import Conversation, check_cache_control, without_nulls
+from quire.server.anthropic.conversation import Conversation, check_cache_control
 from quire.server.dialects import FieldNames
-from quire.server.parsing import refuse_unless_harmless
-from quire.server.protocol import MAX_USER_LENGTH, Harmless, RequestModel
-from quire.server.templates import THINKING_SWITCHES
+from quire.server.protocol import MAX_USER_LENGTH, RequestModel
+from quire.server.templates import thinking_fields
 
 MIN_BUDGET = 1024
 MAX_USER_ID = 1024
@@ -36,8 +24,7 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DEFAULT_EFFORT = "high"
 DISPLAYS = ("summarized", "omitted")
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
-# Fields of tools with the values that change nothing.
-HARMLESS_TOOL_FIELDS: Mapping[str, tuple[Any, ...]] = {
+TOOL_REFUSED: Refused = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "eager_input_streaming": (True, False),
@@ -45,6 +32,12 @@ HARMLESS_TOOL_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SAMPLING = ("temperature", "top_k", "top_p")
+# Types of `thinking` -> the fields that belong to them.
+THINKING: Mapping[str, tuple[str, ...]] = {
+    "enabled": ("budget_tokens", "display"),
+    "disabled": (),
+    "adaptive": ("display",),
+}
 FIELDS = {
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
@@ -81,10 +74,9 @@ def translate(body: ConversationRequest, front: FrontModel, *, ignore_unknown: b
     Raises:
         RequestError: naming the field.
     """
-    if body.cache_control is not None:
-        check_cache_control(body.cache_control, "cache_control")
+    check_cache_control(Fields({"cache_control": body.cache_control}, ""))
     conversation = Conversation(ignore_unknown)
-    conversation.add_system(body.system, "system")
+    conversation.add_system(body.system)
     conversation.add_all(body.messages)
     thinking, shows_thinking = _thinking(body, front)
     fields: dict[str, Any] = {
@@ -117,84 +109,59 @@ def _generation(body: MessagesRequest, thinking: Mapping[str, Any], ignore_unkno
     if body.top_k is not None:
         check_int("top_k", body.top_k, 0, INT64_MAX)
     if body.metadata is not None:
-        fields |= _metadata(body.metadata, ignore_unknown)
+        metadata = Fields(body.metadata, "metadata", ignore_unknown=ignore_unknown).only(["user_id"])
+        if "user_id" in metadata:
+            fields["user"] = _user(metadata)
     return fields
 
 
-def _metadata(value: Any, ignore_unknown: bool) -> dict[str, Any]:
-    user = check_object(value, "metadata", ["user_id"], ignore_unknown).get("user_id")
-    where = "metadata.user_id"
-    if user is None:
-        return {}
-    check_string(user, where)
-    if len(user) > MAX_USER_ID:
-        raise RequestError(
-            f"{where} may have at most {MAX_USER_ID} characters, got {len(user)}",
-            param=where,
-            code="string_above_max_length",
-        )
-    if len(user) > MAX_USER_LENGTH:  # any digest tells users apart
-        user = hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()
-    return {"user": user}
+def _user(metadata: Fields) -> str:
+    user = check_length(metadata.string("user_id"), metadata.place("user_id"), MAX_USER_ID)
+    if len(user) <= MAX_USER_LENGTH:
+        return user
+    return hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()  # any digest tells users apart
 
 
 def _tools(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if body.tools is not None:
-        if not isinstance(body.tools, list):
-            raise wrong_type("tools", "a list", body.tools)
-        if body.tools:
-            fields["tools"] = [_tool(tool, f"tools[{index}]", ignore_unknown) for index, tool in enumerate(body.tools)]
+    given = [] if body.tools is None else body.tools
+    tools = [_tool(Fields(tool, where, ignore_unknown=ignore_unknown)) for where, tool in list_items(given, "tools")]
+    fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
-        fields |= _tool_choice(body.tool_choice, [tool["function"]["name"] for tool in fields.get("tools", ())])
+        choice = Fields(body.tool_choice, "tool_choice").only(("type", "name", "disable_parallel_tool_use"))
+        fields |= _tool_choice(choice, [tool["function"]["name"] for tool in tools])
     return fields
 
 
-def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise wrong_type(where, "an object", tool)
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
+def _tool(tool: Fields) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        where = tool.place("type")
+        kind = echo(tool.get("type"))
         raise UnsupportedError(
-            f"{where}.type: only tools of the client's own (custom) are supported, got {echo(kind)}",
-            param=f"{where}.type",
+            f"{where}: only tools of the client's own (custom) are supported, got {kind}", param=where
         )
-    tool = without_nulls(tool)
-    check_object(tool, where, (*TOOL_FIELDS, *HARMLESS_TOOL_FIELDS), ignore_unknown)
-    for name, harmless in HARMLESS_TOOL_FIELDS.items():
-        if name in tool:
-            refuse_unless_harmless(f"{where}.{name}", tool[name], harmless)
-    if "cache_control" in tool:
-        check_cache_control(tool["cache_control"], f"{where}.cache_control")
-    if "input_schema" not in tool:
-        raise missing(f"{where}.input_schema")
-    function = {"name": check_name(tool.get("name"), f"{where}.name"), "parameters": tool["input_schema"]}
-    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+    tool.only(TOOL_FIELDS, TOOL_REFUSED)
+    check_cache_control(tool)
+    schema = tool.required("input_schema")
+    function = {"name": check_name(tool.get("name"), tool.place("name")), "parameters": schema}
+    function |= {name: tool.get(name) for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: Any, names: list[str]) -> dict[str, Any]:
-    where = "tool_choice"
-    known = ("type", "name", "disable_parallel_tool_use")
-    choice = without_nulls(check_object(choice, where, known))
-    kind = required(choice, "type", where)
-    if not isinstance(kind, str) or kind not in (*CHOICES, "tool"):
-        raise wrong_value(f"{where}.type", "auto, any, tool or none", kind)
+def _tool_choice(choice: Fields, names: list[str]) -> dict[str, Any]:
+    kind = choice.choice("type", (*CHOICES, "tool"), expected="auto, any, tool or none")
     if not names and kind != "none":
-        raise RequestError("tool_choice needs tools", param=where)
+        raise RequestError("tool_choice needs tools", param="tool_choice")
     fields: dict[str, Any] = {}
     if "disable_parallel_tool_use" in choice:
-        single = check_bool(f"{where}.disable_parallel_tool_use", choice["disable_parallel_tool_use"])
-        fields["parallel_tool_calls"] = not single
+        fields["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use", False)
+    where = choice.place("name")
     if kind != "tool":
         if "name" in choice:
-            raise RequestError(f"{where}.name needs {where}.type to be tool", param=f"{where}.name")
+            raise RequestError(f"{where} needs {choice.place('type')} to be tool", param=where)
         return {**fields, "tool_choice": CHOICES[kind]}
-    name = check_name(choice.get("name"), f"{where}.name")
+    name = check_name(choice.get("name"), where)
     if name not in names:
-        raise RequestError(
-            f"{where}.name: no tool is called {echo(name)}; there is {', '.join(names[:20])}", param=f"{where}.name"
-        )
+        raise RequestError(f"{where}: no tool is called {echo(name)}; there is {', '.join(names[:20])}", param=where)
     return {**fields, "tool_choice": {"type": "function", "function": {"name": name}}}
 
 
@@ -202,87 +169,56 @@ def _thinking(body: ConversationRequest, front: FrontModel) -> tuple[dict[str, A
     """Return the fields for reasoning, and whether its text is in the response."""
     if body.thinking is None:
         return {}, True
-    where = "thinking"
-    value = without_nulls(check_object(body.thinking, where, ("type", "budget_tokens", "display")))
-    kind = required(value, "type", where)
-    if not isinstance(kind, str) or kind not in ("enabled", "disabled", "adaptive"):
-        raise wrong_value(f"{where}.type", "enabled, disabled or adaptive", kind)
-    for name, kinds in (("budget_tokens", ("enabled",)), ("display", ("enabled", "adaptive"))):
-        if name in value and kind not in kinds:
-            raise RequestError(f"{where}.{name} has no place beside type {kind}", param=f"{where}.{name}")
-    display = value.get("display", DISPLAYS[0])
-    if display not in DISPLAYS:
-        raise wrong_value(f"{where}.display", f"{' or '.join(DISPLAYS)}", display)
+    value = Fields(body.thinking, "thinking").only(("type", "budget_tokens", "display"))
+    kind = value.choice("type", THINKING, expected="enabled, disabled or adaptive")
+    for name in value.values:
+        if name not in ("type", *THINKING[kind]):
+            raise RequestError(f"{value.place(name)} has no place beside type {kind}", param=value.place(name))
+    shown = value.choice("display", DISPLAYS, DISPLAYS[0], expected=" or ".join(DISPLAYS)) == DISPLAYS[0]
+    where = value.place("type")
     fields: dict[str, Any] = {}
     if kind == "enabled":
-        if value.get("budget_tokens") is None:
-            raise missing(f"{where}.budget_tokens")
-        budget = check_int(f"{where}.budget_tokens", value["budget_tokens"], MIN_BUDGET, INT64_MAX)
+        budget = check_int(value.place("budget_tokens"), value.required("budget_tokens"), MIN_BUDGET, INT64_MAX)
         if not front.message_format.can_reason:
             raise UnsupportedError(
-                "thinking.type: this model does not reason; leave thinking out, or give disabled or adaptive",
-                param="thinking.type",
+                f"{where}: this model does not reason; leave thinking out, or give disabled or adaptive", param=where
             )
         fields["thinking_token_budget"] = budget
-    switches = _switches(front)
-    if switches:
-        fields["chat_template_kwargs"] = dict.fromkeys(switches, kind != "disabled")
-    elif kind == "disabled" and front.message_format.can_reason:
-        if not front.template().reads("reasoning_effort"):
-            raise UnsupportedError("thinking.type: this model's reasoning cannot be disabled", param="thinking.type")
-        fields["reasoning_effort"] = "none"
-    return fields, display == DISPLAYS[0]
+    return {**fields, **thinking_fields(front, kind != "disabled", where)}, shown
 
 
-def _switches(front: FrontModel) -> list[str]:
-    template = front.template()
-    return [name for name in THINKING_SWITCHES if template.reads(name)]
-
-
-def _output(value: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_unknown: bool) -> dict[str, Any]:
-    where = "output_config"
-    if value is None:
+def _output(given: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_unknown: bool) -> dict[str, Any]:
+    if given is None:
         return {}
-    value = without_nulls(check_object(value, where, ("effort", "format"), ignore_unknown))
+    output = Fields(given, "output_config", ignore_unknown=ignore_unknown).only(("effort", "format"))
     fields: dict[str, Any] = {}
-    if "effort" in value:
-        effort = value["effort"]
-        check_choice(effort, f"{where}.effort", EFFORTS)
+    if "effort" in output:
+        effort = output.choice("effort", EFFORTS)
         reads = front.template().reads("reasoning_effort")
         if "reasoning_effort" not in thinking and (reads or effort != DEFAULT_EFFORT):
             fields["reasoning_effort"] = effort
-    if "format" in value:
-        fields["response_format"] = _format(value["format"], f"{where}.format", ignore_unknown)
+    if "format" in output:
+        form = output.object("format", ("type", "schema"))
+        form.choice("type", ("json_schema",), expected="json_schema")
+        schema = {"name": "output", "schema": form.required("schema"), "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
-
-
-def _format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
-    value = check_object(value, where, ("type", "schema"), ignore_unknown)
-    kind = required(value, "type", where)
-    if kind != "json_schema":
-        raise wrong_value(f"{where}.type", "json_schema", kind)
-    if value.get("schema") is None:
-        raise missing(f"{where}.schema")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": value["schema"], "strict": True}}
-
-
-REFUSED: Harmless = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "output_format": (),
-    "speed": ("standard",),
-    "user_profile_id": (),
-    "workspace_id": (),
-}
 
 
 class ConversationRequest(RequestModel):
     """What both routes have in common: a conversation and what may follow it."""
 
-    refused: ClassVar[Harmless] = REFUSED
+    refused: ClassVar[Refused] = {
+        "container": (),
+        "context_management": (),
+        "diagnostics": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "output_format": (),
+        "speed": ("standard",),
+        "user_profile_id": (),
+        "workspace_id": (),
+    }
 
     model: str
     messages: SkipValidation[list[dict[str, Any]]]

@@ -9,6 +9,7 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.checks import Refused
 from quire.frontend.pooling import Pooled
 from quire.server.dialects import FieldNames
 from quire.server.json_io import large_json_response
@@ -17,7 +18,7 @@ from quire.server.ollama.catalogue import named_model
 from quire.server.ollama.translate import check_keep_alive
 from quire.server.parsing import parse_request, validate
 from quire.server.pooling import EmbeddingRequest, PoolingJob, embedding_inputs, num_values
-from quire.server.protocol import Harmless, RequestModel, body_schema
+from quire.server.protocol import RequestModel, body_schema
 from quire.server.streaming import CLIENT_CLOSED, ClientGoneError
 
 router = APIRouter()
@@ -26,7 +27,7 @@ router = APIRouter()
 class EmbedRequest(RequestModel):
     """POST /api/embed."""
 
-    refused: ClassVar[Harmless] = {"options": ({},)}
+    refused: ClassVar[Refused] = {"options": ({},)}
 
     model: str
     input: SkipValidation[str | list[str] | None] = None
@@ -38,7 +39,7 @@ class EmbedRequest(RequestModel):
 class OldEmbedRequest(RequestModel):
     """POST /api/embeddings."""
 
-    refused: ClassVar[Harmless] = {"options": ({},)}
+    refused: ClassVar[Refused] = {"options": ({},)}
 
     model: str
     prompt: SkipValidation[str | None] = None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import check_object, missing, wrong_type, wrong_value
+from quire.checks import Fields
 from quire.errors import UnsupportedError
 from quire.frontend.tools import check_name
 
@@ -34,37 +34,26 @@ def custom_names(tools: Any) -> frozenset[str]:
     return frozenset(tool["name"] for tool in tools or () if tool["type"] == CUSTOM)
 
 
-def function_of(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def function_of(tool: Fields) -> dict[str, Any]:
     """Return the function that a custom tool is; its fields are known to be allowed ones.
 
     Raises:
         RequestError: naming the place. UnsupportedError: its input is to follow a grammar.
     """
-    shape = tool.get("format")
-    if shape is not None:
-        _check_format(shape, f"{where}.format")
-    name = check_name(tool.get("name"), f"{where}.name")
-    said = {} if tool.get("description") is None else {"description": tool["description"]}
-    return {"name": name, **said, "parameters": PARAMETERS, "strict": True}
-
-
-def _check_format(shape: Any, where: str) -> None:
-    if not isinstance(shape, Mapping):
-        raise wrong_type(where, "an object", shape)
-    place = f"{where}.type"
-    match shape.get("type"):
-        case None:
-            raise missing(place)
-        case "text":
-            check_object(shape, where, ("type",))
-        case "grammar":
+    if "format" in tool:
+        form = tool.object("format")
+        place = form.place("type")
+        if form.required("type") == "grammar":
             raise UnsupportedError(
                 f"{place}: grammars for the input of custom tools are not supported by this server; the only value "
                 "accepted is text",
                 param=place,
             )
-        case kind:
-            raise wrong_value(place, "text", kind)
+        form.choice("type", ("text",), expected="text")
+        form.only(("type",))
+    description = {"description": tool.get("description")} if "description" in tool else {}
+    name = check_name(tool.get("name"), tool.place("name"))
+    return {"name": name, **description, "parameters": PARAMETERS, "strict": True}
 
 
 def arguments_of(text: str) -> str:

@@ -9,13 +9,13 @@ import base64
 import binascii
 import secrets
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from quire.checks import check_object, check_string, missing, required, wrong_type, wrong_value
+from quire.checks import Fields, Refused, check_length, list_items, missing, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
-from quire.server.parsing import refuse_unless_harmless
+from quire.server.messages import read_content, text_type
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -25,13 +25,8 @@ MAX_ID_LENGTH = 256
 STATUSES = ("in_progress", "completed", "incomplete")
 ROLES = ("user", "assistant", "system", "developer")
 PHASES = ("commentary", "final_answer")
-# Field -> the values that ask for nothing, for all fields of items and their parts that exist but are not honoured.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "caller": (),
-    "namespace": (),
-    "prompt_cache_breakpoint": (),
-}
+REFUSED_IN_CALLS: Refused = {"caller": (), "namespace": ()}
+REFUSED_IN_INPUT: Refused = {"prompt_cache_breakpoint": ()}
 PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -42,31 +37,12 @@ PREFIXES = {
 }
 CALL_TEXT = {"function_call": "arguments", "custom_tool_call": "input"}  # the field with what is called for
 UNSUPPORTED_TYPES = (
-    "additional_tools",
-    "apply_patch_call",
-    "apply_patch_call_output",
-    "code_interpreter_call",
-    "compaction",
-    "compaction_trigger",
-    "computer_call",
-    "computer_call_output",
-    "file_search_call",
-    "image_generation_call",
-    "local_shell_call",
-    "local_shell_call_output",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "mcp_list_tools",
-    "program",
-    "program_output",
-    "shell_call",
-    "shell_call_output",
-    "tool_search_call",
-    "tool_search_output",
-    "web_search_call",
+    *("additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
+    *("compaction", "compaction_trigger", "computer_call", "computer_call_output", "file_search_call"),
+    *("image_generation_call", "local_shell_call", "local_shell_call_output", "mcp_approval_request"),
+    *("mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output", "shell_call"),
+    *("shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
 )
-MEDIA_PARTS = ("input_image", "input_file", "input_audio", "output_audio", "computer_screenshot")
 
 
 def new_id(prefix: str) -> str:
@@ -86,216 +62,124 @@ def check_input(value: Any, find: FindItem, *, ignore_unknown: bool = False) -> 
     if isinstance(value, str):
         content = [{"type": "input_text", "text": value}]
         return [{"id": new_id("msg"), "type": "message", "status": "completed", "role": "user", "content": content}]
-    if not isinstance(value, list):
-        raise wrong_type("input", "a string or a list of items", value)
-    if len(value) > MAX_ITEMS:
-        raise RequestError(
-            f"input may have at most {MAX_ITEMS} items, got {len(value)}", param="input", code="array_above_max_length"
-        )
-    check = _Checker(find, ignore_unknown)
-    return [check.item(item, f"input[{index}]") for index, item in enumerate(value)]
+    items = list_items(value, "input", "a string or a list of items", most=MAX_ITEMS)
+    return [_item(Fields(item, where, ignore_unknown=ignore_unknown), find) for where, item in items]
 
 
-class _Checker:
-    """Checks the items of one request."""
-
-    def __init__(self, find: FindItem, ignore_unknown: bool) -> None:
-        self._find = find
-        self._ignore_unknown = ignore_unknown
-
-    def item(self, value: Any, where: str) -> Item:
-        """Return a checked item."""
-        if not isinstance(value, Mapping):
-            raise wrong_type(where, "an object", value)
-        kind = value.get("type")
-        if kind is None:
-            kind = "message" if "role" in value else "item_reference" if "id" in value else None
-        match kind:
-            case "message":
-                return self._message(value, where)
-            case "function_call" | "custom_tool_call":
-                return self._call(kind, value, where)
-            case "function_call_output" | "custom_tool_call_output":
-                return self._call_output(kind, value, where)
-            case "reasoning":
-                return self._reasoning(value, where)
-            case "item_reference":
-                return self._referenced(value, where)
-            case None:
-                raise missing(f"{where}.type")
-        place = f"{where}.type"
-        if kind in UNSUPPORTED_TYPES:
-            raise UnsupportedError(f"{place}: items of the type {kind} are not supported by this server", param=place)
-        known = ", ".join([*PREFIXES, "item_reference"])
-        raise wrong_value(place, f"one of {known}", kind)
-
-    def _fields(self, value: Any, where: str, known: Sequence[str], refused: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the fields that are there and not null."""
-        checked = check_object(value, where, [*known, *refused], self._ignore_unknown)
-        for name in refused:
-            if checked.get(name) is not None:
-                self._refuse(checked[name], name, where)
-        return {name: item for name, item in checked.items() if item is not None and name in known}
-
-    @staticmethod
-    def _refuse(value: Any, name: str, where: str) -> None:
-        try:
-            refuse_unless_harmless(name, value, REFUSED[name])
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{where}.{error.message}", param=f"{where}.{name}") from None
-
-    def _head(self, fields: Mapping[str, Any], kind: str, where: str) -> Item:
-        """Return what all items begin with."""
-        item_id = _text(fields["id"], f"{where}.id", MAX_ID_LENGTH) if "id" in fields else new_id(PREFIXES[kind])
-        status = fields.get("status", "completed")
-        if status not in STATUSES:
-            place = f"{where}.status"
-            raise wrong_value(place, f"one of {', '.join(STATUSES)}", status)
-        return {"id": item_id, "type": kind, "status": status}
-
-    def _message(self, value: Any, where: str) -> Item:
-        fields = self._fields(value, where, ("type", "id", "status", "role", "content", "phase"))
-        role = required(fields, "role", where)
-        if role not in ROLES:
-            place = f"{where}.role"
-            raise wrong_value(place, f"one of {', '.join(ROLES)}", role)
-        if "content" not in fields:
-            raise missing(f"{where}.content")
-        content = self._parts(fields["content"], f"{where}.content", answer=role == "assistant")
-        item = {**self._head(fields, "message", where), "role": role, "content": content}
-        if "phase" not in fields:
-            return item
-        place = f"{where}.phase"
-        if role != "assistant":
-            raise RequestError(f"{place} is for messages of the role assistant only", param=place)
-        if fields["phase"] not in PHASES:
-            raise wrong_value(place, f"one of {', '.join(PHASES)}", fields["phase"])
-        return {**item, "phase": fields["phase"]}  # a label, which no model here is shown
-
-    def _parts(self, content: Any, where: str, *, answer: bool) -> list[dict[str, Any]]:
-        if isinstance(content, str):
-            return [_output_text(content) if answer else {"type": "input_text", "text": content}]
-        if not isinstance(content, list):
-            raise wrong_type(where, "a string or a list of parts", content)
-        if not content:
-            raise RequestError(f"{where} must not be empty", param=where, code="empty_array")
-        return [self._part(part, f"{where}[{index}]", answer) for index, part in enumerate(content)]
-
-    def _part(self, part: Any, where: str, answer: bool) -> dict[str, Any]:
-        if not isinstance(part, Mapping):
-            raise wrong_type(where, "an object", part)
-        kind = part.get("type")
-        place = f"{where}.type"
-        if kind is None:
+def _item(item: Fields, find: FindItem) -> Item:
+    """Return a checked item."""
+    kind, place = item.get("type"), item.place("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference" if "id" in item else None
+    match kind:
+        case "message":
+            return _message(item)
+        case "function_call" | "custom_tool_call":
+            return _call(kind, item)
+        case "function_call_output" | "custom_tool_call_output":
+            return _call_output(kind, item)
+        case "reasoning":
+            return _reasoning(item)
+        case "item_reference":
+            return _referenced(item, find)
+        case None:
             raise missing(place)
-        if isinstance(kind, str) and kind in MEDIA_PARTS:
-            raise UnsupportedError(
-                f"{place}: this model reads text only, got {echo(kind)}", param=place, code="unsupported_content_type"
-            )
-        known = ("input_text", "output_text", "refusal") if answer else ("input_text",)
-        if kind not in known:
-            raise wrong_value(place, f"{' or '.join(known)}", kind)
-        name = "refusal" if kind == "refusal" else "text"
-        if kind == "output_text":  # log-probabilities come back with answers that are sent in again
-            fields = self._fields(part, where, ("type", name, "logprobs"), ("annotations",))
-        else:
-            fields = self._fields(part, where, ("type", name), ("prompt_cache_breakpoint",))
-        if name not in fields:
-            raise missing(f"{where}.{name}")
-        text = _text(fields[name], f"{where}.{name}")
-        if kind == "refusal":
-            return {"type": "refusal", "refusal": text}
-        return _output_text(text) if answer else {"type": "input_text", "text": text}
-
-    def _call(self, kind: str, value: Any, where: str) -> Item:
-        text = CALL_TEXT[kind]
-        known = ("type", "id", "status", "call_id", "name", text)
-        fields = self._fields(value, where, known, ("caller", "namespace"))
-        for name in ("call_id", "name", text):
-            if name not in fields:
-                raise missing(f"{where}.{name}")
-        return {
-            **self._head(fields, kind, where),
-            "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
-            "name": check_name(fields["name"], f"{where}.name"),
-            text: _text(fields[text], f"{where}.{text}"),
-        }
-
-    def _call_output(self, kind: str, value: Any, where: str) -> Item:
-        known = ("type", "id", "status", "call_id", "name", "output")
-        fields = self._fields(value, where, known, ("caller", "namespace"))
-        for name in ("call_id", "output"):
-            if name not in fields:
-                raise missing(f"{where}.{name}")
-        output = fields["output"]
-        if not isinstance(output, str):
-            output = self._parts(output, f"{where}.output", answer=False)
-        item = {
-            **self._head(fields, kind, where),
-            "call_id": _text(fields["call_id"], f"{where}.call_id", MAX_ID_LENGTH),
-            "output": output,
-        }
-        return item if "name" not in fields else {**item, "name": check_name(fields["name"], f"{where}.name")}
-
-    def _reasoning(self, value: Any, where: str) -> Item:
-        known = ("type", "id", "status", "summary", "content", "encrypted_content")
-        fields = self._fields(value, where, known)
-        content = self._texts(fields.get("content", []), "reasoning_text", f"{where}.content")
-        if "encrypted_content" in fields:
-            place = f"{where}.encrypted_content"
-            restored = unseal(_text(fields["encrypted_content"], place), place)
-            content = content or [{"type": "reasoning_text", "text": restored}]
-        return {
-            **self._head(fields, "reasoning", where),
-            "summary": self._texts(fields.get("summary", []), "summary_text", f"{where}.summary"),
-            "content": content,
-        }
-
-    def _texts(self, parts: Any, kind: str, where: str) -> list[dict[str, str]]:
-        if not isinstance(parts, list):
-            raise wrong_type(where, "a list", parts)
-        texts = []
-        for index, part in enumerate(parts):
-            place = f"{where}[{index}]"
-            fields = self._fields(part, place, ("type", "text"))
-            if fields.get("type", kind) != kind:
-                raise wrong_value(f"{place}.type", f"{kind}", fields["type"])
-            if "text" not in fields:
-                raise missing(f"{place}.text")
-            texts.append({"type": kind, "text": _text(fields["text"], f"{place}.text")})
-        return texts
-
-    def _referenced(self, value: Any, where: str) -> Item:
-        fields = self._fields(value, where, ("type", "id"))
-        if "id" not in fields:
-            raise missing(f"{where}.id")
-        item_id = _text(fields["id"], f"{where}.id", MAX_ID_LENGTH)
-        item = self._find(item_id)
-        if item is None:
-            raise RequestError(
-                f"{where}.id: there is no item {echo(item_id)}, or it is not stored any more",
-                param=f"{where}.id",
-                code="item_not_found",
-            )
-        return item
+    if kind in UNSUPPORTED_TYPES:
+        raise UnsupportedError(f"{place}: items of the type {kind} are not supported by this server", param=place)
+    raise wrong_value(place, f"one of {', '.join([*PREFIXES, 'item_reference'])}", kind)
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _head(item: Fields, kind: str) -> Item:
+    """Return what all items begin with."""
+    item_id = _id(item, "id") if "id" in item else new_id(PREFIXES[kind])
+    return {"id": item_id, "type": kind, "status": item.choice("status", STATUSES, "completed")}
 
 
-def _text(value: Any, where: str, most: int | None = None) -> str:
-    """Return a text; one with a bound must not be empty."""
-    check_string(value, where)
-    if most is not None and not value:
+def _id(item: Fields, name: str) -> str:
+    value, where = item.string(name), item.place(name)
+    if not value:
         raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
-    if most is not None and len(value) > most:
-        raise RequestError(
-            f"{where} must be at most {most} characters long, got {len(value)}",
-            param=where,
-            code="string_above_max_length",
-        )
-    return value
+    return check_length(value, where, MAX_ID_LENGTH)
+
+
+def _message(item: Fields) -> Item:
+    item.only(("type", "id", "status", "role", "content", "phase"))
+    role = item.choice("role", ROLES)
+    content = _parts(item, "content", answer=role == "assistant")
+    message = {**_head(item, "message"), "role": role, "content": content}
+    if "phase" not in item:
+        return message
+    if role != "assistant":
+        place = item.place("phase")
+        raise RequestError(f"{place} is for messages of the role assistant only", param=place)
+    return {**message, "phase": item.choice("phase", PHASES)}  # a label, which no model here is shown
+
+
+def _parts(item: Fields, field: str, *, answer: bool) -> list[dict[str, Any]]:
+    """Return the parts of a field, those of an answer or of input."""
+
+    def made(text: str) -> dict[str, Any]:
+        if answer:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "input_text", "text": text}
+
+    def read(part: Fields) -> dict[str, Any]:
+        match text_type(part, ("input_text", "output_text", "refusal") if answer else ("input_text",)):
+            case "refusal":
+                return {
+                    "type": "refusal",
+                    "refusal": part.only(("type", "refusal"), REFUSED_IN_INPUT).string("refusal"),
+                }
+            case "output_text":  # log-probabilities come back with answers that are sent in again
+                return made(part.only(("type", "text", "logprobs"), {"annotations": ([],)}).string("text"))
+            case _:
+                return made(part.only(("type", "text"), REFUSED_IN_INPUT).string("text"))
+
+    content = read_content(item.required(field), item, read, field=field)
+    return [made(content)] if isinstance(content, str) else content
+
+
+def _call(kind: str, item: Fields) -> Item:
+    text = CALL_TEXT[kind]
+    item.only(("type", "id", "status", "call_id", "name", text), REFUSED_IN_CALLS)
+    call = {"call_id": _id(item, "call_id"), "name": check_name(item.get("name"), item.place("name"))}
+    return {**_head(item, kind), **call, text: item.string(text)}
+
+
+def _call_output(kind: str, item: Fields) -> Item:
+    item.only(("type", "id", "status", "call_id", "name", "output"), REFUSED_IN_CALLS)
+    call_id, output = _id(item, "call_id"), item.required("output")
+    if not isinstance(output, str):
+        output = _parts(item, "output", answer=False)
+    name = {"name": check_name(item.get("name"), item.place("name"))} if "name" in item else {}
+    return {**_head(item, kind), "call_id": call_id, "output": output, **name}
+
+
+def _reasoning(item: Fields) -> Item:
+    item.only(("type", "id", "status", "summary", "content", "encrypted_content"))
+    content = _texts(item, "content", "reasoning_text")
+    if "encrypted_content" in item:
+        restored = unseal(item.string("encrypted_content"), item.place("encrypted_content"))
+        content = content or [{"type": "reasoning_text", "text": restored}]
+    return {**_head(item, "reasoning"), "summary": _texts(item, "summary", "summary_text"), "content": content}
+
+
+def _texts(item: Fields, field: str, kind: str) -> list[dict[str, str]]:
+    texts = []
+    for place, value in list_items(item.get(field, []), item.place(field)):
+        part = item.part(value, place).only(("type", "text"))
+        part.choice("type", (kind,), kind, expected=kind)
+        texts.append({"type": kind, "text": part.string("text")})
+    return texts
+
+
+def _referenced(item: Fields, find: FindItem) -> Item:
+    item_id, place = _id(item.only(("type", "id")), "id"), item.place("id")
+    found = find(item_id)
+    if found is None:
+        message = f"{place}: there is no item {echo(item_id)}, or it is not stored any more"
+        raise RequestError(message, param=place, code="item_not_found")
+    return found
 
 
 VERSION = "qr1"

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from quire.checks import Refused
 from quire.server.protocol import (
     REFUSED_EVERYWHERE,
-    Harmless,
     ReasoningEffort,
     RequestModel,
     SamplingRequest,
@@ -18,8 +18,8 @@ from quire.server.protocol import (
 MAX_SAFETY_IDENTIFIER = 64
 MAX_PAIRS, MAX_PAIR_KEY, MAX_PAIR_VALUE = 16, 64, 512
 
-REFUSED: Harmless = {
-    **{name: harmless for name, harmless in REFUSED_EVERYWHERE.items() if name != "store"},
+REFUSED: Refused = {
+    **{name: accepted for name, accepted in REFUSED_EVERYWHERE.items() if name != "store"},
     "best_of": (1,),
     "context_management": (),
     "conversation": (),
@@ -90,7 +90,7 @@ class ConversationRequest(RequestModel):
 class ResponseRequest(ConversationRequest, SamplingRequest):
     """POST /v1/responses."""
 
-    refused: ClassVar[Harmless] = REFUSED
+    refused: ClassVar[Refused] = REFUSED
 
     background: bool = False
     store: bool = True
@@ -114,6 +114,6 @@ class ResponseRequest(ConversationRequest, SamplingRequest):
 class InputTokensRequest(ConversationRequest):
     """POST /v1/responses/input_tokens."""
 
-    refused: ClassVar[Harmless] = {"conversation": (), "personality": ()}
+    refused: ClassVar[Refused] = {"conversation": (), "personality": ()}
 
     model: str | None = None

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from quire.checks import (
-    INT64_MAX,
-    check_int,
-    check_object,
-    check_string,
-    choice_field,
-    missing,
-    required,
-    wrong_type,
-    wrong_value,
-)
+from quire.checks import INT64_MAX, Fields, Refused, check_int, check_string, list_items, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.server.dialects import FieldNames
-from quire.server.parsing import refuse_unless_harmless, validate
+from quire.server.parsing import validate
 from quire.server.protocol import ChatCompletionRequest, SamplingRequest
 from quire.server.responses.conversation import Message
 from quire.server.responses.custom_tools import CUSTOM, CUSTOM_FIELDS, custom_names, function_of
@@ -38,11 +28,12 @@ INCLUDED = (LOGPROBS, SEALED)
 MAX_TOP_LOGPROBS = 20
 DEFAULT_EFFORT = "medium"
 TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
-# Field of a tool -> the values that ask for nothing.
-TOOL_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_callers": (["direct"],),
-    "defer_loading": (False,),
-    "output_schema": (),
+TOOL_REFUSED: Refused = {"allowed_callers": (["direct"],), "defer_loading": (False,), "output_schema": ()}
+REASONING_REFUSED: Refused = {
+    "summary": ("auto",),
+    "generate_summary": ("auto",),
+    "context": ("auto",),
+    "mode": ("standard",),
 }
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "text": (),
@@ -107,96 +98,68 @@ def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dic
     fields: dict[str, Any] = {}
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
-        for name, harmless in {
-            "summary": ("auto",),
-            "generate_summary": ("auto",),
-            "context": ("auto",),
-            "mode": ("standard",),
-        }.items():
-            _refuse("reasoning.", name, getattr(body.reasoning, name), harmless)
+        Fields(dict(body.reasoning), "reasoning").only(("effort",), REASONING_REFUSED)
     if body.text is not None:
-        _refuse("text.", "verbosity", body.text.verbosity, ("medium",))
+        Fields(dict(body.text), "text").only(("format",), {"verbosity": ("medium",)})
         if body.text.format is not None:
-            fields["response_format"] = _response_format(body.text.format, "text.format", ignore_unknown)
+            form = Fields(body.text.format, "text.format", ignore_unknown=ignore_unknown)
+            fields["response_format"] = _response_format(form)
     if body.tools is not None and body.tools != []:
-        fields["tools"] = _tools(body.tools, ignore_unknown)
+        tools = list_items(body.tools, "tools")
+        fields["tools"] = [_tool(Fields(tool, where, ignore_unknown=ignore_unknown)) for where, tool in tools]
         fields["tool_choice"] = _tool_choice(body.tool_choice, custom_names(body.tools))
     elif body.tool_choice not in (None, "auto", "none"):
         fields["tool_choice"] = _tool_choice(body.tool_choice, frozenset())
     return fields
 
 
-def _refuse(where: str, name: str, value: Any, harmless: Sequence[Any]) -> None:
-    if value is None:
-        return
-    try:
-        refuse_unless_harmless(name, value, harmless)
-    except UnsupportedError as error:
-        raise UnsupportedError(where + error.message, param=where + name) from None
-
-
-def _response_format(value: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise wrong_type(where, "an object", value)
-    kind = choice_field(value, "type", where, FORMATS)
-    check_object(value, where, ("type", *FORMATS[kind]), ignore_unknown)
+def _response_format(form: Fields) -> dict[str, Any]:
+    kind = form.choice("type", FORMATS)
+    form.only(("type", *FORMATS[kind]))
     if kind != "json_schema":
         return {"type": kind}
-    return {"type": kind, "json_schema": {name: item for name, item in value.items() if name != "type"}}
+    return {"type": kind, "json_schema": {name: item for name, item in form.given.items() if name != "type"}}
 
 
-def _tools(tools: Any, ignore_unknown: bool) -> list[dict[str, Any]]:
-    if not isinstance(tools, list):
-        raise wrong_type("tools", "a list", tools)
-    return [_tool(tool, f"tools[{index}]", ignore_unknown) for index, tool in enumerate(tools)]
-
-
-def _tool(tool: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise wrong_type(where, "an object", tool)
-    kind = required(tool, "type", where)
+def _tool(tool: Fields) -> dict[str, Any]:
+    kind = tool.required("type")
     if kind not in ("function", CUSTOM):
-        place = f"{where}.type"
+        place = tool.place("type")
         raise UnsupportedError(f"{place}: tools of the type {echo(kind)} are not supported by this server", param=place)
-    check_object(tool, where, (*(CUSTOM_FIELDS if kind == CUSTOM else TOOL_FIELDS), *TOOL_REFUSED), ignore_unknown)
-    for name, harmless in TOOL_REFUSED.items():
-        _refuse(f"{where}.", name, tool.get(name), harmless)
+    tool.only(CUSTOM_FIELDS if kind == CUSTOM else TOOL_FIELDS, TOOL_REFUSED)
     if kind == CUSTOM:
-        return {"type": "function", "function": function_of(tool, where)}
+        return {"type": "function", "function": function_of(tool)}
     return {"type": "function", "function": {name: tool.get(name) for name in TOOL_FIELDS if name != "type"}}
 
 
-def _tool_choice(choice: Any, custom: Collection[str]) -> Any:
-    if not isinstance(choice, Mapping):
-        return choice
-    where = "tool_choice"
-    match choice.get("type"):
+def _tool_choice(given: Any, custom: Collection[str]) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    choice = Fields(given, "tool_choice")
+    place = choice.place("type")
+    match choice.required("type"):
         case "function" | "custom":
-            return _chosen(choice, where, custom)
+            return _chosen(choice, custom)
         case "allowed_tools":
-            check_object(choice, where, ("type", "mode", "tools"))
-            tools = choice.get("tools")
+            tools = choice.only(("type", "mode", "tools")).get("tools")
             if isinstance(tools, list):
-                tools = [_chosen(tool, f"{where}.tools[{index}]", custom) for index, tool in enumerate(tools)]
+                places = list_items(tools, choice.place("tools"))
+                tools = [_chosen(choice.part(tool, where), custom) for where, tool in places]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-        case None:
-            raise missing(f"{where}.type")
         case str() as kind:
-            raise UnsupportedError(
-                f"{where}.type: tools of the type {echo(kind)} are not supported by this server", param=f"{where}.type"
-            )
+            message = f"{place}: tools of the type {echo(kind)} are not supported by this server"
+            raise UnsupportedError(message, param=place)
         case kind:
-            raise wrong_value(f"{where}.type", "function, custom or allowed_tools", kind)
+            raise wrong_value(place, "function, custom or allowed_tools", kind)
 
 
-def _chosen(tool: Any, where: str, custom: Collection[str]) -> dict[str, Any]:
+def _chosen(tool: Fields, custom: Collection[str]) -> dict[str, Any]:
     """Return a tool that is named. Whether there is one of this name is checked later, and of this type here."""
-    tool = check_object(tool, where, ("type", "name"))
-    kind, name = tool.get("type", "function"), tool.get("name")
-    if kind not in ("function", CUSTOM):
-        raise wrong_value(f"{where}.type", "function or custom", kind)
+    tool.only(("type", "name"))
+    kind, name = tool.choice("type", ("function", CUSTOM), "function", expected="function or custom"), tool.get("name")
     if isinstance(name, str) and (name in custom) != (kind == CUSTOM):
-        raise RequestError(f"{where}.name: no {kind} tool is called {echo(name)}", param=f"{where}.name")
+        where = tool.place("name")
+        raise RequestError(f"{where}: no {kind} tool is called {echo(name)}", param=where)
     return {"type": "function", "function": {"name": name}}
 
 
@@ -204,12 +167,8 @@ def check_include(include: Any) -> frozenset[str]:
     """Return the items of `include`. Raises `RequestError` for any that is not in `INCLUDED`."""
     if include is None:
         return frozenset()
-    if not isinstance(include, list):
-        raise wrong_type("include", "a list", include)
-    for index, name in enumerate(include):
-        where = f"include[{index}]"
-        check_string(name, where)
-        if name not in INCLUDED:
+    for where, name in list_items(include, "include"):
+        if check_string(name, where) not in INCLUDED:
             raise UnsupportedError(
                 f"{where}: {echo(name)} is not supported by this server; accepted are {' and '.join(INCLUDED)}",
                 param=where,
@@ -228,29 +187,23 @@ def _alternatives(body: ResponseRequest) -> int | None:
     return count if shown else None
 
 
-def _check_metadata(metadata: Any) -> None:
-    if metadata is None:
+def _check_metadata(given: Any) -> None:
+    if given is None:
         return
-    where = "metadata"
-    if not isinstance(metadata, Mapping):
-        raise wrong_type(where, "an object", metadata)
-    if len(metadata) > MAX_PAIRS:
+    metadata = Fields(given, "metadata")
+    if len(given) > MAX_PAIRS:
         raise RequestError(
-            f"{where} may have at most {MAX_PAIRS} pairs, got {len(metadata)}",
-            param=where,
+            f"metadata may have at most {MAX_PAIRS} pairs, got {len(given)}",
+            param="metadata",
             code="object_above_max_properties",
         )
-    for key, value in metadata.items():
-        place = f"{where}.{echo(key)[1:-1]}"
-        _check_length(key, MAX_PAIR_KEY, f"the key {place}")
+    for key, value in given.items():
+        place = metadata.place(echo(key)[1:-1])
         check_string(value, place)
-        _check_length(value, MAX_PAIR_VALUE, place)
-
-
-def _check_length(text: str, most: int, where: str) -> None:
-    if len(text) > most:
-        raise RequestError(
-            f"{where} must be at most {most} characters long, got {len(text)}",
-            param="metadata",
-            code="string_above_max_length",
-        )
+        for text, most, what in ((key, MAX_PAIR_KEY, f"the key {place}"), (value, MAX_PAIR_VALUE, place)):
+            if len(text) > most:
+                raise RequestError(
+                    f"{what} may have at most {most} characters, got {len(text)}",
+                    param="metadata",
+                    code="string_above_max_length",
+                )
