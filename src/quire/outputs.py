@@ -88,7 +88,7 @@ class FlatLogprobs(Sequence[TokenLogprobs]):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds; points in time are `time.monotonic()` of the engine's machine."""
+    """Times of one request [s]; None for what has not happened. Points in time are those of `time.monotonic`."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
@@ -96,6 +96,47 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+
+    @property
+    def e2e_seconds(self) -> float | None:
+        """Arrival to end."""
+        return _span(self.arrival_time, self.finished_time)
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Arrival to first scheduling."""
+        return _span(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Arrival to first token."""
+        return _span(self.arrival_time, self.first_token_time)
+
+    @property
+    def prefill_seconds(self) -> float | None:
+        """First scheduling to first token."""
+        return _span(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """First to last token."""
+        return _span(self.first_token_time, self.last_token_time)
+
+    @property
+    def inference_seconds(self) -> float | None:
+        """First scheduling to last token."""
+        return _span(self.first_scheduled_time, self.last_token_time)
+
+    def mean_token_seconds(self, num_tokens: int, num_sequences: int) -> float | None:
+        """Return the mean time from a token to the next one of the same sequence, of this many tokens in all."""
+        per_sequence = num_tokens / num_sequences
+        if self.decode_seconds is None or per_sequence <= 1:
+            return None
+        return self.decode_seconds / (per_sequence - 1)
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 @dataclass(slots=True)

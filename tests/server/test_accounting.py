@@ -101,11 +101,11 @@ def test_the_parts_are_the_whole() -> None:
     asyncio.run(run())
     assert len(listener.finished) == 20
     for request in listener.finished:
-        assert request.queue_seconds is not None
-        assert request.prefill_seconds is not None
-        assert request.decode_seconds is not None
-        parts = request.queue_seconds + request.prefill_seconds + request.decode_seconds
-        assert parts == pytest.approx(request.e2e_seconds, abs=1e-6)
+        times = request.metrics
+        assert times.queue_seconds is not None and times.prefill_seconds is not None
+        assert times.decode_seconds is not None
+        parts = times.queue_seconds + times.prefill_seconds + times.decode_seconds
+        assert parts == pytest.approx(times.e2e_seconds, abs=1e-6)
         assert request.stage == "decode"
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.frontend.stats import FinishedRequest, TTFTEstimator
+from quire.outputs import RequestMetrics
 from quire.server.limits import ApiKey, Quota, RateLimitError, TokenBucket, check_timeout
 from quire.step import SchedulerStats
 
@@ -24,12 +25,10 @@ class Clock:
         return self.now
 
 
-def finished(num_prompt_tokens: int, *, begun: bool) -> FinishedRequest:
-    """A request that ended, with a token or without one."""
-    fields: dict[str, Any] = dict.fromkeys(FinishedRequest.__dataclass_fields__, 0)
-    return FinishedRequest(
-        **{**fields, "num_prompt_tokens": num_prompt_tokens, "decode_seconds": 1.0 if begun else None}
-    )
+def finished_request(**fields: Any) -> FinishedRequest:
+    """Return a request that ended without a token."""
+    counts = dict.fromkeys(FinishedRequest.__dataclass_fields__, 0)
+    return FinishedRequest(**{**counts, "num_sequences": 1, "metrics": RequestMetrics(), **fields})
 
 
 def headers_of(quota: Quota) -> dict[str, str]:
@@ -149,10 +148,11 @@ def test_the_backlog_knows_how_fast_prompts_begin() -> None:
     clock.now += 10
     slow = estimator.rate
     assert slow is not None and slow < 60, "an engine whose places are taken begins few prompts"
-    estimator.on_finished(finished(500, begun=False))
+    estimator.on_finished(finished_request(num_prompt_tokens=500))
     assert estimator.num_queued_tokens == 0
     rate = estimator.rate
     clock.now += 1000
+    begun = RequestMetrics(first_token_time=1.0, last_token_time=2.0)
     assert estimator.rate == rate, "time with an empty queue tells nothing of the rate"
-    estimator.on_finished(finished(500, begun=True))
+    estimator.on_finished(finished_request(num_prompt_tokens=500, metrics=begun))
     assert estimator.num_queued_tokens == 0

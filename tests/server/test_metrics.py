@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.frontend.stats import FinishedRequest
 from quire.server import metrics as metrics_module
 from quire.server.metrics import Metrics, StatsLog, one_two_five
 from quire.step import SchedulerStats
 from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.test_limits import finished_request
 
 LABELS = {"model_name": "fake", "engine": "0"}
 
@@ -192,16 +192,11 @@ def test_the_health_of_the_engine(make_server: MakeServer) -> None:
 
 def test_aborts_are_counted_by_how_far_they_came() -> None:
     model = Metrics().model("m")
-    common = {
-        "request_id": "a", "num_prompt_tokens": 1, "num_generation_tokens": 0, "max_tokens": 5, "n": 1,
-        "num_sequences": 1, "finish_reason": "abort", "refused": False, "e2e_seconds": 1.0, "inference_seconds": None,
-        "num_cached_tokens": 0, "num_preemptions": 0,
-    }  # fmt: skip
-    times = [(None, None, None), (0.1, None, None), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3)]
-    for queue, prefill, decode in times:
-        model.on_finished(
-            FinishedRequest(**common, queue_seconds=queue, prefill_seconds=prefill, decode_seconds=decode)  # type: ignore[arg-type]
-        )
+    for scheduled, first, last in ((None, None, None), (0.1, None, None), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3)):
+        request = finished_request(finish_reason="abort")
+        request.metrics.first_scheduled_time = scheduled
+        request.metrics.first_token_time, request.metrics.last_token_time = first, last
+        model.on_finished(request)
     found = [sample for metric in model.collect() for sample in metric.samples]
     samples = {s.labels["stage"]: s.value for s in found if s.name == "quire:requests_aborted_total"}
     assert [samples[stage] for stage in ("queued", "prefill", "decode")] == [1, 1, 2]

@@ -558,11 +558,9 @@ class OutputProcessor:
         del self._states[state.request_id]
         self.journal.end(state.request_id)
         self._ids -= state.ids
-        metrics = state.metrics
-        metrics.finished_time = now
+        state.metrics.finished_time = now
         if not self._listeners:
             return
-        first, last, scheduled = metrics.first_token_time, metrics.last_token_time, metrics.first_scheduled_time
         finished = FinishedRequest(
             request_id=state.request_id,
             num_prompt_tokens=len(state.prompt_token_ids),
@@ -572,13 +570,8 @@ class OutputProcessor:
             num_sequences=len(state.completions),
             finish_reason=state.completions[0].finish_reason or "abort",
             refused=isinstance(state.completions[0].error, RequestError),
-            e2e_seconds=now - metrics.arrival_time,
-            queue_seconds=_span(metrics.arrival_time, scheduled),
-            prefill_seconds=_span(scheduled, first),
-            decode_seconds=_span(first, last),
-            inference_seconds=_span(scheduled, last),
             num_cached_tokens=state.num_cached_tokens,
-            num_preemptions=metrics.num_preemptions,
+            metrics=state.metrics,
             most_generation_tokens=max(item.num_tokens for item in state.completions),
         )
         for listener in self._listeners:
@@ -650,10 +643,6 @@ def _error_of(output: SequenceOutput) -> QuireError:
     structured = message.startswith("structured output")
     code = error_code(message) if message.startswith(GRAMMAR_FAILED) else "request_refused"
     return RequestError(message, param="structured_outputs" if structured else None, code=code)
-
-
-def _span(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
 
 
 def beam_search_output(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.outputs import RequestMetrics
 from quire.step import SchedulerStats
 
 DECAY_SECONDS = 10.0
@@ -23,9 +24,6 @@ class FinishedRequest:
         num_sequences: completions generated, more than n with `best_of`.
         finish_reason: of the first completion; "abort" if the caller went away. refused: whether, with "error", the
             engine could never have served it.
-        e2e_seconds: arrival to end. queue_seconds: arrival to first scheduling. prefill_seconds: to the first token.
-        decode_seconds: first to last token. inference_seconds: first scheduling to last token. None where the
-            request did not get so far.
         most_generation_tokens: of the longest sequence.
     """
 
@@ -37,21 +35,16 @@ class FinishedRequest:
     num_sequences: int
     finish_reason: str
     refused: bool
-    e2e_seconds: float
-    queue_seconds: float | None
-    prefill_seconds: float | None
-    decode_seconds: float | None
-    inference_seconds: float | None
     num_cached_tokens: int
-    num_preemptions: int
+    metrics: RequestMetrics
     most_generation_tokens: int = 0
 
     @property
     def stage(self) -> str:
         """How far it came: "queued", "prefill" or "decode"."""
-        if self.queue_seconds is None:
+        if self.metrics.queue_seconds is None:
             return "queued"
-        return "prefill" if self.prefill_seconds is None else "decode"
+        return "prefill" if self.metrics.prefill_seconds is None else "decode"
 
 
 class StatListener(Protocol):
@@ -135,6 +128,6 @@ class TTFTEstimator:
 
     def on_finished(self, request: FinishedRequest) -> None:
         """See `StatListener.on_finished`; those that had a token have left before."""
-        if request.decode_seconds is None:
+        if request.metrics.decode_seconds is None:
             self._advance()
             self.num_queued_tokens = max(0, self.num_queued_tokens - request.num_prompt_tokens)

@@ -251,18 +251,17 @@ class ModelMetrics:
         if request.finish_reason == "abort":
             self._aborted.labels(*self._labels, request.stage).inc()
         self._cached_tokens.inc(request.num_cached_tokens)
+        times = request.metrics
         values: dict[str, float | None] = {
             "n": request.n,
-            "preemptions": request.num_preemptions,
-            "e2e": request.e2e_seconds,
-            "queue": request.queue_seconds,
-            "inference": request.inference_seconds,
-            "prefill": request.prefill_seconds,
-            "decode": request.decode_seconds,
+            "preemptions": times.num_preemptions,
+            "e2e": times.e2e_seconds,
+            "queue": times.queue_seconds,
+            "inference": times.inference_seconds,
+            "prefill": times.prefill_seconds,
+            "decode": times.decode_seconds,
+            "per_token": times.mean_token_seconds(request.num_generation_tokens, request.num_sequences),
         }
-        if request.decode_seconds is not None and request.num_generation_tokens > request.num_sequences:
-            per_sequence = request.num_generation_tokens / request.num_sequences
-            values["per_token"] = request.decode_seconds / (per_sequence - 1)
         for key, value in values.items():
             if value is not None:
                 self._histograms[key].observe(value)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from starlette.responses import Response
 from quire.errors import NotFoundError, QuireError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.output_processor import RequestStream
+from quire.outputs import RequestMetrics
 from quire.server.json_io import json_response
 
 MAX_FINISHED = 1000  # records of finished requests that are kept
@@ -48,7 +49,7 @@ Part = tuple[float, str]  # seconds, and the sentence about them
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Counts and times of one prompt [monotonic seconds]; None for what has not happened.
+    """Counts and times of one prompt.
 
     Attributes:
         engine_id: its id within the engine. finish_reasons: of its sequences, None for those that are running.
@@ -58,57 +59,31 @@ class Timings:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
-    num_sequences: int
-    num_preemptions: int
     finish_reasons: list[str | None]
-    arrival: float
-    scheduled: float | None
-    first_token: float | None
-    last_token: float | None
-    finished: float | None
+    metrics: RequestMetrics
 
     @classmethod
     def of(cls, stream: RequestStream) -> Timings:
         """Return those of a stream so far."""
         state = stream.state
-        metrics = state.metrics
         return cls(
             engine_id=state.request_id,
             num_prompt_tokens=len(state.prompt_token_ids),
             num_cached_tokens=state.num_cached_tokens,
             num_tokens=state.num_generated_tokens,
-            num_sequences=len(state.completions),
-            num_preemptions=metrics.num_preemptions,
             finish_reasons=[completion.finish_reason for completion in state.completions],
-            arrival=metrics.arrival_time,
-            scheduled=metrics.first_scheduled_time,
-            first_token=metrics.first_token_time,
-            last_token=metrics.last_token_time,
-            finished=metrics.finished_time,
+            metrics=replace(state.metrics),
         )
 
     @property
-    def queue_seconds(self) -> float | None:
-        """Arrival to first scheduling."""
-        return _span(self.arrival, self.scheduled)
-
-    @property
-    def prefill_seconds(self) -> float | None:
-        """First scheduling to first token."""
-        return _span(self.scheduled, self.first_token)
-
-    @property
-    def decode_seconds(self) -> float | None:
-        """First to last token."""
-        return _span(self.first_token, self.last_token)
+    def num_sequences(self) -> int:
+        """Sequences of the prompt."""
+        return len(self.finish_reasons)
 
     @property
     def mean_token_seconds(self) -> float | None:
         """Mean time from a token to the next one of the same sequence."""
-        per_sequence = self.num_tokens / self.num_sequences
-        if self.decode_seconds is None or per_sequence <= 1:
-            return None
-        return self.decode_seconds / (per_sequence - 1)
+        return self.metrics.mean_token_seconds(self.num_tokens, self.num_sequences)
 
 
 def response_metrics(streams: Sequence[RequestStream]) -> dict[str, Any] | None:
@@ -123,16 +98,12 @@ def response_metrics(streams: Sequence[RequestStream]) -> dict[str, Any] | None:
         return None
     mean = timings.mean_token_seconds
     return {
-        "time_to_first_token_ms": _milliseconds(_span(timings.arrival, timings.first_token)),
-        "generation_time_ms": _milliseconds(timings.decode_seconds),
-        "queue_time_ms": _milliseconds(timings.queue_seconds),
+        "time_to_first_token_ms": _milliseconds(timings.metrics.ttft_seconds),
+        "generation_time_ms": _milliseconds(timings.metrics.decode_seconds),
+        "queue_time_ms": _milliseconds(timings.metrics.queue_seconds),
         "mean_itl_ms": _milliseconds(mean),
         "tokens_per_second": round(1.0 / mean, 3) if mean else None,
     }
-
-
-def _span(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
 
 
 def _milliseconds(seconds: float | None) -> float | None:
@@ -223,7 +194,7 @@ class RequestRecord:
         if self.ended is not None:
             state = "finished"
         else:
-            state = "generating" if any(item.first_token is not None for item in timings) else "waiting"
+            state = "generating" if any(item.metrics.first_token_time is not None for item in timings) else "waiting"
         return {
             "id": self.response_id,
             "request_id": self.request_id,
@@ -329,29 +300,35 @@ def _records(request: Request) -> RequestRecords:
 
 def _engine_arguments(timings: Timings) -> dict[str, int | bool | str]:
     """Return the arguments of the engine's `timeline` call."""
-    until = 0 if timings.finished is None else int(1e6 * timings.finished) + 1
+    metrics = timings.metrics
+    until = 0 if metrics.finished_time is None else int(1e6 * metrics.finished_time) + 1
     return {
         "request_id": timings.engine_id,
         "num_sequences": timings.num_sequences,
-        "since_us": int(1e6 * timings.arrival),
+        "since_us": int(1e6 * metrics.arrival_time),
         "until_us": until,
     }
 
 
 def _prompt(timings: Timings, engine: Mapping[str, Any] | None, started: float) -> dict[str, Any]:
     """Return the timeline of one prompt; `engine` is the engine's part, if it is known."""
+    metrics = timings.metrics
+
+    def since_start(moment: float | None) -> float | None:
+        return None if moment is None else _round(moment - started)
+
     prompt: dict[str, Any] = {
-        "arrived_at": _round(timings.arrival - started),
-        "queue_seconds": _round(timings.queue_seconds),
-        "prefill_seconds": _round(timings.prefill_seconds),
-        "decode_seconds": _round(timings.decode_seconds),
-        "first_token_at": _round(None if timings.first_token is None else timings.first_token - started),
-        "finished_at": _round(None if timings.finished is None else timings.finished - started),
+        "arrived_at": since_start(metrics.arrival_time),
+        "queue_seconds": _round(metrics.queue_seconds),
+        "prefill_seconds": _round(metrics.prefill_seconds),
+        "decode_seconds": _round(metrics.decode_seconds),
+        "first_token_at": since_start(metrics.first_token_time),
+        "finished_at": since_start(metrics.finished_time),
         "mean_token_seconds": _round(timings.mean_token_seconds),
         "prompt_tokens": timings.num_prompt_tokens,
         "cached_tokens": timings.num_cached_tokens,
         "completion_tokens": timings.num_tokens,
-        "preemptions": timings.num_preemptions,
+        "preemptions": metrics.num_preemptions,
         "finish_reasons": timings.finish_reasons,
         "complete": False,
     }

@@ -25,7 +25,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
 TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 SERVICE = "quire"
@@ -108,28 +108,29 @@ class Tracing:
 
     def _generation(self, context: Context, record: RequestRecord, number: int, timings: Timings) -> None:
         """Make the span of one prompt and its completions, and within it those of its parts."""
-        end = timings.finished or timings.last_token or record.ended or time.monotonic()
+        times = timings.metrics
+        end = times.finished_time or times.last_token_time or record.ended or time.monotonic()
         span = self._tracer.start_span(
             "llm_request",
             context,
             attributes=_attributes(record, number, timings, end),
-            start_time=self._moment(timings.arrival),
+            start_time=self._moment(times.arrival_time),
         )
         inside = self._api.set_span_in_context(span)
-        marks = (("queue", timings.arrival), ("prefill", timings.scheduled), ("decode", timings.first_token))
-        ends = (timings.scheduled, timings.first_token, timings.last_token)
-        for (name, begun), over in zip(marks, ends, strict=True):
+        parts = (
+            ("queue", times.arrival_time, times.first_scheduled_time),
+            ("prefill", times.first_scheduled_time, times.first_token_time),
+            ("decode", times.first_token_time, times.last_token_time),
+        )
+        for name, begun, over in parts:
             if begun is not None:
                 part = self._tracer.start_span(name, inside, start_time=self._moment(begun))
                 part.end(self._moment(max(over or end, begun)))
-        self._events(span, timings)
-        span.end(self._moment(max(end, timings.arrival)))
-
-    def _events(self, span: Span, timings: Timings) -> None:
-        if timings.first_token is not None:
-            span.add_event("first token", timestamp=self._moment(timings.first_token))
-        if timings.num_preemptions:
-            span.set_attribute("quire.preemptions", timings.num_preemptions)
+        if times.first_token_time is not None:
+            span.add_event("first token", timestamp=self._moment(times.first_token_time))
+        if times.num_preemptions:
+            span.set_attribute("quire.preemptions", times.num_preemptions)
+        span.end(self._moment(max(end, times.arrival_time)))
 
     def _moment(self, seconds: float) -> int:
         """Return monotonic seconds as nanoseconds since 1970."""
@@ -174,7 +175,7 @@ def traced_parameters(params: Params) -> dict[str, Any]:
 
 def _attributes(record: RequestRecord, number: int, timings: Timings, end: float) -> Mapping[str, Any]:
     """Return what a span says of a generation: by the names of OpenTelemetry's conventions, and by vLLM's."""
-    first = timings.first_token
+    times = timings.metrics
     values: dict[str, Any] = {
         "gen_ai.operation.name": "generate",
         "gen_ai.request.id": record.response_id,
@@ -187,14 +188,12 @@ def _attributes(record: RequestRecord, number: int, timings: Timings, end: float
         "gen_ai.usage.prompt_tokens": timings.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": timings.num_tokens,
         "gen_ai.usage.cached_tokens": timings.num_cached_tokens,
-        "gen_ai.latency.e2e": end - timings.arrival,
-        "gen_ai.latency.time_in_queue": timings.queue_seconds,
-        "gen_ai.latency.time_to_first_token": None if first is None else first - timings.arrival,
-        "gen_ai.latency.time_in_model_prefill": timings.prefill_seconds,
-        "gen_ai.latency.time_in_model_decode": timings.decode_seconds,
-        "gen_ai.latency.time_in_model_inference": (
-            None if timings.scheduled is None or timings.last_token is None else timings.last_token - timings.scheduled
-        ),
+        "gen_ai.latency.e2e": end - times.arrival_time,
+        "gen_ai.latency.time_in_queue": times.queue_seconds,
+        "gen_ai.latency.time_to_first_token": times.ttft_seconds,
+        "gen_ai.latency.time_in_model_prefill": times.prefill_seconds,
+        "gen_ai.latency.time_in_model_decode": times.decode_seconds,
+        "gen_ai.latency.time_in_model_inference": times.inference_seconds,
         "quire.prompt": number,
         **record.parameters,
     }

@@ -109,18 +109,15 @@ class Answer:
         return {"id": call.id, "function": function}
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
-        times = output.metrics
-        first, last = times.first_token_time, times.last_token_time
-        begin = times.first_scheduled_time
         reason = output.outputs[0].finish_reason
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",
             **self._clock.times(),
             "prompt_eval_count": len(output.prompt_token_ids),
-            "prompt_eval_duration": _ns(first - begin if first is not None and begin is not None else None),
+            "prompt_eval_duration": _ns(output.metrics.prefill_seconds),
             "eval_count": output.num_generated_tokens,
-            "eval_duration": _ns(last - first if first is not None and last is not None else None),
+            "eval_duration": _ns(output.metrics.decode_seconds),
         }
 
     async def parts(self) -> AsyncGenerator[dict[str, Any], None]:
