@@ -24,8 +24,8 @@ def new_sequence(
 
 def state_of(params: SamplingParams, prompt: list[int], output: list[int], size: int, **rest: Any) -> SequenceState:
     """The state of a sequence with `size` logits, which its options must need."""
-    state = SequenceState.of(new_sequence(params, prompt, output, **rest), size)
-    assert state is not None
+    state = SequenceState(new_sequence(params, prompt, output, **rest), size)
+    assert state.is_needed
     return state
 
 
@@ -48,4 +48,4 @@ def metadata_of(
         states.seeds[:] = seeds
     if positions is None:
         positions = np.array([len(prompt) + len(output) for output in outputs])
-    return states.metadata(np.arange(len(rows)), positions, [np.array(output, np.int32) for output in outputs])
+    return states.metadata(np.arange(len(rows)), positions, lambda row: np.array(outputs[row], np.int32))

@@ -141,10 +141,10 @@ def test_forks_have_processors_of_their_own() -> None:
         made.append(prompt_ids)
         return lambda output_ids, logits: logits
 
-    state = SequenceState.of(new_sequence(asking("counting"), [1, 2], [3]), VOCAB, {"counting": counting})
-    assert state is not None and state.processors is not None
+    state = SequenceState(new_sequence(asking("counting"), [1, 2], [3]), VOCAB, {"counting": counting})
+    assert state.processors is not None
     twin = state.fork()
-    assert twin is not None and twin.processors is not None
+    assert twin.processors is not None
     for processors in (state.processors, twin.processors, state.processors):
         processors.apply(np.zeros(0, dtype=np.int32), np.zeros(VOCAB, dtype=np.float32))
     assert made == [[1, 2], [1, 2]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kernels.backend import LateTokens
+from quire.kernels.backend import DeviceTokens
 from quire.kernels.create import create_backend
 from quire.sampling.sampler import Sampler, SamplerOutput
 from quire.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def test_a_last_token_that_only_the_device_knows_counts_as_one_that_is_known(dev
     batch = metadata_of(rows, VOCAB, prompt=[1, 2, 3], outputs=[[3]] * 8, stop_ids=[49], bad_words_ids=bad)
     batch.positions = np.arange(8) + 3
     batch.output_ids = [np.array([3, 12], np.int32)] * 8
-    batch.late = LateTokens(put(held), places)
+    batch.device_tokens = DeviceTokens(put(held), places)
     sampled = Sampler(backend).sample(put(logits.copy()), batch)
     assert sampled.token_ids.tolist() == known.token_ids.tolist() and sampled.logprobs == known.logprobs
     assert sampled.token_ids[[0, 4]].tolist() == [46, 49]

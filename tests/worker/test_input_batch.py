@@ -88,8 +88,7 @@ def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
         assert column[parent] == column[child] != 0
     assert batch.sampling.seeds[rows].tolist() == [1, 2]
     batch.append_tokens(parent, [33])
-    ours, theirs = (batch.sampling.sequences[row] for row in rows)
-    assert ours is not None and theirs is not None
+    ours, theirs = (batch.sampling.states[row] for row in rows)
     assert ours.counts is not None and theirs.counts is not None
     assert (ours.counts.ids.tolist(), ours.counts.counts.tolist()) == ([1, 2, 33], [0, 0, 1])
     assert (theirs.counts.ids.tolist(), theirs.counts.counts.tolist()) == ([1, 2], [0, 0])
@@ -203,7 +202,7 @@ class Traffic:
         batch = self.batch
         assert batch.row_of.keys() == self.rows.keys()
         assert len(set(batch.row_of.values())) == len(self.rows)
-        assert batch.num_beams == sum(row.is_beam for row in self.rows.values())
+        assert len(batch.num_candidates) == sum(row.is_beam for row in self.rows.values())
         for name, row in self.rows.items():
             at = batch.row_of[name]
             assert batch.token_ids[at, : batch.num_tokens[at]].tolist() == row.tokens
@@ -211,7 +210,7 @@ class Traffic:
             for group, table in enumerate(row.tables):
                 assert batch.block_tables[group, at, : batch.num_blocks[group, at]].tolist() == table
             assert batch.sampling.seeds[at] == row.seed
-            seen = batch.sampling.sequences[at].counts  # type: ignore[union-attr]
+            seen = batch.sampling.states[at].counts
             assert seen is not None and len(set(seen.ids.tolist())) == len(seen.ids)
             output = Counter(row.output)
             found = dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True))

@@ -188,7 +188,7 @@ def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path], fold
         check_candidates(folders[folder], driver.sequences[name].tokens, output.candidates[name])
     driver.end("b", "c", "d")
     assert driver.step({"other": 1}).candidates == {}
-    assert driver.runner.batch.num_beams == 0
+    assert not driver.runner.batch.num_candidates
 
 
 def check_candidates(folder: Path, tokens: list[int], found: TokenTopLogprobs) -> None:
@@ -254,6 +254,28 @@ def test_what_the_host_must_see_to_is_computed_after_steps_in_flight(folders: di
     found = [second.result().sampled_token_ids, first.result().sampled_token_ids]
     expected = [other.step(counts).sampled_token_ids for counts in ({"a": 10, "b": 4}, {"a": 1, "b": 6})]
     assert found[::-1] == expected
+
+
+def test_a_failed_step_fails_whenever_its_result_is_taken(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make(folders["plain"])
+    driver.add("a", PROMPT, PLAIN)
+    driver.add("b", PROMPT, SamplingParams(temperature=0.0, dry_multiplier=1.5))
+    first, second = driver.submit({"a": 10, "b": 4}), driver.submit({"a": 1, "b": 6})
+
+    def broken(*args: object, **options: object) -> None:
+        raise ArithmeticError("as asked")
+
+    monkeypatch.setattr(driver.runner.graphs, "run", broken)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="as asked"):
+            second.result()
+    assert first.result().sampled_token_ids.keys() == {"a"}
+    monkeypatch.undo()
+    driver.end("a", "b")
+    driver.add("c", PROMPT, PLAIN)
+    assert driver.step({"c": 10}).sampled_token_ids.keys() == {"c"}
 
 
 def test_a_third_step_knows_what_the_first_has_sampled(folders: dict[str, Path]) -> None:

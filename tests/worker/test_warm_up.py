@@ -73,7 +73,7 @@ def test_the_warm_up_leaves_the_batch_empty(folder: Path) -> None:
     worker.allocate(num_blocks=1, max_model_len=1)
     assert worker.runner is not None
     assert worker.runner.batch.row_of == {}
-    assert worker.runner.batch.sampling.sequences == [None] * config.scheduler.max_num_seqs
+    assert worker.runner.batch.sampling.states == {}
 
 
 def test_the_first_start_says_that_it_compiles(

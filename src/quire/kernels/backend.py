@@ -194,19 +194,19 @@ class TopLogprobs(NamedTuple):
         return lambda: TopLogprobs(*(wait() for wait in waiting))
 
 
-class LateTokens(NamedTuple):
-    """The last tokens of rows, on the device only: that of row r is tokens[places[r]], or known if places[r] is -1.
+class DeviceTokens(NamedTuple):
+    """Last tokens of R rows that only the device knows: that of row r is tokens[indices[r]].
 
-    `tokens` is an array int64 of the backend, `places` int64 numpy [R].
+    `tokens` is an array int64 of the backend, `indices` int64 numpy [R], -1 where the host knows the token.
     """
 
     tokens: Array
-    places: np.ndarray
+    indices: np.ndarray
 
-    def of(self, rows: np.ndarray) -> LateTokens | None:
-        """Return those of `rows` int64 [n], in this order; None if all are known."""
-        places = self.places[rows]
-        return LateTokens(self.tokens, places) if (places >= 0).any() else None
+    def of(self, rows: np.ndarray) -> DeviceTokens | None:
+        """Return those of `rows` int64 [n], in this order; None if the host knows all."""
+        indices = self.indices[rows]
+        return DeviceTokens(self.tokens, indices) if (indices >= 0).any() else None
 
 
 class Penalties(NamedTuple):
@@ -282,17 +282,17 @@ class ArrayOps(Protocol):
     def take_rows(self, x: Array, ids: Array) -> Array:
         """Return x[ids]: rows ids int64 [R] of x [T, N]."""
 
-    def take_tokens(self, target: Array, source: Array, places: Array) -> None:
-        """target[...] = source[places], in place; all int64 [n], but source [m]. Does not wait for the device."""
-        target[...] = source[places]
+    def gather_tokens(self, target: Array, source: Array, indices: Array) -> None:
+        """target[...] = source[indices], in place; all int64 [n], but source [m]. Does not wait for the device."""
+        target[...] = source[indices]
 
-    def keep_tokens(self, target: Array, places: Array, tokens: Array, finite: Array) -> Array:
-        """target[places] = tokens, in place, where finite; elsewhere 0. Return the tokens, -1 where not finite.
+    def store_tokens(self, target: Array, indices: Array, tokens: Array, finite: Array) -> Array:
+        """target[indices] = tokens, in place, where finite; elsewhere 0. Return the tokens, -1 where not finite.
 
-        `places`, `tokens` int64 [R], `finite` bool [R]. Does not wait for the device.
+        `indices`, `tokens` int64 [R], `finite` bool [R]. Does not wait for the device.
         """
         stored: Array = (tokens + 1) * finite - 1
-        target[places] = stored.clip(min=0)
+        target[indices] = stored.clip(min=0)
         return stored
 
 
@@ -657,24 +657,24 @@ class KVCacheOps(Protocol):
 class SamplingOps(ArrayOps, Protocol):
     """Changes to logits float32 [R, V] of R rows, and sampling from them."""
 
-    def apply_penalties(self, logits: Array, penalties: Penalties, late: LateTokens | None = None) -> None:
+    def apply_penalties(self, logits: Array, penalties: Penalties, last: DeviceTokens | None = None) -> None:
         """In place: penalize the tokens that each row has in its prompt or its output.
 
         Repetition first: positive logits of these tokens are divided by it, others multiplied. Then
-        logits -= frequency * count + presence * (count > 0). A token of `late` [P] is in the output once more.
+        logits -= frequency * count + presence * (count > 0). A token of `last` [P] is in the output once more.
         """
 
     def add_bias(self, logits: Array, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """In place: logits[rows[e], tokens[e]] += values[e]; -inf bars a token. Pairs may repeat."""
 
-    def bar_after(
-        self, logits: Array, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
+    def ban_after(
+        self, logits: Array, rows: np.ndarray, tokens: np.ndarray, last: DeviceTokens, before: np.ndarray
     ) -> None:
-        """In place, for each e: if token e of `late` is before[e], bar tokens[e] in row rows[e].
+        """In place, for each e: if token e of `last` is before[e], ban tokens[e] in row rows[e].
 
         The default waits for the tokens.
         """
-        hit = self.to_numpy(late.tokens)[late.places] == before
+        hit = self.to_numpy(last.tokens)[last.indices] == before
         self.add_bias(logits, rows[hit], tokens[hit], np.full(int(hit.sum()), NEG_INF, np.float32))
 
     def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:

@@ -7,23 +7,24 @@ have, so that the common step does not pay for it. What the options do to logits
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.kernels.backend import NEG_INF, LateTokens
+from quire.kernels.backend import NEG_INF, DeviceTokens
 from quire.sampling.penalties import Dry, TokenCounts
 from quire.sampling.processors import LogitsProcessorFactory, Processors
 from quire.sampling.truncation import Truncation
 from quire.step import NewSequenceData
 
-NO_TOKENS = np.zeros(0, dtype=np.int32)
-
 
 class SequenceState:
     """The options of one sequence beyond temperature, top-k, top-p and min-p, prepared, with their state.
+
+    Args:
+        vocab_size: the number of logits. factories: of logits processors, by name.
 
     Attributes:
         params: as the request has them.
@@ -81,22 +82,12 @@ class SequenceState:
         self.uses_history = self.needs_host or self.counts is not None or bool(self.min_tokens or self.bad_words)
         self.changes_logits = self.uses_history or bool(self.bias_ids.size) or self.allowed is not None
 
-    @classmethod
-    def of(
-        cls, new: NewSequenceData, vocab_size: int, factories: Mapping[str, LogitsProcessorFactory] | None = None
-    ) -> SequenceState | None:
-        """Return the state of a sequence, None if it asks for nothing beyond plain sampling.
-
-        Args:
-            vocab_size: the number of logits. factories: of logits processors, by name.
-        """
-        state = cls(new, vocab_size, factories)
-        return state if state._is_needed() else None
-
-    def _is_needed(self) -> bool:
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any option beyond plain sampling."""
         return self.wants_logprobs or self.num_prompt_logprobs is not None or self.changes_logits
 
-    def fork(self) -> SequenceState | None:
+    def fork(self) -> SequenceState:
         """Return the state of a fork: independent, and without the log-probabilities of the prompt."""
         twin = copy.copy(self)
         twin.num_prompt_logprobs = None
@@ -108,7 +99,7 @@ class SequenceState:
             twin.processors = self.processors.copy()
         if self.truncation is not None:
             twin.truncation = self.truncation.copy()
-        return twin if twin._is_needed() else None
+        return twin
 
     @property
     def sampler_state(self) -> float | None:
@@ -170,10 +161,10 @@ class SamplingMetadata:
 
     Attributes:
         positions: the sequence positions that the sampled tokens take.
-        states: None in most rows.
-        output_ids: the tokens generated so far; only those of rows with a state are read.
+        states, output_ids: by row, of rows that have a state: it, and the tokens generated so far.
         bitmask: None where no row has a grammar.
-        late: the last tokens of `output_ids` that are on the device only, in rows whose state does not need the host.
+        device_tokens: the last tokens of `output_ids` that only the device knows, in rows whose state does not need the
+            host.
     """
 
     temperature: np.ndarray
@@ -182,14 +173,14 @@ class SamplingMetadata:
     min_p: np.ndarray
     seeds: np.ndarray
     positions: np.ndarray
-    states: list[SequenceState | None]
-    output_ids: list[np.ndarray]
+    states: dict[int, SequenceState]
+    output_ids: dict[int, np.ndarray]
     bitmask: Bitmask | None = None
-    late: LateTokens | None = None
+    device_tokens: DeviceTokens | None = None
 
     def last_unknown(self, row: int) -> bool:
-        """Whether the last output token of a row is on the device only."""
-        return self.late is not None and bool(self.late.places[row] >= 0)
+        """Whether only the device knows the last output token of a row."""
+        return self.device_tokens is not None and bool(self.device_tokens.indices[row] >= 0)
 
 
 class SamplingStates:
@@ -197,7 +188,7 @@ class SamplingStates:
 
     Attributes:
         temperature float32, top_k int64 (0: all), top_p float32, min_p float32, seeds int64: [max_num_seqs].
-        sequences: the state of rows with options beyond these.
+        states: by row, of those with options beyond these.
     """
 
     def __init__(
@@ -208,7 +199,7 @@ class SamplingStates:
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
-        self.sequences: list[SequenceState | None] = [None] * max_num_seqs
+        self.states: dict[int, SequenceState] = {}
         self._vocab_size, self._factories = vocab_size, factories
 
     def add(self, row: int, new: NewSequenceData) -> None:
@@ -219,28 +210,39 @@ class SamplingStates:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seeds[row] = new.seed
-        self.sequences[row] = SequenceState.of(new, self._vocab_size, self._factories)
+        state = SequenceState(new, self._vocab_size, self._factories)
+        if state.is_needed:
+            self.states[row] = state
 
     def fork(self, parent: int, row: int, seed: int) -> None:
         """Give a row the options of another, and a seed of its own."""
         for column in (self.temperature, self.top_k, self.top_p, self.min_p):
             column[row] = column[parent]
         self.seeds[row] = seed
-        state = self.sequences[parent]
-        self.sequences[row] = None if state is None else state.fork()
+        if parent in self.states:
+            state = self.states[parent].fork()
+            if state.is_needed:
+                self.states[row] = state
 
     def remove(self, row: int) -> None:
         """Free the state of a row."""
-        self.sequences[row] = None
+        self.states.pop(row, None)
 
-    def append(self, row: int, token_id: int) -> None:
-        """Count a generated token of a row."""
-        state = self.sequences[row]
+    def append(self, row: int, token_ids: Iterable[int]) -> None:
+        """Count generated tokens of a row."""
+        state = self.states.get(row)
         if state is not None:
-            state.append(token_id)
+            for token_id in token_ids:
+                state.append(token_id)
 
-    def metadata(self, rows: np.ndarray, positions: np.ndarray, output_ids: list[np.ndarray]) -> SamplingMetadata:
-        """Return the options of `rows` int64 [R]; see `SamplingMetadata` for the others."""
+    def metadata(
+        self, rows: np.ndarray, positions: np.ndarray, output_ids: Callable[[int], np.ndarray]
+    ) -> SamplingMetadata:
+        """Return the options of `rows` int64 [R], whose tokens take `positions` int64 [R].
+
+        `output_ids` returns the tokens generated in a row of the batch.
+        """
+        stateful = {r: row for r, row in enumerate(rows.tolist()) if row in self.states} if self.states else {}
         return SamplingMetadata(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -248,6 +250,6 @@ class SamplingStates:
             min_p=self.min_p[rows],
             seeds=self.seeds[rows],
             positions=positions,
-            states=[self.sequences[row] for row in rows.tolist()],
-            output_ids=output_ids,
+            states={r: self.states[row] for r, row in stateful.items()},
+            output_ids={r: output_ids(row) for r, row in stateful.items()},
         )

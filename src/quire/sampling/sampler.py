@@ -12,7 +12,7 @@ The order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,13 +64,13 @@ class Sampler:
         finite.
         """
         backend, states = self.backend, batch.states
-        if batch.bitmask is None and not any(states):
+        if batch.bitmask is None and not states:
             return PendingSample(backend.fetch(store(self._draw(logits, batch.temperature, batch))))
-        with_logprobs = [r for r, state in enumerate(states) if state is not None and state.wants_logprobs]
+        with_logprobs = [r for r, state in states.items() if state.wants_logprobs]
         raw = logits[backend.from_numpy(_ids(with_logprobs))] if with_logprobs else None
         if batch.bitmask is not None:
             backend.apply_bitmask(logits, batch.bitmask.rows, batch.bitmask.bits)
-        changed = [(r, state) for r, state in enumerate(states) if state is not None and state.changes_logits]
+        changed = [(r, state) for r, state in states.items() if state.changes_logits]
         errors = self._process_logits(logits, batch, changed) if changed else {}
         temperature, updates = self._truncate(logits, batch, changed)
         checked = batch.bitmask is not None or bool(changed)
@@ -132,7 +132,7 @@ class Sampler:
 
     def _ban_after_last(self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState]]) -> None:
         """Ban the ends of bad words in rows whose last token is on the device only."""
-        if batch.late is None:
+        if batch.device_tokens is None:
             return
         bans = [
             (r, *pair)
@@ -141,9 +141,9 @@ class Sampler:
             for pair in state.bans_after_last(batch.output_ids[r])
         ]
         places, before, tokens = (_ids([ban[i] for ban in bans]) for i in range(3))
-        late = batch.late.of(places)
-        if late is not None:
-            self.backend.bar_after(logits, places, tokens, late, before)
+        last = batch.device_tokens.of(places)
+        if last is not None:
+            self.backend.ban_after(logits, places, tokens, last, before)
 
     def _penalize(
         self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState, TokenCounts]]
@@ -164,7 +164,7 @@ class Sampler:
                 np.array([params.presence_penalty for params in options], dtype=np.float32),
                 np.array([params.frequency_penalty for params in options], dtype=np.float32),
             ),
-            None if batch.late is None else batch.late.of(places),
+            None if batch.device_tokens is None else batch.device_tokens.of(places),
         )
 
     def _run_processors(
@@ -212,14 +212,13 @@ class Sampler:
         return np.array(self.backend.to_numpy(logits[self.backend.from_numpy(ids)]), dtype=np.float32)
 
     def _logprobs(
-        self, raw: Array, rows: list[int], tokens: Array, states: list[SequenceState | None]
+        self, raw: Array, rows: list[int], tokens: Array, states: Mapping[int, SequenceState]
     ) -> list[_PendingTop | _PendingNamed]:
         """Launch the log-probabilities of `rows`, whose logits are `raw`."""
         pending: list[_PendingTop | _PendingNamed] = []
         groups: dict[bool, list[tuple[int, int]]] = {}  # rows with all tokens apart, or the others would be sorted, too
         for index, r in enumerate(rows):
             state = states[r]
-            assert state is not None
             if state.logprob_ids is not None:
                 pending.append(_PendingNamed(r, state.logprob_ids, self.backend.fetch(raw[index])))
             else:

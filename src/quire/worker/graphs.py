@@ -217,7 +217,7 @@ class StepGraphs:
             put(self._state_rows, inputs.rows, size.sequences, self._max_num_seqs)
         self._stager.send()
         if inputs.sources is not None:
-            self._backend.take_tokens(self._input_ids[: size.tokens], self.last_tokens, self._sources[: size.tokens])
+            self._backend.gather_tokens(self._input_ids[: size.tokens], self.last_tokens, self._sources[: size.tokens])
         return adapted
 
     def _compute(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> ForwardOutput:

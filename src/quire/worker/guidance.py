@@ -209,7 +209,7 @@ class Guide:
 class Rows(Protocol):
     """The part of `InputBatch` that `Guidance` reads and appends to."""
 
-    guides: list[Guide | None]
+    guides: dict[int, Guide]
     row_of: dict[str, int]
     num_tokens: np.ndarray
     num_prompt_tokens: np.ndarray
@@ -266,7 +266,7 @@ class Guidance:
         self._index_of = {}
         constraints: list[tuple[Constraint, int]] = []
         for row in rows:
-            guide = batch.guides[row]
+            guide = batch.guides.get(row)
             if guide is None:
                 continue
             end = guide.end_of_thinking()
@@ -290,7 +290,7 @@ class Guidance:
             self._end_ids[_has(bits, token_id)] = token_id
         errors: dict[int, str] = {}
         for index, row in enumerate(rows.tolist()):
-            guide = batch.guides[row]
+            guide = batch.guides.get(row)
             if guide is None or guide.constraint is None:
                 continue
             error = guide.constraint.error
@@ -320,7 +320,7 @@ class Guidance:
         """
         for sequence_id in sequence_ids:
             row = batch.row_of[sequence_id]
-            guide, sampled = batch.guides[row], output.sampled_token_ids.get(sequence_id)
+            guide, sampled = batch.guides.get(row), output.sampled_token_ids.get(sequence_id)
             if guide is None or sampled is None:
                 continue
             appended = guide.advance(sampled[0], batch.room(row))

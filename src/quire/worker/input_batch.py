@@ -65,7 +65,8 @@ class InputBatch:
         token_ids: int32 [max_num_seqs, max_model_len + 1]: `num_tokens` of each row, then its draft tokens.
         num_drafts: draft tokens of each row that this step verifies. Those of rows whose logits depend on earlier
             tokens by more than the model (penalties, grammars, beams) are computed but not verified.
-        num_beams, num_guided: rows for which nothing is sampled (`NewSequenceData.num_candidates`), and with a guide.
+        has_drafts: whether the step has draft tokens, verified or not.
+        num_candidates: by row, of beams; see `NewSequenceData`. guides: by row, of sequences that have one.
     """
 
     def __init__(
@@ -89,12 +90,11 @@ class InputBatch:
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_candidates = np.zeros(max_num_seqs, dtype=np.int64)
         self.adapters = np.zeros(max_num_seqs, dtype=np.int64)  # numbers of LoRA adapters, 0 for none
         self.sampling = SamplingStates(max_num_seqs, vocab_size, processors)
-        self.guides: list[Guide | None] = [None] * max_num_seqs
-        self.num_beams = 0
-        self.num_guided = 0
+        self.num_candidates: dict[int, int] = {}
+        self.guides: dict[int, Guide] = {}
+        self.has_drafts = False
         self._guide_of = guide_of
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -107,6 +107,7 @@ class InputBatch:
 
     def update(self, step: SchedulerOutput) -> None:
         """Apply the step's changes: sequences that left, forked, came, and grew."""
+        self.has_drafts = False
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             self._remove(sequence_id)
         for fork in step.forks:
@@ -123,9 +124,9 @@ class InputBatch:
     def _remove(self, sequence_id: str) -> None:
         row = self.row_of.pop(sequence_id, None)
         if row is not None:  # a request can end before its first step
-            self.num_beams -= bool(self.num_candidates[row])
+            self.num_candidates.pop(row, None)
+            self.guides.pop(row, None)
             self.sampling.remove(row)
-            self._set_guide(row, None)
             self._free_rows.append(row)
 
     def _add(self, new: NewSequenceData) -> None:
@@ -135,29 +136,21 @@ class InputBatch:
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        self.num_candidates[row] = new.num_candidates
         self.adapters[row] = new.request.lora_int_id
-        self.num_beams += bool(new.num_candidates)
+        if new.num_candidates:
+            self.num_candidates[row] = new.num_candidates
         self.num_blocks[:, row] = 0
         self._add_blocks(row, new.block_ids)
         self.sampling.add(row, new)
-        self._set_guide(row, self._guide_of(new))
+        guide = self._guide_of(new)
+        if guide is not None:
+            self.guides[row] = guide
         self._set_drafts(row, new.draft_token_ids)
-
-    def _set_guide(self, row: int, guide: Guide | None) -> None:
-        self.num_guided += (guide is not None) - (self.guides[row] is not None)
-        self.guides[row] = guide
 
     def _fork(self, fork: ForkData) -> None:
         parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
         self.row_of[fork.sequence_id] = row
-        for column in (
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_computed_tokens,
-            self.num_candidates,
-            self.adapters,
-        ):
+        for column in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.adapters):
             column[row] = column[parent]
         self.num_drafts[row] = 0
         tokens = self.num_tokens[parent]
@@ -166,10 +159,10 @@ class InputBatch:
         blocks = self.num_blocks[:, parent].max()
         self.block_tables[:, row, :blocks] = self.block_tables[:, parent, :blocks]
         self.sampling.fork(parent, row, fork.seed)
-        guide = self.guides[parent]
-        if guide is not None:
-            self._set_guide(row, guide.fork())
-        self.num_beams += bool(self.num_candidates[row])
+        if parent in self.guides:
+            self.guides[row] = self.guides[parent].fork()
+        if parent in self.num_candidates:
+            self.num_candidates[row] = self.num_candidates[parent]
 
     def _extend(self, continuing: ContinuingSequenceData) -> None:
         row = self.row_of[continuing.sequence_id]
@@ -180,9 +173,8 @@ class InputBatch:
             for group, index, block_id in continuing.replaced_blocks:
                 self.block_tables[group, row, index] = block_id
         if continuing.new_token_ids:
-            guide = self.guides[row]
-            if guide is not None:
-                guide.accept(continuing.new_token_ids)
+            if row in self.guides:
+                self.guides[row].accept(continuing.new_token_ids)
             self.append_tokens(row, continuing.new_token_ids)
         self._set_drafts(row, continuing.draft_token_ids)
 
@@ -200,10 +192,11 @@ class InputBatch:
         if not draft_token_ids:
             self.num_drafts[row] = 0
             return
+        self.has_drafts = True
         start = self.num_tokens[row]
         self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
-        state = self.sampling.sequences[row]
-        verified = self.guides[row] is None and not self.num_candidates[row] and not (state and state.uses_history)
+        state = self.sampling.states.get(row)
+        verified = row not in self.guides and row not in self.num_candidates and not (state and state.uses_history)
         self.num_drafts[row] = len(draft_token_ids) if verified else 0
 
     def inputs(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
@@ -267,17 +260,15 @@ class InputBatch:
         stop = start + len(token_ids)
         self.token_ids[row, start:stop] = token_ids
         self.num_tokens[row] = stop
-        for token_id in token_ids:
-            self.sampling.append(row, token_id)
+        self.sampling.append(row, token_ids)
 
-    def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
-        """Append to each of `rows` int64 [n] a token that only the device knows; return the tokens' positions [n]."""
-        positions = self.num_tokens[rows]
+    def append_placeholders(self, rows: np.ndarray) -> None:
+        """Append to each of `rows` int64 [n] a token that only the device knows."""
         self.num_tokens[rows] += 1
-        return positions
 
     def fill_placeholders(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write the tokens of `append_placeholders` once the host knows them."""
+        """Write the tokens of `append_placeholders`, int64 [n] at `positions` int64 [n], once the host knows them."""
         self.token_ids[rows, positions] = token_ids
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            self.sampling.append(row, token_id)
+        if self.sampling.states:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                self.sampling.append(row, (token_id,))

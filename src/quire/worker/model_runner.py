@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.backend import Array, Backend, KVCache, LateTokens, LayerCache, LayerwiseOffload
+from quire.kernels.backend import Array, Backend, DeviceTokens, KVCache, LayerCache, LayerwiseOffload
 from quire.lora.store import AdapterStore
 from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore
-from quire.sampling.metadata import NO_TOKENS, Bitmask, SamplingMetadata
+from quire.sampling.metadata import Bitmask
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import REQUEST_ERRORS, PendingSample, Sampler, SamplerOutput, pack_logprobs
 from quire.step import (
@@ -64,7 +64,7 @@ class LogitsRows:
         )
 
 
-class StepInFlight:
+class RunningStep:
     """One step from its submission to its result; see `step.Pending`.
 
     Attributes:
@@ -79,11 +79,12 @@ class StepInFlight:
         host_gap: waits for the step to end and returns `ModelOutput.host_gap`.
     """
 
-    def __init__(self, finish: Callable[[StepInFlight], None], plan: SchedulerOutput, output: ModelOutput) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[RunningStep], None], plan: SchedulerOutput, output: ModelOutput) -> None:
+        self._finish: Callable[[RunningStep], None] | None = finish
+        self._error: BaseException | None = None
         self.plan, self.output = plan, output
         self.overlaps = False
-        self.launched = self.finished = False
+        self.launched = False
         self.sequence_ids: list[str] = []
         self.rows = self.positions = self.num_drafts = np.zeros(0, dtype=np.int64)
         self.drafts: np.ndarray | None = None
@@ -98,9 +99,14 @@ class StepInFlight:
                 self.valid[index] = False
 
     def result(self) -> ModelOutput:
-        if not self.finished:
-            self._finish(self)
-            self.finished = True
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                finish(self)
+            except BaseException as error:  # raised again whenever the result is asked for
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return self.output
 
 
@@ -180,7 +186,7 @@ class ModelRunner:
             lora=None if adapters is None else adapters.slots,
             offload=self.offload,
         )
-        self._in_flight: list[StepInFlight] = []  # oldest first; all but the last one have been launched
+        self._in_flight: list[RunningStep] = []  # oldest first; all but the last one have been launched
         self._ended = backend.record_event()  # when the last step had been computed
 
     def _new_caches(self, indices: list[int], num_blocks: int, block_size: int) -> list[KVCache]:
@@ -233,45 +239,49 @@ class ModelRunner:
             return Done(output)
         while len(self._in_flight) > 1 or (self._in_flight and not self._in_flight[0].launched):
             self._in_flight[0].result()  # so that the host knows all tokens of a sequence but one
-        inputs = self.batch.inputs(plan.num_scheduled_tokens)
-        step = StepInFlight(self._finish, plan, output)
-        # Fewer tokens than planned may become final where there are drafts: no later step may count on them.
-        has_drafts = any(data.draft_token_ids for data in plan.continuing)
-        has_drafts |= any(data.draft_token_ids for data in plan.new_sequences)
-        step.overlaps = not (has_drafts or self._needs_host(inputs, plan.forks))
+        step = RunningStep(self._finish, plan, output)
+        step.overlaps = not self._needs_host(plan)
         if step.overlaps or not self._in_flight:
-            self._launch(step, inputs)
+            self._launch(step)
         self._in_flight.append(step)
         return step
 
-    def _needs_host(self, inputs: StepInputs, forks: list[ForkData]) -> bool:
+    def _needs_host(self, plan: SchedulerOutput) -> bool:
         """Whether the host must see logits or tokens of this step, or the tokens before it, to compute it.
 
-        Of options that depend on earlier tokens, some can take the last one from the device, see `LateTokens`; ids that
-        an adapter adds to the vocabulary are looked up on the host, and draft tokens are verified there.
+        Of options that depend on earlier tokens, some can take the last one from the device, see `DeviceTokens`; ids
+        that an adapter adds to the vocabulary are looked up on the host. Draft tokens are verified there, and as fewer
+        tokens than planned may become final, no later step may count on them.
         """
         batch = self.batch
-        if self.pooler is not None or any(fork.samples for fork in forks):
+        if self.pooler is not None or batch.has_drafts or any(fork.samples for fork in plan.forks):
             return True
         if self.adapters is not None and self.adapters.slots.extra_vocab:
             return True
-        for row, num_logits in zip(inputs.rows.tolist(), inputs.num_logits.tolist(), strict=True):
-            state = batch.sampling.sequences[row]
-            if state is not None and ((num_logits and state.needs_host) or self._scores_prompt(row)):
+        states = batch.sampling.states
+        if not (states or batch.guides or batch.num_candidates):
+            return False
+        for sequence_id, count in plan.num_scheduled_tokens.items():
+            row = batch.row_of[sequence_id]
+            needs_host = (
+                row in batch.guides or row in batch.num_candidates or (row in states and states[row].needs_host)
+            )
+            if needs_host and batch.num_computed_tokens[row] + count >= batch.num_tokens[row]:
                 return True
-            if num_logits and (num_logits > 1 or batch.guides[row] is not None or batch.num_candidates[row]):
+            if self._scores_prompt(row):
                 return True
         return False
 
     def _scores_prompt(self, row: int) -> bool:
         """Whether log-probabilities of the row's prompt are requested that this step, or a later one, computes."""
-        batch, state = self.batch, self.batch.sampling.sequences[row]
+        batch, state = self.batch, self.batch.sampling.states.get(row)
         requested = state is not None and state.num_prompt_logprobs is not None
         return requested and bool(batch.num_computed_tokens[row] < batch.num_prompt_tokens[row] - 1)
 
-    def _launch(self, step: StepInFlight, inputs: StepInputs) -> None:
+    def _launch(self, step: RunningStep) -> None:
         """Compute a step up to its samples, which the device may still be working on afterwards."""
         step.launched = True
+        inputs = self.batch.inputs(step.plan.num_scheduled_tokens)
         if self.pooler is not None:
             self._pool(inputs, step.output)
         else:
@@ -288,14 +298,14 @@ class ModelRunner:
         hidden, _, _ = self.graphs.run(inputs, all_hidden=everything)
         self.pooler.pool(inputs, hidden, output)
 
-    def _generate(self, step: StepInFlight, inputs: StepInputs) -> None:
+    def _generate(self, step: RunningStep, inputs: StepInputs) -> None:
         """Compute logits, and launch the samples of sequences whose last token is computed."""
         batch, output = self.batch, step.output
         forks = [fork for fork in step.plan.forks if fork.samples]
         on_device = self._tokens_on_device(inputs)
-        scores_prompts = not step.overlaps and any(self._scores_prompt(row) for row in inputs.rows.tolist())
+        scores_prompts = not step.overlaps and any(map(self._scores_prompt, inputs.rows.tolist()))
         sampled = np.flatnonzero(inputs.num_logits)
-        if batch.num_guided:
+        if batch.guides:
             forked = [batch.row_of[fork.sequence_id] for fork in forks]
             self.guidance.start([*inputs.rows[sampled].tolist(), *forked], batch)
         if self.adapters is not None:
@@ -317,10 +327,10 @@ class ModelRunner:
         )
         if forks:
             rows = self._with_forks(rows, forks)
-        if batch.num_guided:
+        if batch.guides:
             for index, error in self.guidance.finish(rows.rows, batch).items():
                 _refuse(output, rows.sequence_ids[index], error)
-        if batch.num_beams:
+        if batch.num_candidates:
             rows = self._without_beams(rows, output)
         if rows.sequence_ids:
             self._sample(step, rows, on_device)
@@ -359,7 +369,7 @@ class ModelRunner:
 
     def _without_beams(self, rows: LogitsRows, output: ModelOutput) -> LogitsRows:
         """Put the most likely next tokens of beams into `output`; return the rows of other sequences."""
-        is_beam = self.batch.num_candidates[rows.rows] > 0
+        is_beam = np.isin(rows.rows, list(self.batch.num_candidates))
         beams = np.flatnonzero(is_beam)
         finite = self.backend.to_numpy(rows.finite)[beams]
         for index in beams[~finite].tolist():
@@ -370,7 +380,7 @@ class ModelRunner:
         return rows.take(self.backend, np.flatnonzero(~is_beam))
 
     def _candidates(self, beams: LogitsRows, output: ModelOutput) -> None:
-        numbers = np.minimum(self.batch.num_candidates[beams.rows], self.model.vocab_size).tolist()
+        numbers = [min(self.batch.num_candidates[row], self.model.vocab_size) for row in beams.rows.tolist()]
         bitmask = self._bitmask(beams.rows)
         if bitmask is None:
             best = self.backend.top_logprobs(beams.logits, self.backend.greedy(beams.logits), max(numbers))
@@ -381,50 +391,47 @@ class ModelRunner:
             output.candidates[sequence_id] = pack_logprobs(top, index, number)
 
     def _bitmask(self, rows: np.ndarray) -> Bitmask | None:
-        return self.guidance.bitmask(rows) if self.batch.num_guided else None
+        return self.guidance.bitmask(rows) if self.batch.guides else None
 
-    def _sample(self, step: StepInFlight, rows: LogitsRows, on_device: np.ndarray | None) -> None:
+    def _sample(self, step: RunningStep, rows: LogitsRows, on_device: np.ndarray | None) -> None:
         """Launch the sampling of a token from each row, and append placeholders for the sequences' next tokens."""
         batch, backend = self.batch, self.backend
-        metadata = self._sampling_metadata(rows)
+        positions = batch.num_tokens[rows.rows] + rows.num_drafts
+        metadata = batch.sampling.metadata(rows.rows, positions, batch.output_ids)
         metadata.bitmask = self._bitmask(rows.rows)
         if on_device is not None and on_device[rows.rows].any():
-            metadata.late = LateTokens(self.graphs.last_tokens, np.where(on_device[rows.rows], rows.rows, -1))
-        places = backend.from_numpy(rows.rows)
+            metadata.device_tokens = DeviceTokens(
+                self.graphs.last_tokens, np.where(on_device[rows.rows], rows.rows, -1)
+            )
+        indices = backend.from_numpy(rows.rows)
         step.sample = self.sampler.start(
             rows.logits,
             metadata,
-            lambda tokens: backend.keep_tokens(self.graphs.last_tokens, places, tokens, rows.finite),
+            lambda tokens: backend.store_tokens(self.graphs.last_tokens, indices, tokens, rows.finite),
         )
         step.sequence_ids, step.rows, step.num_drafts = rows.sequence_ids, rows.rows, rows.num_drafts
-        step.positions = metadata.positions
+        step.positions = positions
         if rows.num_drafts.any():
-            step.drafts = batch.token_ids[rows.rows, metadata.positions - 1]
+            step.drafts = batch.token_ids[rows.rows, positions - 1]
         step.valid = np.ones(len(rows.rows), dtype=bool)
         batch.append_placeholders(rows.rows[rows.num_drafts == 0])
 
-    def _sampling_metadata(self, rows: LogitsRows) -> SamplingMetadata:
-        batch, states = self.batch, self.batch.sampling.sequences
-        return batch.sampling.metadata(
-            rows.rows,
-            batch.num_tokens[rows.rows] + rows.num_drafts,
-            [NO_TOKENS if states[row] is None else batch.output_ids(row) for row in rows.rows.tolist()],
-        )
-
-    def _finish(self, step: StepInFlight) -> None:
+    def _finish(self, step: RunningStep) -> None:
         """Wait for a step, and for those before it; put what it sampled into its output and the batch."""
-        while self._in_flight[0] is not step:
-            self._in_flight[0].result()
-        self._in_flight.pop(0)
+        try:
+            while self._in_flight[0] is not step:
+                self._in_flight[0].result()
+        finally:
+            self._in_flight.remove(step)
         if not step.launched:
-            self._launch(step, self.batch.inputs(step.plan.num_scheduled_tokens))
+            self._launch(step)
         if step.sample is not None:
             sampled = step.sample.finish()
             if step.sequence_ids:
                 self._commit(step, sampled)
         step.output.host_gap = step.host_gap()
 
-    def _commit(self, step: StepInFlight, sampled: SamplerOutput) -> None:
+    def _commit(self, step: RunningStep, sampled: SamplerOutput) -> None:
         """Put sampled tokens into a step's output and the batch: each sequence's first, and those that drafts confirm.
 
         The row after a draft token was computed with that token in its context: its sample counts if the draft is what
@@ -433,14 +440,17 @@ class ModelRunner:
         batch, output, tokens = self.batch, step.output, sampled.token_ids.tolist()
         first = step.valid & (step.num_drafts == 0)
         batch.fill_placeholders(step.rows[first], step.positions[first], np.maximum(sampled.token_ids[first], 0))
+        num_drafts = None if step.drafts is None else step.num_drafts.tolist()
         confirmed = True
         for index, (sequence_id, token) in enumerate(zip(step.sequence_ids, tokens, strict=True)):
-            if step.drafts is not None and step.num_drafts[index]:
+            if num_drafts is not None and num_drafts[index]:
+                assert step.drafts is not None
                 confirmed = confirmed and tokens[index - 1] == step.drafts[index] and token >= 0
                 if not confirmed:
                     continue
                 batch.append_tokens(int(step.rows[index]), [token])
-            elif sequence_id in output.errors or index in sampled.errors or token < 0:
+                output.sampled_token_ids[sequence_id].append(token)
+            elif token < 0 or index in sampled.errors or sequence_id in output.errors:
                 confirmed = False
                 if sequence_id not in output.errors:
                     error = sampled.errors.get(index, NOT_FINITE)
@@ -448,13 +458,15 @@ class ModelRunner:
                 continue
             else:
                 confirmed = True
-            output.sampled_token_ids.setdefault(sequence_id, []).append(token)
+                output.sampled_token_ids[sequence_id] = [token]
             if index in sampled.logprobs:
                 output.logprobs.setdefault(sequence_id, []).append(sampled.logprobs[index])
-            state = batch.sampling.sequences[step.rows[index]] if step.valid[index] else None
-            if state is not None and state.sampler_state is not None:
-                output.sampler_states[sequence_id] = state.sampler_state
-        if batch.num_guided and not step.overlaps:
+        if batch.sampling.states:
+            for sequence_id, row in zip(step.sequence_ids, np.where(step.valid, step.rows, -1).tolist(), strict=True):
+                state = batch.sampling.states.get(row)
+                if state is not None and state.sampler_state is not None and sequence_id in output.sampled_token_ids:
+                    output.sampler_states[sequence_id] = state.sampler_state
+        if batch.guides and not step.overlaps:
             self.guidance.advance(step.sequence_ids, batch, output)
 
     def close(self) -> None:
@@ -465,7 +477,7 @@ class ModelRunner:
     def _prompt_logprobs(self, hidden: Array, inputs: StepInputs) -> dict[str, list[TokenTopLogprobs]]:
         result: dict[str, list[TokenTopLogprobs]] = {}
         for index, row in enumerate(inputs.rows.tolist()):
-            state = self.batch.sampling.sequences[row]
+            state = self.batch.sampling.states.get(row)
             if state is None or state.num_prompt_logprobs is None:
                 continue
             computed = int(self.batch.num_computed_tokens[row])

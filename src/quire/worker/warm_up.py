@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.engine_request import EngineRequest, ThinkingData
-from quire.kernels.backend import LateTokens
+from quire.kernels.backend import DeviceTokens
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import BlockTransfer, NewSequenceData, SchedulerOutput, Tier, TransferOp
@@ -36,8 +36,8 @@ def warm_up(runner: ModelRunner) -> None:
     runner.transfers.warm_up()
     if runner.pooler is None:  # what only steps beside one in flight need
         place, backend = np.zeros(1, np.int64), runner.backend
-        late = LateTokens(backend.zeros((1,), "int64"), place)
-        backend.bar_after(backend.zeros((1, 2)), place, place, late, place)
+        last = DeviceTokens(backend.zeros((1,), "int64"), place)
+        backend.ban_after(backend.zeros((1, 2)), place, place, last, place)
     length = min(WARM_UP_TOKENS, runner.batch.token_ids.shape[1] - 1)
     request = EngineRequest(_SEQUENCE_ID, [0] * length, SamplingParams(), pooling=PoolingParams())
     if runner.pooler is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import LateTokens, Penalties
+from quire.kernels.backend import DeviceTokens, Penalties
 from quire.kernels.gpu.backend import GPUBackend
 
 
@@ -26,7 +26,7 @@ def launch() -> None:
     backend.add_bias(logits, which, which, np.ones(1, np.float32))
     numbers = np.ones(1, np.float32)
     ids = np.zeros(300, np.int32)
-    late = LateTokens(torch.zeros(4, dtype=torch.int64), which)
+    last = DeviceTokens(torch.zeros(4, dtype=torch.int64), which)
     penalties = Penalties(which, np.array([0, 300]), ids, ids, numbers, numbers, numbers)
-    backend.apply_penalties(logits, penalties, late)
-    backend.bar_after(logits, which, which, late, which)
+    backend.apply_penalties(logits, penalties, last)
+    backend.ban_after(logits, which, which, last, which)

@@ -20,7 +20,7 @@ from quire.kernels.backend import (
     AttentionMetadata,
     AttentionParams,
     Backend,
-    LateTokens,
+    DeviceTokens,
     Penalties,
     TopLogprobs,
 )
@@ -376,10 +376,10 @@ class CPUBackend(HostMemory, Backend):
 
     # Logits and sampling
 
-    def apply_penalties(self, logits: np.ndarray, penalties: Penalties, late: LateTokens | None = None) -> None:
+    def apply_penalties(self, logits: np.ndarray, penalties: Penalties, last: DeviceTokens | None = None) -> None:
         self._last_maxima = None
-        if late is not None:
-            penalties = penalties.with_tokens(late.tokens, late.places)
+        if last is not None:
+            penalties = penalties.with_tokens(last.tokens, last.indices)
         dtypes = (np.int64, np.int64, np.int32, np.int32, np.float32, np.float32, np.float32)
         arrays = (_array(values, dtype) for values, dtype in zip(penalties, dtypes, strict=True))
         choose.penalize(self._launcher, logits, *arrays)

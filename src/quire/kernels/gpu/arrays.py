@@ -106,14 +106,14 @@ class ArrayOps:
 
     # Tokens that stay on the device from one step to the next, and events
 
-    def take_tokens(self, target: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> None:
-        torch.index_select(source, 0, places, out=target)
+    def gather_tokens(self, target: torch.Tensor, source: torch.Tensor, indices: torch.Tensor) -> None:
+        torch.index_select(source, 0, indices, out=target)
 
-    def keep_tokens(
-        self, target: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor
+    def store_tokens(
+        self, target: torch.Tensor, indices: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor
     ) -> torch.Tensor:
         kept = torch.where(finite, tokens, -1)
-        target.index_copy_(0, places, kept.clamp(min=0))
+        target.index_copy_(0, indices, kept.clamp(min=0))
         return kept
 
     def record_event(self) -> Any:

@@ -156,13 +156,13 @@ def add_values(logits, stride, entries, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "places"])
-def penalize(logits, stride, entries, count, places, late, BLOCK: tl.constexpr):
+def penalize(logits, stride, entries, count, places, device_tokens, BLOCK: tl.constexpr):
     """See `Backend.apply_penalties`: entries int32 are [3, count], then [7, places].
 
     The former are places among the rows, tokens (none of a row twice), and how often each was generated; the latter,
-    rows, the bits of their penalties, where in `late` int64 their last token is (-1: nowhere), and their first entry
-    and the one after their last. Programs beyond those of entries are for a place each, whose late token they take if
-    it is no entry; one that is counts once more there.
+    rows, the bits of their penalties, the index of their last token in `device_tokens` int64 (-1: none), their first
+    entry and the one after their last. Programs beyond those of entries are for a place each, whose device token they
+    take if it is no entry; one that is counts once more there.
     """
     lanes = tl.arange(0, BLOCK)
     e = tl.program_id(0) * BLOCK + lanes
@@ -171,7 +171,7 @@ def penalize(logits, stride, entries, count, places, late, BLOCK: tl.constexpr):
     place = tl.load(entries + e, mask=e < count, other=tl.maximum(beyond, 0))
     options = entries + 3 * count + place
     source = tl.load(options + 4 * places, mask=here, other=-1)
-    last = tl.load(late + source, mask=source >= 0, other=-1).to(tl.int32)
+    last = tl.load(device_tokens + source, mask=source >= 0, other=-1).to(tl.int32)
     token = tl.load(entries + count + e, mask=e < count, other=0)
     times = tl.load(entries + 2 * count + e, mask=e < count, other=0)
     if beyond >= 0:
@@ -195,12 +195,14 @@ def penalize(logits, stride, entries, count, places, late, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stride", "count"])
-def bar_where(logits, stride, entries, count, late, BLOCK: tl.constexpr):
-    """See `Backend.bar_after`: entries int32 [4, count] are rows, tokens, places in `late` int64, tokens there."""
+def ban_where(logits, stride, entries, count, device_tokens, BLOCK: tl.constexpr):
+    """See `Backend.ban_after`: entries int32 [4, count] are rows, tokens to ban, indices into `device_tokens`
+    int64, and the token there that each ban follows.
+    """
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = e < count
     row = tl.load(entries + e, mask=here, other=0).to(tl.int64)
     token = tl.load(entries + count + e, mask=here, other=0)
-    last = tl.load(late + tl.load(entries + 2 * count + e, mask=here, other=0), mask=here, other=0)
+    last = tl.load(device_tokens + tl.load(entries + 2 * count + e, mask=here, other=0), mask=here, other=0)
     hit = here & (last == tl.load(entries + 3 * count + e, mask=here, other=-1))
     tl.store(logits + row * stride + token, float("-inf"), mask=hit)

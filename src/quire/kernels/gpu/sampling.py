@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import LateTokens, Penalties, TopLogprobs
+from quire.kernels.backend import DeviceTokens, Penalties, TopLogprobs
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.logits_kernels import (
     add_values,
-    bar_where,
+    ban_where,
     join_largest,
     join_sums,
     keep_bits,
@@ -34,11 +34,11 @@ MOST_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys
 class SamplingOps(ArrayOps):
     """Logits and sampling."""
 
-    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, late: LateTokens | None = None) -> None:
+    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, last: DeviceTokens | None = None) -> None:
         """Everything goes to the device in one copy."""
         rows, starts, ids, counts, *factors = penalties
         count, places = len(ids), len(rows)
-        if not count and late is None:
+        if not count and last is None:
             return
         entries = np.empty(3 * count + 7 * places, np.int32)
         lists, options = entries[: 3 * count].reshape(3, count), entries[3 * count :].reshape(7, places)
@@ -46,20 +46,20 @@ class SamplingOps(ArrayOps):
         options[0] = rows
         for line, values in zip(options[1:4], factors, strict=True):
             line[:] = np.asarray(values, np.float32).view(np.int32)
-        options[4] = -1 if late is None else late.places
+        options[4] = -1 if last is None else last.indices
         options[5], options[6] = starts[:-1], starts[1:]
-        # The same kernel with and without late tokens: what it rounds must not depend on when a token is known.
-        tokens = torch.empty(1, dtype=torch.int64, device=logits.device) if late is None else late.tokens
-        grid = (-(-count // ENTRIES) + (0 if late is None else places),)
+        # The same kernel with and without device tokens: its rounding must not depend on when a token is known.
+        tokens = torch.empty(1, dtype=torch.int64, device=logits.device) if last is None else last.tokens
+        grid = (-(-count // ENTRIES) + (0 if last is None else places),)
         penalize[grid](logits, logits.stride(0), self.from_numpy(entries), count, places, tokens, ENTRIES)
 
-    def bar_after(
-        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, late: LateTokens, before: np.ndarray
+    def ban_after(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, last: DeviceTokens, before: np.ndarray
     ) -> None:
         count = len(rows)
-        entries = np.stack([rows, tokens, late.places, before]).astype(np.int32)
+        entries = np.stack([rows, tokens, last.indices, before]).astype(np.int32)
         grid = (-(-count // ENTRIES),)
-        bar_where[grid](logits, logits.stride(0), self.from_numpy(entries), count, late.tokens, ENTRIES)
+        ban_where[grid](logits, logits.stride(0), self.from_numpy(entries), count, last.tokens, ENTRIES)
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         """What is added to the same logit is added up before, so that the order is settled."""

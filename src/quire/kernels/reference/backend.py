@@ -21,7 +21,7 @@ from quire.kernels.backend import (
     AttentionMetadata,
     AttentionParams,
     Backend,
-    LateTokens,
+    DeviceTokens,
     Penalties,
     Tensor,
     TopLogprobs,
@@ -381,9 +381,9 @@ class ReferenceBackend(HostMemory, Backend):
 
     # Logits and sampling
 
-    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, late: LateTokens | None = None) -> None:
-        if late is not None:
-            penalties = penalties.with_tokens(self.to_numpy(late.tokens), late.places)
+    def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, last: DeviceTokens | None = None) -> None:
+        if last is not None:
+            penalties = penalties.with_tokens(self.to_numpy(last.tokens), last.indices)
         rows, starts, ids, counts, repetition, presence, frequency = penalties
         lengths = np.diff(starts)
         times, tokens = self.from_numpy(counts), self.from_numpy(ids.astype(np.int64))

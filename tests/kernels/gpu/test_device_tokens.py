@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.kernels.backend import LateTokens, Penalties
+from quire.kernels.backend import DeviceTokens, Penalties
 from quire.kernels.create import create_backend
 from quire.kernels.gpu import sampling
 from quire.kernels.gpu.backend import GPUBackend
@@ -36,18 +36,18 @@ def scene() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return normal(rng, 6, SIZE), prompt, counts
 
 
-def late_of(backend: Any, tokens: list[int | None]) -> LateTokens:
+def device_tokens_of(backend: Any, tokens: list[int | None]) -> DeviceTokens:
     """Return the last tokens of rows, None for known ones, which are somewhere among others on the device."""
     places = np.array([-1 if token is None else 2 * index + 1 for index, token in enumerate(tokens)])
     held = np.full(2 * len(tokens) + 2, 7)
     for place, token in zip(places.tolist(), tokens, strict=True):
         if token is not None:
             held[place] = token
-    return LateTokens(backend.from_numpy(held), places)
+    return DeviceTokens(backend.from_numpy(held), places)
 
 
 def which(prompt: np.ndarray, counts: np.ndarray, kind: str) -> list[int | None]:
-    """Return a late token of each row, of one kind: in the output, only in the prompt, new, or known."""
+    """Return a device token of each row, of one kind: in the output, only in the prompt, new, or known."""
     seen = {"output": counts > 0, "prompt": prompt & (counts == 0), "new": ~prompt & (counts == 0)}
     found: list[int | None] = []
     for row in range(4):
@@ -57,7 +57,7 @@ def which(prompt: np.ndarray, counts: np.ndarray, kind: str) -> list[int | None]
 
 
 @pytest.mark.parametrize("kind", ["output", "prompt", "new", "mixed"])
-def test_penalties_count_a_late_token_as_one_that_the_host_knows(backend: Any, kind: str) -> None:
+def test_penalties_count_a_device_token_as_one_that_the_host_knows(backend: Any, kind: str) -> None:
     logits, prompt, counts = scene()
     tokens = which(prompt, counts, kind) if kind != "mixed" else []
     if kind == "mixed":
@@ -67,13 +67,15 @@ def test_penalties_count_a_late_token_as_one_that_the_host_knows(backend: Any, k
         if token is not None:
             with_it[row, token] += 1
     assert (with_it != counts).any()
-    late, known, unaware = (backend.from_numpy(logits.copy()) for _ in range(3))
-    backend.apply_penalties(late, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), late_of(backend, tokens))
+    on_device, known, unaware = (backend.from_numpy(logits.copy()) for _ in range(3))
+    backend.apply_penalties(
+        on_device, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), device_tokens_of(backend, tokens)
+    )
     backend.apply_penalties(known, Penalties(ROWS, *as_lists(prompt, with_it), *PENALTIES))
     backend.apply_penalties(unaware, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES))
-    late, known, unaware = (backend.to_numpy(array) for array in (late, known, unaware))
-    np.testing.assert_array_equal(late, known)
-    assert (late != unaware).sum() == sum(token is not None for token in tokens)
+    on_device, known, unaware = (backend.to_numpy(array) for array in (on_device, known, unaware))
+    np.testing.assert_array_equal(on_device, known)
+    assert (on_device != unaware).sum() == sum(token is not None for token in tokens)
 
 
 def test_all_backends_agree() -> None:
@@ -93,21 +95,23 @@ def test_all_backends_agree() -> None:
         GPUBackend("float32", "float32", DEVICE),
     ):
         target = each.from_numpy(logits.copy())
-        each.apply_penalties(target, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), late_of(each, tokens))
+        each.apply_penalties(
+            target, Penalties(ROWS, *as_lists(prompt, counts), *PENALTIES), device_tokens_of(each, tokens)
+        )
         np.testing.assert_allclose(each.to_numpy(target), expected, atol=1e-6)
 
 
 def test_a_token_is_barred_where_the_late_one_calls_for_it(backend: Any) -> None:
     logits = normal(np.random.default_rng(9), 5, SIZE)
     rows, tokens = np.array([3, 3, 0, 1, 3, 3]), np.array([8, 9, 8, 89, 10, 10])
-    late = late_of(backend, [40, 40, 41, 0, 40, 40])
+    on_device = device_tokens_of(backend, [40, 40, 41, 0, 40, 40])
     target = backend.from_numpy(logits.copy())
     backend.greedy(target)  # what it knows of the logits holds no longer
-    backend.bar_after(target, rows, tokens, late, np.array([40, 41, 40, 0, 39, 40]))
+    backend.ban_after(target, rows, tokens, on_device, np.array([40, 41, 40, 0, 39, 40]))
     expected = logits.copy()
     expected[[3, 1, 3], [8, 89, 10]] = -np.inf
     np.testing.assert_array_equal(backend.to_numpy(target), expected)
     only = backend.from_numpy(np.array([[0.0, 2.0, 1.0]], np.float32))
     assert backend.to_numpy(backend.greedy(only)).tolist() == [1]
-    backend.bar_after(only, np.array([0]), np.array([1]), late_of(backend, [5]), np.array([5]))
+    backend.ban_after(only, np.array([0]), np.array([1]), device_tokens_of(backend, [5]), np.array([5]))
     assert backend.to_numpy(backend.greedy(only)).tolist() == [2]
