@@ -14,274 +14,222 @@ from quire.frontend.formats.parts import (
     CallId,
     JsonObject,
     Kwargs,
-    Maybe,
     Name,
     Part,
     ReasoningFormat,
     Tagged,
-    Text,
+    maybe,
+    parts,
 )
 
 SPACE = Blank(" ")
 NONE = Blank()
 LINE = Blank("\n", loose=True)
+LOOSE = Blank("", loose=True)
+NAME = Name()
 
 
-def json_call(arguments: str, extra: tuple[Part, ...] = ()) -> tuple[Part, ...]:
+def json_call(arguments: str, *extra: Part) -> tuple[Part, ...]:
     """Return the parts of {"name": ..., `arguments`: {...}}, `extra` behind the arguments."""
-    kind = Maybe((Text('"type"'), NONE, Text(":"), NONE, Text('"function"'), NONE, Text(","), NONE), written=False)
-    begin = (Text("{"), NONE, kind, Text('"name"'), NONE, Text(":"), SPACE, Text('"'), Name(), Text('"'))
-    key = (NONE, Text(","), SPACE, Text(f'"{arguments}"'), NONE, Text(":"), SPACE)
-    return (*begin, *key, Arguments(JsonObject()), *extra, NONE, Text("}"))
+    kind = maybe('"type"', NONE, ":", NONE, '"function"', NONE, ",", NONE, written=False)
+    begin = parts("{", NONE, kind, '"name"', NONE, ":", SPACE, '"', NAME, '"')
+    key = parts(NONE, ",", SPACE, f'"{arguments}"', NONE, ":", SPACE)
+    return parts(*begin, *key, ARGUMENTS, *extra, NONE, "}")
 
 
-DEEPSEEK_OPENS = (Text("<｜tool▁calls▁begin｜>"), Blank("", loose=True))
-DEEPSEEK_CLOSES = (Blank("", loose=True), Text("<｜tool▁calls▁end｜>"))
-LIST = (NONE, Text(","), SPACE)
+def tagged_call(tag: str, pad: str = "") -> tuple[Part, ...]:
+    """Return the parts of <tag><function=...><parameter=...>...</parameter></function></tag>."""
+    arguments = Arguments(Tagged("<parameter=", ">", "", "</parameter>", pad=pad))
+    return parts(f"<{tag}>", LINE, "<function=", NAME, ">", arguments, LINE, "</function>", LINE, f"</{tag}>")
+
+
+def mistral_call(*, with_id: bool) -> tuple[Part, ...]:
+    """Return the parts of [TOOL_CALLS]...[ARGS]{...}, with an id between if the family writes it."""
+    call_id = maybe("[CALL_ID]", CallId(length=9), written=with_id)
+    return parts("[TOOL_CALLS]", NONE, NAME, call_id, "[ARGS]", NONE, ARGUMENTS)
+
+
+ARGUMENTS = Arguments(JsonObject())
+DEEPSEEK_OPENS = parts("<｜tool▁calls▁begin｜>", LOOSE)
+DEEPSEEK_CLOSES = parts(LOOSE, "<｜tool▁calls▁end｜>")
+PYTHONIC = parts(NAME, "(", NONE, Arguments(Kwargs()), ")")
+LIST = parts(NONE, ",", SPACE)
 
 CALLS: tuple[CallFormat, ...] = (
     CallFormat(
         name="qwen3_coder",
         aliases=("qwen3_xml", "step3p5"),
-        call=(
-            Text("<tool_call>"),
-            LINE,
-            Text("<function="),
-            Name(),
-            Text(">"),
-            Arguments(Tagged("<parameter=", ">", "", "</parameter>", pad="\n")),
-            Blank("\n", loose=True),
-            Text("</function>"),
-            LINE,
-            Text("</tool_call>"),
-        ),
+        call=tagged_call("tool_call", pad="\n"),
         between=(LINE,),
         signs=(("<tool_call>", "<function=", "<parameter="),),
     ),
     CallFormat(
         name="seed_oss",
-        call=(
-            Text("<seed:tool_call>"),
-            LINE,
-            Text("<function="),
-            Name(),
-            Text(">"),
-            Arguments(Tagged("<parameter=", ">", "", "</parameter>")),
-            Blank("\n", loose=True),
-            Text("</function>"),
-            LINE,
-            Text("</seed:tool_call>"),
-        ),
+        call=tagged_call("seed:tool_call"),
         between=(LINE,),
         signs=(("<seed:tool_call>",),),
     ),
     CallFormat(
         name="glm45",
         aliases=("glm47",),
-        call=(
-            Text("<tool_call>"),
-            Name(),
+        call=parts(
+            "<tool_call>",
+            NAME,
             Arguments(Tagged("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
-            Blank("\n", loose=True),
-            Text("</tool_call>"),
+            LINE,
+            "</tool_call>",
         ),
         between=(LINE,),
         signs=(("<tool_call>", "<arg_key>", "<arg_value>"),),
     ),
     CallFormat(
         name="minimax_m2",
-        opens=(Text("<minimax:tool_call>"), LINE),
-        call=(
-            Text('<invoke name="'),
-            Name(),
-            Text('">'),
+        opens=parts("<minimax:tool_call>", LINE),
+        call=parts(
+            '<invoke name="',
+            NAME,
+            '">',
             Arguments(Tagged('<parameter name="', '">', "", "</parameter>")),
-            Blank("\n", loose=True),
-            Text("</invoke>"),
+            LINE,
+            "</invoke>",
         ),
         between=(LINE,),
-        closes=(LINE, Text("</minimax:tool_call>")),
+        closes=parts(LINE, "</minimax:tool_call>"),
         signs=(("<minimax:tool_call>",),),
     ),
     CallFormat(
         name="kimi_k2",
-        opens=(Text("<|tool_calls_section_begin|>"), Blank("", loose=True)),
-        call=(
-            Text("<|tool_call_begin|>"),
+        opens=parts("<|tool_calls_section_begin|>", LOOSE),
+        call=parts(
+            "<|tool_call_begin|>",
             NONE,
-            Text("functions."),
-            Name(),
-            Text(":"),
+            "functions.",
+            NAME,
+            ":",
             CallId(bare=False),
             NONE,
-            Text("<|tool_call_argument_begin|>"),
+            "<|tool_call_argument_begin|>",
             NONE,
-            Arguments(JsonObject()),
+            ARGUMENTS,
             NONE,
-            Text("<|tool_call_end|>"),
+            "<|tool_call_end|>",
         ),
-        between=(Blank("", loose=True),),
-        closes=(Blank("", loose=True), Text("<|tool_calls_section_end|>")),
+        between=(LOOSE,),
+        closes=parts(LOOSE, "<|tool_calls_section_end|>"),
         signs=(("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),),
     ),
     CallFormat(
         name="deepseek_v31",
         opens=DEEPSEEK_OPENS,
-        call=(
-            Text("<｜tool▁call▁begin｜>"),
-            Name(),
-            Text("<｜tool▁sep｜>"),
-            NONE,
-            Arguments(JsonObject()),
-            NONE,
-            Text("<｜tool▁call▁end｜>"),
-        ),
-        between=(Blank("", loose=True),),
+        call=parts("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", NONE, ARGUMENTS, NONE, "<｜tool▁call▁end｜>"),
+        between=(LOOSE,),
         closes=DEEPSEEK_CLOSES,
         signs=(("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),),
     ),
     CallFormat(
         name="deepseek_v3",
         opens=DEEPSEEK_OPENS,
-        call=(
-            Text("<｜tool▁call▁begin｜>"),
-            Text("function"),
-            Text("<｜tool▁sep｜>"),
-            Name(),
+        call=parts(
+            "<｜tool▁call▁begin｜>",
+            "function",
+            "<｜tool▁sep｜>",
+            NAME,
             Blank("\n"),
-            Text("```json"),
+            "```json",
             Blank("\n"),
-            Arguments(JsonObject()),
+            ARGUMENTS,
             Blank("\n"),
-            Text("```"),
+            "```",
             NONE,
-            Text("<｜tool▁call▁end｜>"),
+            "<｜tool▁call▁end｜>",
         ),
-        between=(Blank("\n", loose=True),),
+        between=(LINE,),
         closes=DEEPSEEK_CLOSES,
         signs=(("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),),
     ),
     CallFormat(
         name="mistral",
-        call=(
-            Text("[TOOL_CALLS]"),
-            NONE,
-            Name(),
-            Maybe((Text("[CALL_ID]"), CallId(length=9)), written=False),
-            Text("[ARGS]"),
-            NONE,
-            Arguments(JsonObject()),
-        ),
+        call=mistral_call(with_id=False),
         between=(NONE,),
         signs=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     CallFormat(
         name="mistral_ids",
-        call=(
-            Text("[TOOL_CALLS]"),
-            NONE,
-            Name(),
-            Maybe((Text("[CALL_ID]"), CallId(length=9))),
-            Text("[ARGS]"),
-            NONE,
-            Arguments(JsonObject()),
-        ),
+        call=mistral_call(with_id=True),
         between=(NONE,),
         signs=(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),),
     ),
     CallFormat(
         name="mistral_list",
-        opens=(Text("[TOOL_CALLS]"), NONE, Text("["), NONE),
+        opens=parts("[TOOL_CALLS]", NONE, "[", NONE),
         call=json_call(
-            "arguments",
-            (
-                NONE,
-                Maybe(
-                    (Text(","), NONE, Text('"id"'), NONE, Text(":"), NONE, Text('"'), CallId(length=9), Text('"')),
-                    written=False,
-                ),
-            ),
+            "arguments", NONE, maybe(",", NONE, '"id"', NONE, ":", NONE, '"', CallId(length=9), '"', written=False)
         ),
         between=LIST,
-        closes=(NONE, Text("]")),
+        closes=parts(NONE, "]"),
         signs=(("[TOOL_CALLS]",),),
     ),
     CallFormat(
         name="phi4_mini_json",
-        opens=(Text("<|tool_call|>"), NONE, Text("["), NONE),
+        opens=parts("<|tool_call|>", NONE, "[", NONE),
         call=json_call("arguments"),
         between=LIST,
-        closes=(NONE, Text("]"), NONE, Text("<|/tool_call|>")),
+        closes=parts(NONE, "]", NONE, "<|/tool_call|>"),
         signs=(("<|tool_call|>", "<|/tool_call|>"), ("<|tool|>", "<|/tool|>")),
     ),
     CallFormat(
         name="functools",
-        opens=(Text("functools"), NONE, Text("["), NONE),
+        opens=parts("functools", NONE, "[", NONE),
         call=json_call("arguments"),
         between=LIST,
-        closes=(NONE, Text("]")),
+        closes=parts(NONE, "]"),
         signs=(("functools[",),),
     ),
     CallFormat(
         name="gemma4",
-        call=(
-            Text("<|tool_call>"),
-            Text("call:"),
-            Name(),
-            Arguments(Braces('<|"|>')),
-            Text("<tool_call|>"),
-        ),
+        call=parts("<|tool_call>", "call:", NAME, Arguments(Braces('<|"|>')), "<tool_call|>"),
         between=(NONE,),
         signs=(("<|tool_call>", "<tool_call|>"),),
     ),
     CallFormat(
         name="functiongemma",
         aliases=("gemma",),
-        call=(
-            Text("<start_function_call>"),
-            Text("call:"),
-            Name(),
-            Arguments(Braces("<escape>")),
-            Text("<end_function_call>"),
-        ),
+        call=parts("<start_function_call>", "call:", NAME, Arguments(Braces("<escape>")), "<end_function_call>"),
         between=(NONE,),
         signs=(("<start_function_call>",),),
     ),
     CallFormat(
         name="hermes",
         aliases=("qwen3_json", "granite4"),
-        call=(Text("<tool_call>"), LINE, *json_call("arguments"), LINE, Text("</tool_call>")),
+        call=parts("<tool_call>", LINE, *json_call("arguments"), LINE, "</tool_call>"),
         between=(LINE,),
         signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
     ),
     CallFormat(
         name="llama4_pythonic",
-        opens=(Maybe((Text("<|python_start|>"), NONE), written=False), Text("["), NONE),
-        call=(Name(), Text("("), NONE, Arguments(Kwargs()), Text(")")),
+        opens=parts(maybe("<|python_start|>", NONE, written=False), "[", NONE),
+        call=PYTHONIC,
         between=LIST,
-        closes=(NONE, Text("]"), Maybe((Text("<|python_end|>"),), written=False)),
+        closes=parts(NONE, "]", maybe("<|python_end|>", written=False)),
         signs=(("<|python_start|>", "<|header_start|>"), ("func_name1(params_name1=", "<|header_start|>")),
         at_start=True,
     ),
     CallFormat(
         name="pythonic",
-        opens=(Text("["), NONE),
-        call=(Name(), Text("("), NONE, Arguments(Kwargs()), Text(")")),
+        opens=parts("[", NONE),
+        call=PYTHONIC,
         between=LIST,
-        closes=(NONE, Text("]")),
+        closes=parts(NONE, "]"),
         signs=(("func_name1(params_name1=",),),
         at_start=True,
     ),
     CallFormat(
         name="llama3_json",
         aliases=("llama4_json",),
-        opens=(Maybe((Text("<|python_tag|>"), NONE), written=False),),
+        opens=(maybe("<|python_tag|>", NONE, written=False),),
         call=json_call("parameters"),
-        between=(NONE, Text(";"), SPACE),
-        signs=(
-            ("<|start_header_id|>", '"parameters": '),
-            ("<|python_tag|>", '"parameters"'),
-        ),
+        between=parts(NONE, ";", SPACE),
+        signs=(("<|start_header_id|>", '"parameters": '), ("<|python_tag|>", '"parameters"')),
         at_start=True,
     ),
 )
@@ -291,10 +239,7 @@ THINK = ("<think>", "</think>")
 REASONING: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(name="mistral", start="[THINK]", end="[/THINK]", signs=(("[THINK]", "[/THINK]"),)),
     ReasoningFormat(
-        name="gemma4",
-        start="<|channel>thought\n",
-        end="<channel|>",
-        signs=(("<|channel>", "<channel|>"),),
+        name="gemma4", start="<|channel>thought\n", end="<channel|>", signs=(("<|channel>", "<channel|>"),)
     ),
     ReasoningFormat(name="seed_oss", start="<seed:think>", end="</seed:think>", signs=(("<seed:think>",),)),
     ReasoningFormat("qwen3", *THINK, after="\n\n", signs=(("</think>\\n\\n",), ("</think>\n\n",))),

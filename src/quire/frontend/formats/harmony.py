@@ -11,7 +11,7 @@ from quire.frontend.formats.arguments import add_arguments
 from quire.frontend.formats.events import ReadingParser
 from quire.frontend.formats.grammar import Writer, allowed_tools, must_call
 from quire.frontend.formats.message import MessageSpec
-from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, Text
+from quire.frontend.formats.parts import Arguments, Blank, CallFormat, JsonObject, Name, ReasoningFormat, parts
 from quire.frontend.formats.source import Reading, Sink, markers_of
 from quire.frontend.formats.values import read_json
 from quire.structured.builder import GrammarBuilder
@@ -26,15 +26,8 @@ MAX_BEGINNING = 16
 
 CALLS = CallFormat(
     name="openai",
-    call=(
-        Text(CHANNEL),
-        Text("commentary to=" + NAMESPACE),
-        Name(),
-        Blank(" "),
-        Text(CONSTRAIN),
-        Text("json"),
-        Text(MESSAGE),
-        Arguments(JsonObject()),
+    call=parts(
+        CHANNEL, "commentary to=" + NAMESPACE, Name(), Blank(" "), CONSTRAIN, "json", MESSAGE, Arguments(JsonObject())
     ),
     aliases=("gpt_oss", "harmony"),
     signs=((CHANNEL, MESSAGE, "analysis", "commentary"),),

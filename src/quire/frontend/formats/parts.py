@@ -97,6 +97,16 @@ class Arguments:
 Part = Text | Blank | Name | CallId | Maybe | Arguments
 
 
+def parts(*pieces: Part | str) -> tuple[Part, ...]:
+    """Return parts, with a `Text` for each text."""
+    return tuple(Text(piece) if isinstance(piece, str) else piece for piece in pieces)
+
+
+def maybe(*pieces: Part | str, written: bool = True) -> Maybe:
+    """Return `Maybe` of these parts, texts as in `parts`."""
+    return Maybe(parts(*pieces), written)
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """How calls are written: `opens` call (`between` call)* `closes`.
