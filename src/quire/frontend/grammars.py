@@ -4,24 +4,22 @@ A grammar that takes longer than `TIMEOUT` seconds costs a process and its own r
 too, are cached up to a number of bytes, except timeouts: next time the machine may be less busy. The same job requested
 twice at a time is compiled once.
 
-A child (`main`) reads jobs, as JSON, from standard input and writes results, as msgpack, to standard output, each
-behind its length in four bytes. It compiles with the same code, within the same limits, that the engine will use.
+A child (`main`) takes jobs, as JSON, from a connection and sends results, as msgpack. It compiles with the same code,
+within the same limits, that the engine will use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import BinaryIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -40,7 +38,6 @@ MAX_PROCESSES = 2
 QUEUE_TIMEOUT = 8.0  # seconds that a job waits for one of them
 CACHE_BYTES = 16 << 20
 MEMORY = 1 << 30  # bytes of address space of a child; about 200 MiB of it are the interpreter and its libraries
-HEADER = struct.Struct("<I")
 INTERNAL_ERROR = "internal_error"  # the code of faults of ours
 
 
@@ -101,9 +98,8 @@ class GrammarCompiler:
         self._queue_timeout = queue_timeout
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, CompileResult] = OrderedDict()
+        self._results: OrderedDict[bytes, Future[CompileResult]] = OrderedDict()  # cached, or under way
         self._cached_bytes = 0
-        self._pending: dict[bytes, Future[CompileResult]] = {}
         self._idle: list[_Process] = []
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._closed = False
@@ -111,7 +107,8 @@ class GrammarCompiler:
     def is_cached(self, job: Job) -> bool:
         """Whether the result of a job is cached."""
         with self._lock:
-            return _key(_encode_job(job)) in self._cache
+            result = self._results.get(_key(_encode_job(job)))
+            return result is not None and result.done()
 
     def compile(self, job: Job) -> str | None:
         """Return the grammar for a job; None if nothing is to be constrained. Blocks up to some seconds.
@@ -123,28 +120,27 @@ class GrammarCompiler:
         data = _encode_job(job)
         key = _key(data)
         with self._lock:
-            result = self._cache.get(key)
-            if result is not None:
-                self._cache.move_to_end(key)
-                return result.unwrap()
-            pending = self._pending.get(key)
-            first = pending is None
-            if pending is None:
-                pending = self._pending[key] = Future()
+            future = self._results.get(key)
+            first = future is None
+            if future is None:
+                future = self._results[key] = Future()
+            self._results.move_to_end(key)
         if not first:
-            return pending.result().unwrap()
+            return future.result().unwrap()
         try:
             result = self._run_in_slot(data)
         except BaseException as error:
             with self._lock:
-                del self._pending[key]
-            pending.set_exception(error)
+                del self._results[key]
+            future.set_exception(error)
             raise
         with self._lock:
-            del self._pending[key]
-            if result.code != INTERNAL_ERROR and not result.transient:
-                self._store(key, result)
-        pending.set_result(result)
+            future.set_result(result)
+            if result.code == INTERNAL_ERROR or result.transient:
+                del self._results[key]
+            else:
+                self._cached_bytes += result.num_bytes
+                self._evict()
         return result.unwrap()
 
     def close(self) -> None:
@@ -186,12 +182,13 @@ class GrammarCompiler:
         process.kill()
         return result
 
-    def _store(self, key: bytes, result: CompileResult) -> None:
-        self._cache[key] = result
-        self._cached_bytes += result.num_bytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= oldest.num_bytes
+    def _evict(self) -> None:
+        """Drop the results that were used longest ago, as far as they are too many, but not the last one."""
+        done = [key for key, future in self._results.items() if future.done()]
+        for key in done[:-1]:
+            if self._cached_bytes <= self._cache_bytes:
+                break
+            self._cached_bytes -= self._results.pop(key).result().num_bytes
 
     def __del__(self) -> None:
         self.close()
@@ -209,14 +206,19 @@ class _Process:
     """One process that compiles."""
 
     def __init__(self) -> None:
-        self._process = start_module(
-            "quire.frontend.grammars",
-            *logs.settings().values(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._connection, theirs = Pipe()
+        with theirs:
+            file = theirs.fileno()
+            options = map(str, (*logs.settings().values(), file))
+            self._process = start_module(
+                "quire.frontend.grammars",
+                *options,
+                pass_fds=[file],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
         try:
-            self._read(START_TIMEOUT)
+            self._receive(START_TIMEOUT)
         except (_TimeoutError, _ProcessDiedError):
             raise QuireError("the process that compiles grammars does not start") from None
         except BaseException:
@@ -230,38 +232,30 @@ class _Process:
 
     def compile(self, data: bytes, timeout: float) -> CompileResult:
         """Compile a job; a process without a result in time is killed."""
-        assert self._process.stdin is not None
         try:
-            _write_frame(self._process.stdin, data)  # type: ignore[arg-type]
+            self._connection.send_bytes(data)
         except OSError:
             self.kill()
             raise _ProcessDiedError("too much memory") from None
-        return _decode_result(self._read(timeout))
+        return _decode_result(self._receive(timeout))
 
-    def _read(self, timeout: float) -> bytes:
-        """Wait for the beginning of a result, then read it: it is written in one go."""
-        stream = self._process.stdout
-        assert stream is not None
-        poller = select.poll()  # `select` itself knows no file descriptors above 1023
-        poller.register(stream, select.POLLIN)
-        ready = poller.poll(1000 * timeout)
-        data = _read_frame(stream) if ready else None  # type: ignore[arg-type]
-        if data is None:
+    def _receive(self, timeout: float) -> bytes:
+        """Wait for a result, which is sent in one go."""
+        try:
+            if self._connection.poll(timeout):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError):
             self.kill()
-            if not ready:
-                raise _TimeoutError(f"more than {timeout:g} seconds")
             # A job makes it die of nothing but its limit of memory: what goes wrong otherwise is a result.
-            raise _ProcessDiedError("too much memory")
-        return data
+            raise _ProcessDiedError("too much memory") from None
+        self.kill()
+        raise _TimeoutError(f"more than {timeout:g} seconds")
 
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):  # what was not sent yet cannot be
-                    stream.close()
+        self._connection.close()
 
 
 def _key(data: bytes) -> bytes:
@@ -297,7 +291,7 @@ def compile_job(job: Job) -> CompileResult:
 
 
 def main() -> None:
-    """Compile jobs until standard input ends; an empty message says that the child is ready."""
+    """Compile jobs until the connection is closed; an empty message says that the child is ready."""
     import resource
 
     import quire.structured.compile  # noqa: F401 - loaded before the first job, whose time is limited
@@ -305,21 +299,11 @@ def main() -> None:
     logs.setup(*sys.argv[1:3], process="grammar")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    _write_frame(sys.stdout.buffer, b"")
-    while (data := _read_frame(sys.stdin.buffer)) is not None:
-        _write_frame(sys.stdout.buffer, _encode_result(compile_job(_decode_job(data))))
-
-
-def _read_frame(stream: BinaryIO) -> bytes | None:
-    """Return the next message; None at the end of the stream."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    data = stream.read(size)
-    return data if len(data) == size else None
-
-
-def _write_frame(stream: BinaryIO, data: bytes) -> None:
-    stream.write(HEADER.pack(len(data)) + data)
-    stream.flush()
+    with Connection(int(sys.argv[3])) as connection:
+        connection.send_bytes(b"")
+        while True:
+            try:
+                job = connection.recv_bytes()
+            except (EOFError, OSError):
+                return
+            connection.send_bytes(_encode_result(compile_job(_decode_job(job))))
