@@ -8,7 +8,7 @@ line follow these declarations and report whatever they raise; nothing here know
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -36,6 +36,7 @@ MAX_N = 128
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
@@ -54,20 +55,8 @@ MIROSTAT_REPLACES = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc
 OTHER_DEFAULTS = {"top_k": -1}  # values that mean the same as the default
 # What has no meaning when the likeliest token is always taken.
 NOT_GREEDY = ("mirostat", "dynatemp_range")
-# What `BeamSearchParams.from_fields` takes over, and `seed`, which cannot change the result of a search.
-BEAM_FIELDS = frozenset(
-    (
-        "n",
-        "max_tokens",
-        "temperature",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "truncate_prompt_tokens",
-        "structured_outputs",
-        "seed",
-    )
-)
+OLLAMA = ("ollama",)
+HF_OLLAMA = ("hf", "ollama")
 
 _S = TypeVar("_S", bound=msgspec.Struct)
 Check = Callable[[str, Any], Any]
@@ -90,6 +79,7 @@ class Option:
         help: one line for the command line; a field without it has no flag.
         needs: a value other than the default means nothing unless one of these fields is set.
         refused: exists elsewhere, but cannot be honoured, for this reason.
+        names: other interfaces that know the field, each as "interface", or "interface.name" where it has another name.
         optional: whether None is a value (by the field's type).
     """
 
@@ -97,6 +87,7 @@ class Option:
     help: str = ""
     needs: tuple[str, ...] = ()
     refused: str = ""
+    names: tuple[str, ...] = ()
     optional: bool = False
 
 
@@ -150,13 +141,6 @@ def _check_logit_bias(name: str, value: Any) -> dict[int, float]:
             raise RequestError(f"{name} has key {echo(key)}; keys must be token ids >= 0", param=name)
         checked[token] = check_float(name, bias, -100.0, 100.0)
     return checked
-
-
-def _check_allowed(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list | tuple) or not value:
-        code = "empty_array" if value in ([], ()) else "invalid_type"
-        raise RequestError(f"{name} must be a non-empty list of token ids", param=name, code=code)
-    return _token_ids(2**20)(name, value)
 
 
 def _check_logprobs(name: str, value: Any) -> int:
@@ -249,13 +233,8 @@ def _check_processors(name: str, value: Any) -> list[LogitsProcessorParams] | No
     ] or None
 
 
-def _check_repetition(name: str, value: Any) -> RepetitionDetectionParams:
-    return as_struct(name, value, RepetitionDetectionParams)
-
-
-def check_structured_outputs(name: str, value: Any) -> StructuredOutputParams:
-    """Return structured-output parameters, given as such or as a mapping; raise `RequestError` else."""
-    return as_struct(name, value, StructuredOutputParams)
+_check_repetition = partial(as_struct, kind=RepetitionDetectionParams)
+check_structured_outputs = partial(as_struct, kind=StructuredOutputParams)
 
 
 def check_best_of(value: Any, n: int) -> int:
@@ -301,53 +280,67 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         int | None, Option(_integer(1, MAX_N), "Generate so many completions and return the n most likely ones.")
     ] = None
     presence_penalty: Annotated[
-        float, Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before.")
+        float, Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before.", names=OLLAMA)
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before, once per occurrence."),
+        Option(
+            _number(-2.0, 2.0),
+            "Subtracted from the logits of tokens generated before, once per occurrence.",
+            names=OLLAMA,
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         Option(
             _number(0.0, MAX_REPETITION_PENALTY, low_open=True),
             "Divides the logits of tokens in prompt and output; 1 is off.",
+            names=("hf.repetition_penalty", "ollama.repeat_penalty"),
         ),
     ] = 1.0
     temperature: Annotated[
-        float, Option(_number(0.0, 2.0), "0 always takes the likeliest token; higher is more random.")
+        float, Option(_number(0.0, 2.0), "0 always takes the likeliest token; higher is more random.", names=HF_OLLAMA)
     ] = 1.0
     top_p: Annotated[
         float,
-        Option(_number(0.0, 1.0, low_open=True), "Sample from the smallest set of tokens with this total probability."),
+        Option(
+            _number(0.0, 1.0, low_open=True),
+            "Sample from the smallest set of tokens with this total probability.",
+            names=HF_OLLAMA,
+        ),
     ] = 1.0
-    top_k: Annotated[int, Option(_integer(-1), "Sample from so many likeliest tokens; 0 takes all.")] = 0
+    top_k: Annotated[
+        int, Option(_integer(-1), "Sample from so many likeliest tokens; 0 takes all.", names=HF_OLLAMA)
+    ] = 0
     min_p: Annotated[
-        float, Option(_number(0.0, 1.0), "Drop tokens less likely than this share of the likeliest one.")
+        float,
+        Option(_number(0.0, 1.0), "Drop tokens less likely than this share of the likeliest one.", names=HF_OLLAMA),
     ] = 0.0
     seed: Annotated[
         int | None,
         Option(
             _integer_or_unset(-(2**63)),
             "Makes random sampling repeatable, whatever else runs beside; default: that of --seed, if given.",
+            names=OLLAMA,
         ),
     ] = None
     stop: Annotated[
-        list[str] | str | None, Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.")
+        list[str] | str | None,
+        Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.", names=OLLAMA),
     ] = None
     stop_token_ids: Annotated[
-        list[int] | None,
-        Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated."),
+        list[int] | None, Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated.")
     ] = None
     bad_words: Annotated[
         list[str] | None, Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.")
     ] = None
     ignore_eos: Annotated[bool, Option(check_bool, "Go on after the end-of-text token.")] = False
-    max_tokens: Annotated[int | None, Option(_integer(1), "Most tokens to generate.")] = 16
+    max_tokens: Annotated[int | None, Option(_integer(1), "Most tokens to generate.", names=("hf.max_new_tokens",))] = (
+        16
+    )
     min_tokens: Annotated[int, Option(_integer(0), "Bar the end-of-text token before so many tokens.")] = 0
     logprobs: Annotated[
-        int | None,
-        Option(_check_logprobs, "Report the log-probability of each token and of so many alternatives."),
+        int | None, Option(_check_logprobs, "Report the log-probability of each token and of so many alternatives.")
     ] = None
     prompt_logprobs: Annotated[int | None, Option(_check_logprobs, "The same for each token of the prompt.")] = None
     logit_bias: Annotated[
@@ -355,7 +348,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
-        Option(_check_allowed, "Token id that may be generated, nothing else; may be repeated."),
+        Option(
+            _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1), "Token id that may be generated, nothing else; may be repeated."
+        ),
     ] = None
     truncate_prompt_tokens: Annotated[
         int | None, Option(_integer(1), "Keep only the last so many tokens of the prompt.")
@@ -369,8 +364,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     spaces_between_special_tokens: Annotated[
-        bool,
-        Option(check_bool, "Keep the blanks that a tokenizer puts beside special tokens.", needs=("detokenize",)),
+        bool, Option(check_bool, "Keep the blanks that a tokenizer puts beside special tokens.", needs=("detokenize",))
     ] = True
     stream_interval: Annotated[int | None, Option(_integer(1))] = None
     logprob_token_ids: Annotated[
@@ -381,15 +375,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = None
     prompt_logprob_token_ids: Annotated[
-        list[list[int]] | None,
-        Option(refused="prompt_logprobs scores the prompt's own tokens and the likeliest ones"),
+        list[list[int]] | None, Option(refused="prompt_logprobs scores the prompt's own tokens and the likeliest ones")
     ] = None
     prompt_logprob_start: Annotated[
         int | None,
         Option(
-            _integer(0),
-            "First position of the prompt whose log-probability is reported.",
-            needs=("prompt_logprobs",),
+            _integer(0), "First position of the prompt whose log-probability is reported.", needs=("prompt_logprobs",)
         ),
     ] = None
     flat_logprobs: Annotated[bool, Option(check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"))] = (
@@ -405,6 +396,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         Option(
             _number(0.0, 1.0, low_open=True),
             "Sample from the tokens of the most ordinary surprise with this total probability; 1 is off.",
+            names=OLLAMA,
         ),
     ] = 1.0
     top_n_sigma: Annotated[
@@ -426,15 +418,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = 0.1
     dry_multiplier: Annotated[
-        float,
-        Option(_number(0.0, 100.0), "Makes tokens less likely that would continue a repetition (DRY); 0 is off."),
+        float, Option(_number(0.0, 100.0), "Makes tokens less likely that would continue a repetition (DRY); 0 is off.")
     ] = 0.0
     dry_base: Annotated[
         float,
         Option(
-            _number(1.0, 100.0),
-            "By how much DRY grows with each token of a repetition.",
-            needs=("dry_multiplier",),
+            _number(1.0, 100.0), "By how much DRY grows with each token of a repetition.", needs=("dry_multiplier",)
         ),
     ] = 1.75
     dry_allowed_length: Annotated[
@@ -452,22 +441,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = None
     dynatemp_range: Annotated[
-        float,
-        Option(_number(0.0, 2.0), "The temperature moves up and down by so much with the entropy; 0 is off."),
+        float, Option(_number(0.0, 2.0), "The temperature moves up and down by so much with the entropy; 0 is off.")
     ] = 0.0
     dynatemp_exponent: Annotated[
-        float,
-        Option(_number(0.0, 100.0), "How the entropy becomes that temperature.", needs=("dynatemp_range",)),
+        float, Option(_number(0.0, 100.0), "How the entropy becomes that temperature.", needs=("dynatemp_range",))
     ] = 1.0
     mirostat: Annotated[
         int,
-        Option(_integer(0, 2), "Keep the surprise of the text constant, by version 1 or 2 of mirostat; 0 is off."),
+        Option(
+            _integer(0, 2),
+            "Keep the surprise of the text constant, by version 1 or 2 of mirostat; 0 is off.",
+            names=OLLAMA,
+        ),
     ] = 0
     mirostat_tau: Annotated[
         float,
-        Option(_number(0.0, 100.0, low_open=True), "The surprise that mirostat aims at, in bits.", needs=("mirostat",)),
+        Option(
+            _number(0.0, 100.0, low_open=True),
+            "The surprise that mirostat aims at, in bits.",
+            needs=("mirostat",),
+            names=OLLAMA,
+        ),
     ] = 5.0
-    mirostat_eta: Annotated[float, Option(_number(0.0, 1.0), "How fast mirostat learns.", needs=("mirostat",))] = 0.1
+    mirostat_eta: Annotated[
+        float, Option(_number(0.0, 1.0), "How fast mirostat learns.", needs=("mirostat",), names=OLLAMA)
+    ] = 0.1
     watermarking: Annotated[Any, Option(refused="texts are not watermarked")] = None
     routed_experts_prompt_start: Annotated[int | None, Option(refused="the choice of experts is not reported")] = None
     trace_decode_token_ids: Annotated[list[int] | None, Option(refused="decoding is not traced")] = None
@@ -482,78 +480,50 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         elif self.temperature < LEAST_TEMPERATURE:
             logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, LEAST_TEMPERATURE)
             self.temperature = LEAST_TEMPERATURE
+        for name, reason in REFUSED.items():
+            if getattr(self, name) != DEFAULTS[name]:
+                raise UnsupportedError(f"{name} is not supported: {reason}; leave it out", param=name)
+        for name, message in self._conflicts():
+            raise RequestError(message, param=name)
+
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield each field that cannot be honoured together with the others, and why."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
-            )
+            yield "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True", param="stop")
+            yield "stop", "stop strings need detokenize=True"
         if self.best_of is not None:
-            self._check_best_of(self.best_of)
-        self._check_combinations()
-
-    def _check_best_of(self, best_of: int) -> None:
-        check_best_of(best_of, self.n)
-        if best_of == self.n:
-            return
-        if self.greedy:
-            raise RequestError(
-                f"best_of must equal n ({self.n}) with temperature 0, which gives equal completions; got {best_of}",
-                param="best_of",
-            )
-        if self.output_kind == RequestOutputKind.DELTA:
-            raise RequestError(
-                f"best_of must equal n ({self.n}) in a stream, because the best are known at the end only; "
-                f"got {best_of}",
-                param="best_of",
-            )
-
-    def _check_combinations(self) -> None:
-        """Raise `RequestError`, or `UnsupportedError`, for fields that cannot be honoured, or not together."""
-        for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if value == DEFAULTS[name]:
-                continue
-            if option.refused:
-                raise UnsupportedError(f"{name} is not supported: {option.refused}; leave it out", param=name)
-            if option.needs and not any(self._is_set(other) for other in option.needs):
-                raise RequestError(
-                    f"{name} has no effect without {' or '.join(option.needs)}; leave it out, or set that as well",
-                    param=name,
-                )
-        if self.mirostat:
-            why = "mirostat, which decides itself how many tokens to choose from"
-            self._refuse(MIROSTAT_REPLACES, why)
-        if self.greedy:
-            why = f"temperature {self.temperature:g}, which always takes the likeliest token"
-            self._refuse(NOT_GREEDY, why)
+            check_best_of(self.best_of, self.n)
+        ranked = f"best_of must equal n ({self.n})"
+        if self.num_sequences > self.n and self.greedy:
+            yield "best_of", f"{ranked} with temperature 0, which gives equal completions; got {self.best_of}"
+        if self.num_sequences > self.n and self.output_kind == RequestOutputKind.DELTA:
+            yield "best_of", f"{ranked} in a stream, because the best are known at the end only; got {self.best_of}"
+        for name, needs in NEEDS.items():
+            if getattr(self, name) != DEFAULTS[name] and not any(self._is_set(other) for other in needs):
+                yield name, f"{name} has no effect without {' or '.join(needs)}; leave it out, or set that as well"
+        replaced = MIROSTAT_REPLACES if self.mirostat else ()
+        yield from self._contradict(replaced, "mirostat, which decides itself how many tokens to choose from")
+        why = f"temperature {self.temperature:g}, which always takes the likeliest token"
+        yield from self._contradict(NOT_GREEDY if self.greedy else (), why)
         ids = self.logprob_token_ids
         if ids is not None and self.logprobs not in (None, len(ids)):
-            raise wrong_value("logprobs", f"absent or {len(ids)}, the number of logprob_token_ids", self.logprobs)
-        if self.stream_interval is not None:
-            self._check_interval()
+            expected = f"absent or {len(ids)}, the number of logprob_token_ids"
+            yield "logprobs", f"logprobs must be {expected}, got {echo(self.logprobs)}"
+        if self.stream_interval is not None and self.output_kind == RequestOutputKind.FINAL_ONLY:
+            yield "stream_interval", "stream_interval needs a stream; this request has one output at its end"
+        if self.stream_interval is not None and self.num_sequences > self.n:
+            why = f"best_of ({self.best_of}) above n ({self.n}), whose completions are known at the end only"
+            yield "stream_interval", f"stream_interval contradicts {why}"
 
     def _is_set(self, name: str) -> bool:
         value = getattr(self, name)
         return value is not None and (bool(value) or name.endswith("logprobs"))  # 0 logprobs are some
 
-    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+    def _contradict(self, names: tuple[str, ...], why: str) -> Iterator[tuple[str, str]]:
         for name in names:
-            value = getattr(self, name)
-            if value != DEFAULTS[name] and value != OTHER_DEFAULTS.get(name):
-                raise RequestError(f"{name} contradicts {why}; leave it out", param=name)
-
-    def _check_interval(self) -> None:
-        if self.output_kind == RequestOutputKind.FINAL_ONLY:
-            raise RequestError(
-                "stream_interval needs a stream; this request has one output at its end", param="stream_interval"
-            )
-        if self.num_sequences > self.n:
-            raise RequestError(
-                f"stream_interval contradicts best_of ({self.best_of}) above n ({self.n}), whose completions are known "
-                "at the end only",
-                param="stream_interval",
-            )
+            if getattr(self, name) not in (DEFAULTS[name], OTHER_DEFAULTS.get(name, DEFAULTS[name])):
+                yield name, f"{name} contradicts {why}; leave it out"
 
     @property
     def greedy(self) -> bool:
@@ -579,10 +549,8 @@ def _check_fields(params: msgspec.Struct, options: Mapping[str, Option]) -> None
     """Replace each field that has a check by what the check returns."""
     for name, option in options.items():
         value = getattr(params, name)
-        if option.check is not None and value is not None:
+        if option.check is not None and not (value is None and option.optional):
             setattr(params, name, option.check(name, value))
-        elif option.check is not None and not option.optional:
-            option.check(name, value)
 
 
 def with_recommended(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -641,19 +609,14 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
         params = SamplingParams(**rest)
         neutral = SamplingParams(top_k=min(params.top_k, 0), output_kind=params.output_kind)  # 0 and -1 are the same
-        for name in SamplingParams.__struct_fields__:
-            if name not in BEAM_FIELDS and getattr(params, name) != getattr(neutral, name):
+        shared = set(cls.__struct_fields__) & set(SamplingParams.__struct_fields__)
+        for name in SamplingParams.__struct_fields__:  # a seed cannot change the result of a search
+            if name not in {*shared, "n", "seed"} and getattr(params, name) != getattr(neutral, name):
                 raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
-        return cls(
-            beam_width=params.n if best_of is None else check_best_of(best_of, params.n),
-            max_tokens=most_tokens if params.max_tokens is None else params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            truncate_prompt_tokens=params.truncate_prompt_tokens,
-            structured_outputs=params.structured_outputs,
-            **options,
-        )
+        taken = {name: getattr(params, name) for name in shared - {"temperature"}} | options
+        if taken["max_tokens"] is None:
+            taken["max_tokens"] = most_tokens
+        return cls(beam_width=params.n if best_of is None else check_best_of(best_of, params.n), **taken)
 
     def clone(self, **changes: Any) -> BeamSearchParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
@@ -671,6 +634,14 @@ def _options_of(kind: type[msgspec.Struct]) -> dict[str, Option]:
     return found
 
 
+def names_in(interface: str) -> dict[str, str]:
+    """Return the names that "hf" (generation_config.json) or "ollama" have for sampling fields, with the fields."""
+    names = ((name.partition("."), field) for field, option in OPTIONS.items() for name in option.names)
+    return {name or field: field for (known_to, _, name), field in names if known_to == interface}
+
+
 OPTIONS = _options_of(SamplingParams)
+REFUSED = {name: option.refused for name, option in OPTIONS.items() if option.refused}
+NEEDS = {name: option.needs for name, option in OPTIONS.items() if option.needs}
 _BEAM_OPTIONS = _options_of(BeamSearchParams)
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}

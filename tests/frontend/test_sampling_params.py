@@ -9,7 +9,7 @@ import pytest
 
 from quire import BeamSearchParams, SamplingParams
 from quire.errors import RequestError, UnsupportedError
-from quire.sampling_params import BEAM_FIELDS, MIROSTAT_REPLACES, RequestOutputKind, with_recommended
+from quire.sampling_params import MIROSTAT_REPLACES, RequestOutputKind, with_recommended
 
 
 def test_best_of_is_how_many_are_generated() -> None:
@@ -147,8 +147,9 @@ def test_what_beams_cannot_honour_is_refused_by_name(name: str) -> None:
 
 
 def test_every_sampling_field_is_honoured_by_beams_or_refused() -> None:
+    honoured = {"n", "seed", *BeamSearchParams.__struct_fields__} - {"beam_width", "length_penalty", "early_stopping"}
     elsewhere = {"best_of", "output_kind"}
-    assert set(SamplingParams.__struct_fields__) == {*NOT_FOR_BEAMS, *DEPENDENT, *elsewhere} | BEAM_FIELDS
+    assert set(SamplingParams.__struct_fields__) == {*NOT_FOR_BEAMS, *DEPENDENT, *elsewhere, *honoured}
 
 
 @pytest.mark.parametrize("name", DEPENDENT)

@@ -21,6 +21,7 @@ from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization
 from quire.checkpoint.rope import RopeParameters, parse_rope
 from quire.checkpoint.transformers_config import EXTRA, FALLBACK, is_installed, supports, transformers_sizes
 from quire.errors import ModelError, echo
+from quire.sampling_params import names_in
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,6 @@ MAX_LAYERS = 4096
 MAX_HEADS = 65536
 MAX_SIZE = 2**20  # of hidden states and heads
 MAX_ROWS = 2**27  # of vocabularies, feed-forward layers and positions
-
-# key in generation_config.json -> field of SamplingParams
-_SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +384,7 @@ def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
 def _sampling_defaults(generation: Fields) -> dict[str, int | float]:
     """Sampling values that generation_config.json sets, under the names SamplingParams uses."""
     found: dict[str, int | float] = {}
-    for key, name in _SAMPLING_KEYS.items():
+    for key, name in names_in("hf").items():
         value = generation.values.get(key)
         if value is None:
             continue

@@ -13,6 +13,7 @@ from quire.checks import INT64_MAX, Fields, Refused, check_int, list_items, wron
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
+from quire.sampling_params import names_in
 from quire.server.dialects import FieldNames
 from quire.server.protocol import RequestModel
 from quire.server.templates import thinking_fields
@@ -23,13 +24,7 @@ CALL_FIELDS = ("id", "type", "function")
 EFFORTS = ("low", "medium", "high")
 DURATION = re.compile(r"-?(?:\d+(?:\.\d*)?(?:ns|us|\u00b5s|ms|s|m|h))+|-?\d+")
 # Options that mean the same as a sampling field, and what that is called.
-SAMPLING = {
-    name: name
-    for name in (
-        *("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
-        *("seed", "stop", "mirostat", "mirostat_tau", "mirostat_eta"),
-    )
-} | {"repeat_penalty": "repetition_penalty"}
+SAMPLING = names_in("ollama")
 LIMITS = ("num_predict", "num_ctx", "repeat_last_n")
 NEUTRAL_PENALTY = 1.0
 # Options that are refused, with the values that change nothing: the server's options say how a model is run.
