@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from quire.checkpoint.safetensors import Checkpoint, SafetensorsFile
+from quire.checkpoint.safetensors import SafetensorsFile, open_safetensors
 from quire.checkpoint.tensor import HostTensor, count_nonfinite
 from quire.checkpoint.weights import DummyWeights
 from quire.errors import ModelError
@@ -75,16 +75,16 @@ def test_the_single_file_is_preferred_to_an_index_and_to_other_files(tmp_path: P
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     save_file({"a": one}, tmp_path / "model.safetensors")
     save_file({"a": 2 * one}, tmp_path / "consolidated.safetensors")
-    checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.names == ["a"]
-    np.testing.assert_array_equal(checkpoint.read("a").array, one)
+    checkpoint = open_safetensors(tmp_path)
+    assert list(checkpoint.tensors) == ["a"]
+    np.testing.assert_array_equal(checkpoint.tensors["a"].read().array, one)
 
 
 def test_files_of_any_name_are_read_together_but_not_consolidated_copies(tmp_path: Path) -> None:
     save_file({"a": np.ones(1, np.float32)}, tmp_path / "part1.safetensors")
     save_file({"b": np.ones(1, np.float32)}, tmp_path / "part2.safetensors")
     save_file({"a": np.ones(1, np.float32)}, tmp_path / "consolidated.safetensors")
-    assert Checkpoint(tmp_path).names == ["a", "b"]
+    assert list(open_safetensors(tmp_path).tensors) == ["a", "b"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -145,10 +145,10 @@ def test_tensors_read_earlier_leave_memory_but_keep_their_values(
     arrays = {name: np.random.default_rng(ord(name)).integers(0, 255, size, np.uint8) for name in "abcdefgh"}
     save_file(arrays, tmp_path / "model.safetensors")
     monkeypatch.setattr("quire.checkpoint.mapped.RESIDENT_BYTES", 2 * size)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = open_safetensors(tmp_path)
     read = {}
     for name in arrays:
-        read[name] = checkpoint.read(name).array
+        read[name] = checkpoint.tensors[name].read().array
         np.testing.assert_array_equal(read[name], arrays[name])
     assert size < resident_bytes(tmp_path / "model.safetensors") < 4 * size
     for name, array in arrays.items():

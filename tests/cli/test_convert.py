@@ -152,12 +152,12 @@ def test_quantized_safetensors(tmp_path: Path, convert: Convert, quantization: s
     assert stored is not None and stored.name == "compressed-tensors"
     from quire.checkpoint.open import open_weights
 
-    before, after = (open_weights(load_model_info(folder)) for folder in (source, out))
-    assert set(before.names) == set(after.names)
+    before, after = (open_weights(load_model_info(folder)).tensors for folder in (source, out))
+    assert set(before) == set(after)
     quantized = 0
-    for name in before.names:
-        values, found = before.read(name).to_float32(), after.read(name).to_float32()
-        quantized += after.entry(name).layout is not None
+    for name, stored_tensor in before.items():
+        values, found = stored_tensor.read().to_float32(), after[name].read().to_float32()
+        quantized += after[name].layout is not None
         assert np.abs(values - found).max() <= (tolerance * np.abs(values).max() if "_proj" in name else 0)
     assert quantized == 14
     model(out).step({"a": PROMPT})

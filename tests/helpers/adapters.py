@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.safetensors import Checkpoint, SafetensorsFile
+from quire.checkpoint.safetensors import SafetensorsFile, open_safetensors
 from tests.helpers.checkpoints import safetensors_bytes
 
 PREFIX = "base_model.model."
@@ -21,8 +21,7 @@ Tensors = dict[str, np.ndarray]
 
 def read_tensors(folder: Path) -> Tensors:
     """Return the weights of a model folder, float32."""
-    checkpoint = Checkpoint(folder)
-    return {name: np.array(checkpoint.read(name).to_float32()) for name in checkpoint.names}
+    return {name: np.array(stored.read().to_float32()) for name, stored in open_safetensors(folder).tensors.items()}
 
 
 def factors(

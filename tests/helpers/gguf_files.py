@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.safetensors import open_safetensors
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -55,8 +55,8 @@ def write_gguf(
     _add_config(writer, config)
     for key, value in (extra or {}).items():
         _add(writer, key, value)
-    stored_tensors = Checkpoint(folder)
-    tensors = {name: np.array(stored_tensors.read(name).to_float32()) for name in stored_tensors.names}
+    stored_tensors = open_safetensors(folder).tensors
+    tensors = {name: np.array(stored.read().to_float32()) for name, stored in stored_tensors.items()}
     back = {}
     names = gguf.get_tensor_name_map(_enum(architecture), config.get("num_hidden_layers") or config["n_layer"])
     for name, value in _stacked(tensors, config).items():

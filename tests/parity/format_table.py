@@ -7,7 +7,7 @@ that it stands for. `accepted` says what the readers take, `Stored.features` wha
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +22,10 @@ from quire.checkpoint.gguf.tensors import GGUFTensor
 from quire.checkpoint.hf_config import load_model_info
 from quire.checkpoint.quantization import awq_gptq, bitsandbytes, compressed, floats
 from quire.checkpoint.quantization.parse import METHODS, parse_quantization
-from quire.checkpoint.quantization.parts import QuantizedSource
-from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.quantization.parts import combine_parts
+from quire.checkpoint.safetensors import open_safetensors
 from quire.checkpoint.tensor import HostTensor, QuantizedTensor, Tensor
+from quire.checkpoint.weights import StoredTensor
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.formats import CPULinear
 from quire.kernels.cpu.linear_coded import CodedLinear
@@ -207,17 +208,17 @@ def by_config(label: str, config: dict[str, Any], pack: Callable[[torch.Tensor],
     def matrix(folder: Path) -> Tensor:
         parts, _ = pack(torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)))
         save_file({f"m.{suffix}": part.contiguous() for suffix, part in parts.items()}, folder / "model.safetensors")
-        return open_quantized(folder, config).read("m.weight")
+        return open_quantized(folder, config)["m.weight"].read()
 
     dense, mixture = (lambda folder: write(folder, DENSE)), (lambda folder: write(folder, MIXTURE))
     return Stored(label, shown(config, pack), dense, mixture, matrix)
 
 
-def open_quantized(folder: Path, config: dict[str, Any]) -> QuantizedSource:
+def open_quantized(folder: Path, config: dict[str, Any]) -> Mapping[str, StoredTensor]:
     """Open the tensors of a folder without a model."""
     settings = parse_quantization({"quantization_config": config}, folder / "config.json")
     assert settings is not None
-    return QuantizedSource(Checkpoint(folder), settings)
+    return combine_parts(open_safetensors(folder), settings).tensors
 
 
 def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
@@ -229,7 +230,7 @@ def mxfp4_matrix(folder: Path) -> Tensor:
     """Return an expert's matrix in MXFP4."""
     packed, scales, _ = quantizers.mxfp4(torch.randn(1, SIDE, SIDE, generator=torch.Generator().manual_seed(0)))
     save_file({"m_blocks": packed.contiguous(), "m_scales": scales.contiguous()}, folder / "model.safetensors")
-    return open_quantized(folder, {"quant_method": "mxfp4"}).read("m").matrix(0).transposed()
+    return open_quantized(folder, {"quant_method": "mxfp4"})["m"].read().matrix(0).transposed()
 
 
 def of_gguf(name: str) -> Stored:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 from quire.checkpoint.files import regular_file_size
-from quire.checkpoint.safetensors import PICKLE_SUFFIXES, TensorEntry, read_index
+from quire.checkpoint.safetensors import PICKLE_SUFFIXES, read_index
 from quire.checkpoint.tensor import HostTensor
-from quire.errors import ModelError, echo
+from quire.checkpoint.weights import Checkpoint, StoredTensor
+from quire.errors import ModelError
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -24,7 +26,7 @@ EXTRA = "pip install 'quire[reference]'"
 # What trainers leave beside weights.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
 WRAPPERS = ("state_dict", "model", "module")  # keys under which some programs save the weights
-# torch's dtype -> (name in `TensorEntry`, of HostTensor)
+# torch's dtype -> (name in a safetensors header, of HostTensor)
 _DTYPES = {
     "float64": ("F64", "float64"),
     "float32": ("F32", "float32"),
@@ -40,52 +42,32 @@ _DTYPES = {
 }
 
 
-class PickledCheckpoint:
-    """A `TensorSource` of a folder's pickles."""
+def open_pickles(folder: Path) -> Checkpoint:
+    """Open a folder's weight files. Raises ModelError if there are none, for other content, and without torch."""
+    paths = _paths(folder)
+    if importlib.util.find_spec("torch") is None:
+        raise ModelError(f"{paths[0]}: pickle weights need PyTorch ({EXTRA})")
+    checkpoint = Checkpoint(folder)
+    for path in paths:
+        for name, tensor in _load(path).items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            header = _DTYPES[dtype][0] if dtype in _DTYPES else dtype
+            size = tensor.numel() * tensor.element_size()
+            checkpoint.add(name, StoredTensor(path, header, tuple(tensor.shape), size, partial(_read, tensor)))
+    return checkpoint
 
-    def __init__(self, folder: Path) -> None:
-        """Open all weight files; raises ModelError if there are none, if one holds anything else, or without torch."""
-        self.folder = folder
-        paths = _paths(folder)
-        if importlib.util.find_spec("torch") is None:
-            raise ModelError(f"{paths[0]}: pickle weights need PyTorch ({EXTRA})")
-        self._home: dict[str, tuple[Path, Any]] = {}
-        for path in paths:
-            for name, tensor in _load(path).items():
-                if name in self._home:
-                    raise ModelError(f"{path}: tensor {echo(name)} is already in {self._home[name][0].name}")
-                self._home[name] = path, tensor
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._home)
+def _read(tensor: Any) -> HostTensor:
+    """Return a tensor of torch, a view of the mapped file where torch has mapped it."""
+    import torch
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._home
-
-    def entry(self, name: str) -> TensorEntry:
-        """Return shape, dtype and size of a tensor."""
-        path, tensor = self._home[name]
-        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise ModelError(f"{path}: tensor {echo(name)} has dtype {tensor.dtype}, which is not supported here")
-        return TensorEntry(dtype[0], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
-
-    def path_of(self, name: str) -> Path:
-        return self._home[name][0]
-
-    def read(self, name: str) -> HostTensor:
-        """Return the tensor, a view of the mapped file where torch has mapped it."""
-        import torch
-
-        self.entry(name)
-        tensor = self._home[name][1].detach().contiguous()
-        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")][1]
-        if dtype == "bfloat16":
-            return HostTensor(tensor.view(torch.int16).numpy().view("u2"), dtype)
-        if dtype.startswith("float8"):
-            return HostTensor(tensor.view(torch.uint8).numpy(), dtype)
-        return HostTensor(tensor.numpy(), dtype)
+    tensor = tensor.detach().contiguous()
+    dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")][1]
+    if dtype == "bfloat16":
+        return HostTensor(tensor.view(torch.int16).numpy().view("u2"), dtype)
+    if dtype.startswith("float8"):
+        return HostTensor(tensor.view(torch.uint8).numpy(), dtype)
+    return HostTensor(tensor.numpy(), dtype)
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from quire.checkpoint.files import parse_json_object, read_json_object
 from quire.checkpoint.mapped import MappedFile
-from quire.checkpoint.tensor import HostTensor, Layout
+from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.weights import Checkpoint, StoredTensor
 from quire.errors import ModelError, echo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -49,16 +51,12 @@ _DTYPES: dict[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One verified header entry; `begin` and `end` count bytes from the start of the data part.
-
-    `layout` is that of quantized weights.
-    """
+    """One verified header entry; `begin` and `end` count bytes from the start of the data part."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    layout: Layout | None = None
 
 
 class SafetensorsFile:
@@ -154,73 +152,43 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-class Checkpoint:
-    """All weights of a model folder: which file holds which tensor, and `read` to get one."""
+def open_safetensors(folder: Path, *, eager: bool = False) -> Checkpoint:
+    """Open every weight file of `folder` and verify all headers; no tensor data is read yet, unless `eager`.
 
-    def __init__(self, folder: Path, *, eager: bool = False) -> None:
-        """Open every weight file of `folder` and verify all headers; no tensor data is read yet, unless `eager`."""
-        self.folder, self._eager = folder, eager
-        self._home: dict[str, SafetensorsFile] = {}
-        index_path = folder / INDEX_FILE
-        if os.path.lexists(folder / SINGLE_FILE):
-            self._add(self._open(folder / SINGLE_FILE))
-        elif os.path.lexists(index_path):
-            self._open_sharded(index_path)
-        else:
-            self._open_all()
+    Raises:
+        ModelError: no safetensors files, or files that do not fit each other or the index.
+    """
+    checkpoint = Checkpoint(folder)
+    weight_map: dict[str, str] = {}
+    if os.path.lexists(folder / SINGLE_FILE):
+        paths = [folder / SINGLE_FILE]
+    elif os.path.lexists(folder / INDEX_FILE):
+        weight_map = read_index(folder / INDEX_FILE)
+        paths = [folder / shard for shard in dict.fromkeys(weight_map.values())]
+    else:
+        paths = _all_files(folder)
+    for path in paths:
+        if weight_map and not os.path.lexists(path):
+            raise ModelError(f"{path}: no such shard (expected by {INDEX_FILE})")
+        file = SafetensorsFile(path, eager=eager)
+        for name, entry in file.entries.items():
+            read = partial(file.read, name)
+            checkpoint.add(name, StoredTensor(path, entry.dtype, entry.shape, entry.end - entry.begin, read))
+    for name, shard in weight_map.items():
+        if name not in checkpoint.tensors or checkpoint.tensors[name].path.name != shard:
+            raise ModelError(f"{folder / shard}: tensor {echo(name)} is not in this file (expected by {INDEX_FILE})")
+    return checkpoint
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._home)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._home
-
-    def entry(self, name: str) -> TensorEntry:
-        return self._home[name].entries[name]
-
-    def path_of(self, name: str) -> Path:
-        return self._home[name].path
-
-    def read(self, name: str) -> HostTensor:
-        return self._home[name].read(name)
-
-    def _open(self, path: Path) -> SafetensorsFile:
-        return SafetensorsFile(path, eager=self._eager)
-
-    def _add(self, file: SafetensorsFile) -> None:
-        for name in file.entries:
-            if name in self._home:
-                raise ModelError(
-                    f"{file.path}: tensor {echo(name)} is already in {self._home[name].path.name} (expected it once)"
-                )
-            self._home[name] = file
-
-    def _open_sharded(self, index_path: Path) -> None:
-        weight_map = read_index(index_path)
-        for shard in dict.fromkeys(weight_map.values()):
-            path = self.folder / shard
-            if not os.path.lexists(path):
-                raise ModelError(f"{path}: no such shard (expected by {INDEX_FILE})")
-            self._add(self._open(path))
-        for name, shard in weight_map.items():
-            if name not in self._home or self._home[name].path.name != shard:
-                raise ModelError(
-                    f"{self.folder / shard}: tensor {echo(name)} is not in this file (expected by {INDEX_FILE})"
-                )
-
-    def _open_all(self) -> None:
-        """No standard name: take every safetensors file, except the second copy some folders hold as consolidated*."""
-        files = sorted(path for path in self.folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-        if not files:
-            pickles = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-            if pickles:
-                raise ModelError(
-                    f"{self.folder / pickles[0]}: pickle weights are not supported without --load-format pt "
-                    f"(expected *.safetensors files)"
-                )
-            raise ModelError(
-                f"{self.folder}: no safetensors weights (expected {SINGLE_FILE}, or {INDEX_FILE} and its shards)"
-            )
-        for path in files:
-            self._add(self._open(path))
+def _all_files(folder: Path) -> list[Path]:
+    """No standard name: take every safetensors file, except the second copy some folders hold as consolidated*."""
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if files:
+        return files
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelError(
+            f"{folder / pickles[0]}: pickle weights are not supported without --load-format pt "
+            f"(expected *.safetensors files)"
+        )
+    raise ModelError(f"{folder}: no safetensors weights (expected {SINGLE_FILE}, or {INDEX_FILE} and its shards)")

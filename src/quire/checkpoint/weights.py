@@ -12,13 +12,13 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from quire.checkpoint.safetensors import TensorEntry
-from quire.checkpoint.tensor import HostTensor, QuantizedTensor, SketchedTensor, Tensor, count_nonfinite
+from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor, SketchedTensor, Tensor, count_nonfinite
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -27,29 +27,44 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 20
 
 
-class TensorSource(Protocol):
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint, known by the header of its file.
+
+    Attributes:
+        path: the file that holds it, or its first part.
+        dtype: as safetensors names it; "F32" for quantized weights.
+        num_bytes: bytes that it takes in its files.
+        read: returns the tensor, usually as a view of mapped memory.
+        layout: of quantized weights.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    read: Callable[[], Tensor]
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
     """Weights of a model folder under transformers' names, whatever the names and formats in its files.
 
-    `Checkpoint` reads safetensors; others read other files, or put the parts of quantized weights together.
+    `safetensors.py`, `pickled.py` and `gguf/source.py` open one; `quantization/parts.py` replaces the parts of
+    quantized weights by the weights.
     """
 
     folder: Path
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-
-    def __contains__(self, name: str) -> bool:
-        """Whether the tensor exists."""
-
-    def entry(self, name: str) -> TensorEntry:
-        """Its shape, and its dtype; "F32" for quantized ones, and their layout."""
-
-    def path_of(self, name: str) -> Path:
-        """File that holds it, for messages."""
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor, usually as a view of mapped memory."""
+    def add(self, name: str, tensor: StoredTensor) -> None:
+        """Add a tensor. Raises ModelError for a second one of the same name."""
+        if name in self.tensors:
+            raise ModelError(
+                f"{tensor.path}: tensor {echo(name)} is already in {self.tensors[name].path.name} (expected it once)"
+            )
+        self.tensors[name] = tensor
 
 
 class WeightSource(Protocol):
@@ -67,30 +82,28 @@ class CheckpointWeights:
 
     def __init__(
         self,
-        checkpoint: TensorSource,
+        checkpoint: Checkpoint,
         *,
         allow_nonfinite: bool = False,
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         """Read from `checkpoint`; `on_read` is called with the stored bytes of each tensor before it is read."""
-        self._checkpoint, self._on_read = checkpoint, on_read
+        self._tensors, self._on_read = checkpoint.tensors, on_read
         self._allow_nonfinite = allow_nonfinite
 
     def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint
+        return name in self._tensors
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a view of the mapped file. Raises ModelError for values that are not finite."""
+        stored = self._tensors[name]
         if self._on_read is not None:
-            self._on_read(stored_bytes(self._checkpoint, name))
-        tensor = self._checkpoint.read(name)
+            self._on_read(stored.num_bytes)
+        tensor = stored.read()
         assert tensor.shape == shape, "the dry run comes first"
         bad = count_nonfinite(tensor)
         if bad:
-            message = (
-                f"{self._checkpoint.path_of(name)}: tensor {echo(name)} holds {bad} NaN or infinite values of "
-                f"{math.prod(shape)}"
-            )
+            message = f"{stored.path}: tensor {echo(name)} holds {bad} NaN or infinite values of {math.prod(shape)}"
             if not self._allow_nonfinite:
                 raise ModelError(f"{message} (expected finite weights; allow_nonfinite loads them anyway)")
             logger.warning("%s", message)
@@ -102,17 +115,17 @@ class DryRunWeights:
     does not fit.
     """
 
-    def __init__(self, checkpoint: TensorSource) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder, self._tensors = checkpoint.folder, checkpoint.tensors
         self._requested: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint
+        return name in self._tensors
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Note the request; the tensor returned has the right shape, takes no memory, and has arbitrary values."""
         self._requested[name] = shape
-        layout = self._checkpoint.entry(name).layout if name in self._checkpoint else None
+        layout = self._tensors[name].layout if name in self._tensors else None
         if layout is not None:
             return SketchedTensor(shape, layout)
         return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
@@ -125,20 +138,20 @@ class DryRunWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of the requested tensors in their files."""
-        return sum(stored_bytes(self._checkpoint, name) for name in self._requested if name in self._checkpoint)
+        return sum(self._tensors[name].num_bytes for name in self._requested if name in self._tensors)
 
     def check(self, ignored: Iterable[str]) -> None:
         """Raise ModelError if a tensor is missing or wrong; warn of tensors that were not requested.
 
         `ignored` are regular expressions for tensors that files may hold without a warning.
         """
-        missing = [name for name in self._requested if name not in self._checkpoint]
+        missing = [name for name in self._requested if name not in self._tensors]
         if missing:
             count = f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'}"
-            raise ModelError(f"{self._checkpoint.folder}: {count} missing from the weights: {_listed(missing)}")
+            raise ModelError(f"{self._folder}: {count} missing from the weights: {_listed(missing)}")
         for name, shape in self._requested.items():
-            entry = self._checkpoint.entry(name)
-            where = f"{self._checkpoint.path_of(name)}: tensor {echo(name)}"
+            entry = self._tensors[name]
+            where = f"{entry.path}: tensor {echo(name)}"
             if entry.shape != shape:
                 raise ModelError(f"{where} has the wrong shape (expected {list(shape)}, got {list(entry.shape)})")
             if entry.dtype not in FLOAT_DTYPES:
@@ -146,13 +159,13 @@ class DryRunWeights:
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [
             name
-            for name in self._checkpoint.names
+            for name in self._tensors
             if name not in self._requested and not any(pattern.search(name) for pattern in patterns)
         ]
         if extra:
             logger.warning(
                 "%s: ignored %d tensors that this architecture does not have: %s",
-                self._checkpoint.folder,
+                self._folder,
                 len(extra),
                 _listed(extra),
             )
@@ -225,12 +238,6 @@ class _DummyTensor(QuantizedTensor):
         if count <= size:
             return self._twice[begin : begin + count].reshape(self._shape)
         return np.resize(self._twice[begin : begin + size], self._shape)
-
-
-def stored_bytes(checkpoint: TensorSource, name: str) -> int:
-    """Return how many bytes a tensor takes in its file."""
-    entry = checkpoint.entry(name)
-    return entry.end - entry.begin
 
 
 def _listed(names: list[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from quire.checkpoint.tensor import Tensor
-from quire.checkpoint.weights import TensorSource
+from quire.checkpoint.weights import Checkpoint, StoredTensor
 from quire.errors import ModelError
 
 GROUPS = (64, 32)  # of 4-bit weights, the first that divides the rows of all of them
@@ -41,33 +41,32 @@ Store = Callable[[Tensor, str], np.ndarray]
 """Values of a tensor as the bits of a dtype."""
 
 
-def plain_parts(source: TensorSource, dtype: str, store: Store) -> Iterator[Part]:
-    """Yield every tensor of `source` in `dtype`; integers stay what they are."""
-    for name in source.names:
-        entry = source.entry(name)
+def plain_parts(checkpoint: Checkpoint, dtype: str, store: Store) -> Iterator[Part]:
+    """Yield every tensor of `checkpoint` in `dtype`; integers stay what they are."""
+    for name, entry in checkpoint.tensors.items():
         if entry.dtype in ("F64", "F32", "F16", "BF16"):
-            yield Part(name, CODES[dtype], entry.shape, partial(_rows, source, name, dtype, store))
+            yield Part(name, CODES[dtype], entry.shape, partial(_rows, entry, dtype, store))
         else:
-            yield Part(name, entry.dtype, entry.shape, partial(_whole, source, name))
+            yield Part(name, entry.dtype, entry.shape, partial(_whole, entry))
 
 
-def quantized_parts(source: TensorSource, dtype: str, store: Store, bits: int) -> Iterator[Part]:
-    """Yield every tensor of `source`, the weights of linear layers in 4 or 8 bits and all others in `dtype`.
+def quantized_parts(checkpoint: Checkpoint, dtype: str, store: Store, bits: int) -> Iterator[Part]:
+    """Yield every tensor of `checkpoint`, the weights of linear layers in 4 or 8 bits and all others in `dtype`.
 
     Raises:
         ModelError: no weight has the name of a linear layer's.
     """
-    parts = list(plain_parts(source, dtype, store))
+    parts = list(plain_parts(checkpoint, dtype, store))
     inputs = {part.name: part.shape[1] for part in parts if is_linear(part.name, part.shape)}
     group = next((group for group in GROUPS if all(size % group == 0 for size in inputs.values())), GROUPS[-1])
     chosen = {name for name, size in inputs.items() if bits == 8 or size % group == 0}
     for part in parts:
         if part.name in chosen:
-            yield from _quantized(source, part.name, part.shape, bits, group if bits == 4 else part.shape[1])
+            yield from _quantized(checkpoint.tensors[part.name], part.name, bits, group if bits == 4 else part.shape[1])
         else:
             yield part
     if not chosen:
-        raise ModelError(f"{source.folder}: no weights with names of linear layers (..._proj.weight) to quantize")
+        raise ModelError(f"{checkpoint.folder}: no weights with names of linear layers (..._proj.weight) to quantize")
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
@@ -115,12 +114,12 @@ def _write(file: BinaryIO, part: Part) -> None:
         file.write(np.ascontiguousarray(piece).data)
 
 
-def _whole(source: TensorSource, name: str) -> Iterator[np.ndarray]:
-    yield source.read(name).array
+def _whole(stored: StoredTensor) -> Iterator[np.ndarray]:
+    yield stored.read().array
 
 
-def _rows(source: TensorSource, name: str, dtype: str, store: Store) -> Iterator[np.ndarray]:
-    tensor = source.read(name)
+def _rows(stored: StoredTensor, dtype: str, store: Store) -> Iterator[np.ndarray]:
+    tensor = stored.read()
     if len(tensor.shape) < 2:
         yield store(tensor, dtype)
         return
@@ -128,11 +127,11 @@ def _rows(source: TensorSource, name: str, dtype: str, store: Store) -> Iterator
         yield store(tensor.rows(start, min(start + ROWS, tensor.shape[0])), dtype)
 
 
-def _quantized(source: TensorSource, name: str, shape: tuple[int, ...], bits: int, group: int) -> Iterator[Part]:
-    rows, inputs = shape
+def _quantized(stored: StoredTensor, name: str, bits: int, group: int) -> Iterator[Part]:
+    shape = rows, inputs = stored.shape
 
     def each(which: int) -> Iterator[np.ndarray]:
-        tensor = source.read(name)
+        tensor = stored.read()
         for start in range(0, rows, ROWS):
             yield _round(tensor.rows(start, min(start + ROWS, rows)).to_float32(), bits, group)[which]
 

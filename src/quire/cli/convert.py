@@ -120,7 +120,7 @@ def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
         "quire": __version__,
         "source": config.model.model,
         "fingerprint": [[path.name, digest_file(path)] for path in files],
-        "names": [] if dummy else open_weights(info, model.load_format).names,
+        "names": [] if dummy else list(open_weights(info, model.load_format).tensors),
     }
     out.mkdir(parents=True, exist_ok=True)
     _write_config(info, out, model, {CONFIG_KEY: {"quantization": model.quantization}})
@@ -137,12 +137,12 @@ def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path
     from quire.kernels.cpu.formats import to_storage
 
     model = config.model
-    source = open_weights(info, model.load_format)
+    checkpoint = open_weights(info, model.load_format)
     extra: dict[str, Any] = {}
     if model.quantization is None:
-        parts = list(plain_parts(source, model.dtype, to_storage))
+        parts = list(plain_parts(checkpoint, model.dtype, to_storage))
     else:
-        parts = list(quantized_parts(source, model.dtype, to_storage, 4 if model.quantization == "int4" else 8))
+        parts = list(quantized_parts(checkpoint, model.dtype, to_storage, 4 if model.quantization == "int4" else 8))
         extra = {"quantization_config": _quantization(model.quantization, parts)}
     out.mkdir(parents=True, exist_ok=True)
     _write_config(info, out, model, extra)

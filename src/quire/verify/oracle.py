@@ -137,8 +137,8 @@ def _state(info: ModelInfo, load_format: str) -> dict[str, Any]:
     """Return all tensors as float32, by transformers' names."""
     import torch
 
-    source = open_weights(info, load_format)
-    return {name: torch.from_numpy(np.array(source.read(name).to_float32())) for name in source.names}
+    tensors = open_weights(info, load_format).tensors
+    return {name: torch.from_numpy(np.array(stored.read().to_float32())) for name, stored in tensors.items()}
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]) -> tuple[Any, LayerTrace]:

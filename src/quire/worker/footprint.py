@@ -19,7 +19,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import RESIDENT_BYTES
 from quire.checkpoint.open import has_weights, open_weights
 from quire.checkpoint.tensor import HostTensor, Tensor
-from quire.checkpoint.weights import DryRunWeights, TensorSource, WeightSource
+from quire.checkpoint.weights import Checkpoint, DryRunWeights, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.meta import (
@@ -297,7 +297,7 @@ class _WeightLog:
         names: of all tensors read. by_part: bytes of packed weights. loading: most bytes at a time, tensors included.
     """
 
-    def __init__(self, source: WeightSource, checkpoint: TensorSource | None) -> None:
+    def __init__(self, source: WeightSource, checkpoint: Checkpoint | None) -> None:
         self._source, self._checkpoint = source, checkpoint
         self.names: list[str] = []
         self.by_part: dict[str, int] = dict.fromkeys(PARTS, 0)
@@ -335,22 +335,18 @@ class _WeightLog:
         if self._checkpoint is None:
             unpacked = sum(4 * size for _, size in sources)  # made up in float32
         else:
-            here = sum(_entry_bytes(self._checkpoint, name) for name, _ in sources if name in self._checkpoint)
+            stored = self._checkpoint.tensors
+            here = sum(stored[name].num_bytes for name, _ in sources if name in stored)
             unpacked = min(self._read, RESIDENT_BYTES) + here
             self._read += here
         self.loading = max(self.loading, total + unpacked)
 
 
-def _entry_bytes(checkpoint: TensorSource, name: str) -> int:
-    entry = checkpoint.entry(name)
-    return entry.end - entry.begin
-
-
-def _disk_bytes(checkpoint: TensorSource, names: list[str]) -> Mapping[str, int]:
+def _disk_bytes(checkpoint: Checkpoint, names: list[str]) -> Mapping[str, int]:
     found = dict.fromkeys((*PARTS, "unused"), 0)
     read = set(names)
-    for name in checkpoint.names:
-        found[part_of(name) if name in read else "unused"] += _entry_bytes(checkpoint, name)
+    for name, stored in checkpoint.tensors.items():
+        found[part_of(name) if name in read else "unused"] += stored.num_bytes
     return found
 
 

@@ -180,7 +180,7 @@ def test_missing_weights_and_tokens_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small_model())
     info = load_model_info(path)
-    assert open_weights(info).names == ["model.embed_tokens.weight"]
+    assert list(open_weights(info).tensors) == ["model.embed_tokens.weight"]
     with pytest.raises(ModelError, match=r"m.gguf: tokenizer.ggml.tokens is missing"):
         Tokenizer.from_folder(path)
-    np.testing.assert_array_equal(open_weights(info).read("model.embed_tokens.weight").to_float32(), 0)
+    np.testing.assert_array_equal(open_weights(info).tensors["model.embed_tokens.weight"].read().to_float32(), 0)

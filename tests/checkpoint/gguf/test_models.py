@@ -109,13 +109,13 @@ def test_mixed_types_keep_their_bits(tmp_path: Path) -> None:
 
     write_gguf(tmp_path, tmp_path / "m.gguf", choose)
     info = load_model_info(tmp_path / "m.gguf")
-    source = open_weights(info)
+    tensors = open_weights(info).tensors
     assert info.dtype == "bfloat16"
-    layouts = {name.split(".")[-2]: source.entry(name).layout for name in source.names}
+    layouts = {name.split(".")[-2]: stored.layout for name, stored in tensors.items()}
     query, value = layouts["q_proj"], layouts["v_proj"]
     assert query is not None and value is not None and layouts["down_proj"] is None
     assert [(layout.bits, layout.group) for layout in (query, value)] == [(4, 32), (8, 16)]
-    assert isinstance(source.read("model.layers.0.mlp.down_proj.weight"), HostTensor)
+    assert isinstance(tensors["model.layers.0.mlp.down_proj.weight"].read(), HostTensor)
 
 
 def test_stretched_positions_of_llama_3(tmp_path: Path) -> None:

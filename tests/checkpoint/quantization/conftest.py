@@ -11,21 +11,22 @@ import torch
 from safetensors.torch import save_file
 
 from quire.checkpoint.quantization.parse import parse_quantization
-from quire.checkpoint.quantization.parts import QuantizedSource
-from quire.checkpoint.safetensors import Checkpoint
+from quire.checkpoint.quantization.parts import combine_parts
+from quire.checkpoint.safetensors import open_safetensors
+from quire.checkpoint.weights import StoredTensor
 
-Open = Callable[[dict[str, torch.Tensor], dict[str, Any]], QuantizedSource]
+Open = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, StoredTensor]]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Open:
     """Return a function that writes parts of module "m" and opens them by a quantization_config."""
 
-    def write(parts: dict[str, torch.Tensor], config: dict[str, Any]) -> QuantizedSource:
+    def write(parts: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, StoredTensor]:
         named = {f"m.{suffix}": part.contiguous() for suffix, part in parts.items()}
         save_file(named, tmp_path / "model.safetensors")
         stored = parse_quantization({"quantization_config": config}, tmp_path / "config.json")
         assert stored is not None
-        return QuantizedSource(Checkpoint(tmp_path), stored)
+        return combine_parts(open_safetensors(tmp_path), stored).tensors
 
     return write

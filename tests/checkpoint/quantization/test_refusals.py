@@ -139,12 +139,12 @@ def test_settings_of_single_modules(opened: Open) -> None:
     dynamic = {"-:other": {}, "+:m$": {"bits": 8, "group_size": -1}}
     parts, meant = quantizers.gptq(torch.randn(16, 32), 8, -1, symmetric=False)
     source = opened(parts, {**GPTQ, "dynamic": dynamic})
-    assert torch.equal(torch.from_numpy(source.read("m.weight").to_float32()), meant)
+    assert torch.equal(torch.from_numpy(source["m.weight"].read().to_float32()), meant)
 
 
 def test_scales_of_activations_are_no_unknown_tensors(opened: Open) -> None:
     config, pack = FORMATS["w8a8-static"]
-    assert opened(pack(torch.randn(8, 16))[0], config).names == ["m.weight"]
+    assert list(opened(pack(torch.randn(8, 16))[0], config)) == ["m.weight"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def matrix(*shape: int) -> torch.Tensor:
 
 
 def whole(source: Any) -> QuantizedTensor:
-    found = source.read("m.weight")
+    found = source["m.weight"].read()
     assert isinstance(found, QuantizedTensor)
     return found
 
@@ -49,7 +49,7 @@ def test_weights_are_what_their_format_says(kind: str, opened: Open) -> None:
     config, pack = FORMATS[kind]
     parts, meant = pack(matrix(96, 128))
     source = opened(parts, config)
-    assert source.names == ["m.weight"]
+    assert list(source) == ["m.weight"]
     tensor, expected = whole(source), meant.numpy()
     np.testing.assert_array_equal(tensor.to_float32(), expected)
     np.testing.assert_array_equal(again(tensor), expected)
@@ -58,7 +58,7 @@ def test_weights_are_what_their_format_says(kind: str, opened: Open) -> None:
     np.testing.assert_array_equal(tensor.columns(3, 50).to_float32(), expected[:, 3:50])
     np.testing.assert_array_equal(tensor.alternate(1).to_float32(), expected[1::2])
     assert tensor.count_nonfinite() == 0
-    entry = source.entry("m.weight")
+    entry = source["m.weight"]
     assert (entry.dtype, entry.shape, entry.layout) == ("F32", (96, 128), tensor.layout)
 
 
@@ -100,7 +100,7 @@ def test_scales_of_8_bit_floats_under_either_name_and_in_powers_of_two(opened: O
 def test_experts_in_mxfp4(opened: Open) -> None:
     blocks, scales, meant = quantizers.mxfp4(matrix(3, 8, 64))
     source = opened({"down_proj_blocks": blocks, "down_proj_scales": scales}, {"quant_method": "mxfp4"})
-    tensor = source.read("m.down_proj")
+    tensor = source["m.down_proj"].read()
     assert isinstance(tensor, StackedTensor)
     assert tensor.shape == (3, 64, 8)
     np.testing.assert_array_equal(tensor.to_float32(), meant.transpose(1, 2).numpy())

@@ -1,21 +1,21 @@
 """Quantized weights of a checkpoint, put together from their stored parts.
 
 `Parts` finds parts by name and checks their shapes and types by headers alone. A format turns them into `Recipe`s, and
-`QuantizedSource` presents each `NAME.weight` in place of its parts.
+`combine_parts` puts each `NAME.weight` in place of its parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from quire.checkpoint.safetensors import TensorEntry
-from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor, Tensor
-from quire.checkpoint.weights import TensorSource
+from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor
+from quire.checkpoint.weights import Checkpoint, StoredTensor
 from quire.errors import ModelError, echo
 
 SCALES = ("F16", "BF16", "F32")
@@ -41,14 +41,14 @@ class Recipe:
 class Parts:
     """Tensors of a checkpoint by header; notes what is missing, and refuses what has the wrong shape or type."""
 
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder, self._tensors = checkpoint.folder, checkpoint.tensors
         self._missing: dict[str, str] = {}
 
     def ending(self, *endings: str) -> list[str]:
         """Return what stands before one of these endings in the names of tensors, each once."""
         found: dict[str, None] = {}
-        for name in self._source.names:
+        for name in self._tensors:
             for ending in endings:
                 if name.endswith(ending):
                     found[name[: -len(ending)]] = None
@@ -59,19 +59,19 @@ class Parts:
         return self.ending(*(f".{suffix}" for suffix in suffixes))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._source
+        return name in self._tensors
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
-        return self._source.path_of(name)
+        return self._tensors[name].path
 
     def dtype(self, name: str) -> str:
         """Return the header's type of a tensor."""
-        return self._source.entry(name).dtype
+        return self._tensors[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._source.entry(name).shape
+        return self._tensors[name].shape
 
     def matrix(self, name: str, dtypes: Iterable[str], beside: str) -> tuple[int, int] | None:
         """Return the shape of a matrix of one of these types; None, noted, if it is missing though `beside` exists."""
@@ -100,13 +100,13 @@ class Parts:
 
     def read(self, name: str) -> HostTensor:
         """Read a stored part."""
-        tensor = self._source.read(name)
+        tensor = self._tensors[name].read()
         assert isinstance(tensor, HostTensor)
         return tensor
 
     def error(self, name: str, text: str) -> ModelError:
         """Return the error that a part `text`."""
-        return ModelError(f"{self._source.path_of(name)}: tensor {echo(name)} {text}")
+        return ModelError(f"{self._tensors[name].path}: tensor {echo(name)} {text}")
 
     def group_index(
         self, name: str, inputs: int, group: int, groups: int, *, beside: str, may_be_unused: bool = False
@@ -134,10 +134,10 @@ class Parts:
         rest = f" and {len(self._missing) - MAX_LISTED} more" if len(self._missing) > MAX_LISTED else ""
         count = f"{len(self._missing)} part{'s' if len(self._missing) > 1 else ''} of quantized weights"
         verb = "are" if len(self._missing) > 1 else "is"
-        raise ModelError(f"{self._source.folder}: {count} {verb} missing: {text}{rest}")
+        raise ModelError(f"{self._folder}: {count} {verb} missing: {text}{rest}")
 
     def _present(self, name: str, beside: str) -> bool:
-        if name in self._source:
+        if name in self._tensors:
             return True
         self._missing.setdefault(name, beside)
         return False
@@ -159,48 +159,26 @@ class StoredFormat(Protocol):
         """Return how each quantized weight is made, by its name; notes missing parts, raises for misshapen ones."""
 
 
-class QuantizedSource:
-    """A `TensorSource` on another one. Only headers, and small tensors that describe others, are read at first."""
+def combine_parts(checkpoint: Checkpoint, stored: StoredFormat) -> Checkpoint:
+    """Return the checkpoint with each quantized weight in place of its parts; a weight reads them when it is unpacked.
 
-    def __init__(self, source: TensorSource, stored: StoredFormat) -> None:
-        """Find all quantized weights. Raises ModelError if parts of one are missing or do not fit each other."""
-        self.folder = source.folder
-        self._source = source
-        self._parts = Parts(source)
-        self._recipes = stored.recipes(self._parts)
-        self._parts.finish()
-        hidden = {name for recipe in self._recipes.values() for name in recipe.parts}
-        plain = (name for name in source.names if not name.endswith(OF_ACTIVATIONS))
-        self._names = [name for name in plain if name not in hidden and name not in self._recipes]
-        self._names += self._recipes
-        self._known = set(self._names)
+    Only headers, and small tensors that describe others, are read at first.
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, parts of quantized ones left out."""
-        return list(self._names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
-
-    def entry(self, name: str) -> TensorEntry:
-        """Return the header entry of a plain tensor; of a quantized one, its shape, layout and stored bytes."""
-        recipe = self._recipes.get(name)
-        if recipe is None:
-            return self._source.entry(name)
-        entries = [self._source.entry(part) for part in recipe.parts]
-        return TensorEntry("F32", recipe.shape, 0, sum(e.end - e.begin for e in entries), recipe.layout)
-
-    def path_of(self, name: str) -> Path:
-        """Return the file that holds the tensor, or its first part."""
-        recipe = self._recipes.get(name)
-        return self._source.path_of(name if recipe is None else recipe.parts[0])
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor; a quantized one reads its parts when it is unpacked."""
-        recipe = self._recipes.get(name)
-        if recipe is None:
-            return self._source.read(name)
-        tensor = recipe.make(self._parts.read)
-        assert tensor.shape == recipe.shape
-        return tensor
+    Raises:
+        ModelError: parts of a weight are missing or do not fit each other.
+    """
+    parts = Parts(checkpoint)
+    recipes = stored.recipes(parts)
+    parts.finish()
+    hidden = {name for recipe in recipes.values() for name in recipe.parts}.union(recipes)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name not in hidden and not name.endswith(OF_ACTIVATIONS)
+    }
+    for name, recipe in recipes.items():
+        entries = [checkpoint.tensors[part] for part in recipe.parts]
+        size = sum(entry.num_bytes for entry in entries)
+        read = partial(recipe.make, parts.read)
+        tensors[name] = StoredTensor(entries[0].path, "F32", recipe.shape, size, read, recipe.layout)
+    return Checkpoint(checkpoint.folder, tensors)
